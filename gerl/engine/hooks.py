@@ -1,4 +1,4 @@
-"""Routing of a pipeline's own calls, for record and replay: the only patches in gerl, on instances, always undone."""
+"""Route a pipeline's own calls to record and replay: the only patches in gerl, on instances, always undone."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
@@ -47,7 +47,7 @@ class StopPipeline(BaseException):
 
 
 class Head(Protocol):
-    """Receives the kinds of calls that are routed: a rollout, a branch or a replay."""
+    """Receiver of routed calls: a rollout, a branch or a replay."""
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
@@ -137,7 +137,7 @@ class _Step:
 
 
 class LazySchedulerOutput:
-    """The next latents and the clean ones of a step of `EDMEulerScheduler`, each computed when it is read.
+    """The result of `EDMEulerScheduler.step`, whose next and clean latents are computed when they are read.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
     the step back, guides these clean latents and steps with them (`known`). Only where the next latents are read is it
@@ -232,7 +232,7 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
-    """Let a consistency model's scheduler draw from `generator` (one, or one per sample) where its pipeline gives none.
+    """Let a consistency model's scheduler use `generator` (one, or one per sample) where its pipeline passes none.
 
     Pipelines of flow matching know no scheduler that draws: the noise would be the global generator's, another one
     each time.
@@ -249,7 +249,7 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the guiders among the components of `pipe` hand on the conditional output, which stands for the others too.
+    """Let the guiders among the components of `pipe` pass the conditional output through unchanged.
 
     Their own arithmetic would not do: adaptive projected guidance divides by the norm of what the two outputs are
     apart, which has no derivative at 0, and adds what they were apart in earlier steps.

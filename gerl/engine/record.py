@@ -93,7 +93,7 @@ def record(
 
 @dataclass(frozen=True)
 class InitialNoise:
-    """Where the initial latents come from: generators of their own, and how much of the others is mixed in."""
+    """Generators of the initial latents, and the share of the step generators' noise that is mixed in."""
 
     generators: Sequence[torch.Generator] | None = None
     spread: float = 0.0
@@ -107,7 +107,7 @@ def record_plan(
     probe: Tape | bool = True,
     initial: InitialNoise = InitialNoise(),
 ) -> tuple[BaseOutput | None, Tape]:
-    """As `record`, with its options in values."""
+    """Record with a `SamplingPlan`; see `record`."""
     check_single(pipe)
     n = batch_size(call)
     arguments = {name: value for name, value in call.items() if name != "generator"}
@@ -124,7 +124,7 @@ def record_plan(
 
 
 def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
-    """The tape of `call` for its first sample up to the first scheduler step: shapes, which show batch dimensions.
+    """Record `call` for its first sample up to the first scheduler step, as shapes: these show batch dimensions.
 
     `index`: for these samples instead.
     """
@@ -143,7 +143,7 @@ def record_structure(
     changed: Mapping[str, object],
     steps: int | None = None,
 ) -> Tape:
-    """The tape of the call of `tape` for its samples `index` with other arguments, `changed`, such as another guidance.
+    """Record the call of `tape` for its samples `index` with `changed` arguments, such as another guidance.
 
     It is for replays at given latents: it has what the pipeline prepares and which components it calls with what
     shapes, but no trajectory. The denoiser runs only where a step calls it otherwise than the step before: mostly once.
@@ -160,7 +160,7 @@ def record_structure(
 
 
 def check_single(pipe: DiffusionPipeline) -> None:
-    """Raise `ModelError` for a pipeline that calls others, whose steps take place in them."""
+    """Raise `ModelError` for a pipeline of pipelines, whose steps take place in them."""
     from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
 
     if inner := [name for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)]:
@@ -171,7 +171,7 @@ def check_single(pipe: DiffusionPipeline) -> None:
 
 
 def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Sequence[torch.Generator] | None:
-    """`generators`, if there is one for each of `n` samples; raises `ValueError` otherwise."""
+    """Return `generators`; raise `ValueError` unless there is one per sample."""
     if generators is not None and len(generators) != n:
         raise ValueError(f"{len(generators)} generators for {n} samples: expected one per sample")
     return generators
@@ -204,7 +204,7 @@ class Recorder:
     def run(
         self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
     ) -> BaseOutput | None:
-        """The output of `pipe(**arguments)`, None where it was stopped."""
+        """Run `pipe(**arguments)`; returns its output, None where it was stopped."""
         if generators is not None:
             one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
             arguments = {**arguments, "generator": generators[0] if one else list(generators)}
@@ -232,7 +232,7 @@ class Recorder:
         return value
 
     def _spread(self, common: object, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """`common`, what the pipeline drew by `draw` from the generators that it was given, and some from its own."""
+        """Mix `common`, which the pipeline sampled by `draw`, with noise of the step generators."""
         bound = inspect.signature(draw).bind(*args, **kwargs).arguments
         given = bound.get("generator")
         if given is None or self.generators is None:
@@ -324,7 +324,7 @@ class Recorder:
             )
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
-        """Prepare for step `k`, whoever takes it: drop large outputs, plan the compression, stop where asked to."""
+        """Prepare for step `k`: drop large outputs, begin to skip, stop where asked to."""
         self._check_mixed()
         self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
         if k == 0 and self.skipping is not None:
@@ -335,11 +335,11 @@ class Recorder:
             raise StopPipeline
 
     def _calls_before(self, step: int, name: str) -> int:
-        """How often `step` has called the component `name` so far."""
+        """Number of calls of the component `name` in `step` so far."""
         return sum((c.step, c.component) == (step, name) for c in self.tape.component_calls)
 
     def _finish(self) -> None:
-        """The pipeline came to its end."""
+        """Check and complete the tape when the pipeline has ended."""
         taken = len(self.tape.steps)
         if self.stop is not None:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
@@ -382,14 +382,14 @@ DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their
 
 
 class Caches:
-    """Watches what a pipeline's components are given and give back, in one rollout."""
+    """Detects objects that carry state from one denoising step to the next, in one rollout."""
 
     def __init__(self) -> None:
         self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
-        """Say in errors how `pipe` does without, where that can be told."""
+        """Find out how `pipe` can do without caches, for the error messages."""
         import diffusers  # in here: the driver of a run does without
 
         for component, model in pipe.components.items():
@@ -406,7 +406,7 @@ class Caches:
             self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
-        """The tensors that each object in `arguments` holds, by id.
+        """Ids of the tensors that each object in `arguments` holds, by id of the object.
 
         Raises `ModelError` for an object that was filled in another step.
         """
@@ -421,14 +421,14 @@ class Caches:
         return held
 
     def note(self, step: int, arguments: Tree, before: dict[int, set[int]], output: Tree) -> None:
-        """Remember the objects that hold tensors which they did not hold before the call."""
+        """Remember objects that hold tensors they did not hold before the call."""
         for value in _objects((arguments, output)):
             if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
                 self.filled.setdefault(id(value), (value, step))
 
 
 def stateful_hooks(model: torch.nn.Module) -> list[str]:
-    """Names of the hooks in `model` that keep state between calls, as those of diffusers' `enable_cache` do."""
+    """Names of the stateful hooks in `model`, such as those of diffusers' `enable_cache`."""
     registries = [registry for module in model.modules() if (registry := getattr(module, HOOKS, None)) is not None]
     return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
 
@@ -481,7 +481,7 @@ def branch(
     noise_at: Mapping[int, float] | None = None,
     cache: FeatureCache = NO_CACHE,
 ) -> tuple[BaseOutput | None, Tape]:
-    """Go on from step `step` of the samples `index` of `tape`; return the pipeline's output and the children's tape.
+    """Branch off at step `step` of the samples `index` of `tape`; return the output and the tape of the children.
 
     `index`: the parent of each child, repeats allowed. `window`: the stochastic steps, from `step` on, None: all but
     the last. `generators`: one per child, for its step noise. The other arguments are those of `record`. The tape of
@@ -507,7 +507,7 @@ def branch_plan(
     plan: SamplingPlan,
     generators: Sequence[torch.Generator] | None = None,
 ) -> tuple[BaseOutput | None, Tape]:
-    """As `branch`, with its options in a value."""
+    """Branch with a `SamplingPlan`; see `branch`."""
     check_fork(tape, step, index)
     window, stop = plan.window, plan.stop
     if min(window or (), default=step) < step or (stop is not None and stop < step):
@@ -526,7 +526,7 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
     """Raise `ReplayError` if the samples `index` of `tape` cannot be branched at step `fork`."""
     calls = tape.component_calls
     if tape.reads is not None:
-        raise ReplayError("a lean tape cannot be branched: branch before making it lean")
+        raise ReplayError("a compacted tape cannot be branched: branch before compacting it")
     if not index or set(index) - set(range(tape.batch_size)):
         raise ReplayError(f"samples {list(index)} cannot be branched: the tape has {tape.batch_size} samples")
     if not 0 <= fork < len(tape.steps) + any(c.step == len(tape.steps) for c in calls):
@@ -609,7 +609,7 @@ class BranchRecorder(Recorder):
         return recorded.x_next
 
     def _parents_step(self, k: int, sample: torch.Tensor) -> TapeStep | None:
-        """The parents' step `k`, None where the tape was stopped at it; `sample` are the latents the pipeline has."""
+        """The parents' step `k`, None where their tape was stopped at it; `sample`: the pipeline's latents."""
         if k == len(self.parents.steps):
             return None
         recorded, answers = self.parents.steps[k], len(self.tape.answers)
@@ -630,7 +630,7 @@ class BranchRecorder(Recorder):
 
 
 def compact(tape: Tape, reads: RequiredTensors) -> Tape:
-    """`tape` with the tensors that a replay of `reads` does not read replaced by their shapes (device `meta`).
+    """Compact `tape`: replace tensors that a replay of `reads` does not need by their shapes (device `meta`).
 
     A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at
     those before. It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else
@@ -681,10 +681,10 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The record of a task that was drawn: all that training on it needs besides the pipeline and the credit.
+    """A recorded task: all that training on it needs besides the pipeline and the credit.
 
-    `tapes`: lean, one for each of the task's segments. `policy_version`: optimizer steps behind the weights that drew.
-    `owner`: rank of the worker that drew.
+    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps behind the weights that sampled
+    it. `owner`: rank of the worker that sampled it.
     """
 
     task: RolloutTask
@@ -694,7 +694,7 @@ class Trajectory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that are held; the probe, which is shared by all trajectories, has shapes only."""
+        """Bytes of the recorded tensors; the probe, shared by all trajectories, has shapes only."""
         steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
         companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
         answers = (a.value for tape in self.tapes for a in tape.answers)
@@ -702,7 +702,7 @@ class Trajectory:
         return tensor_bytes([*steps, *companions, *answers, *outputs])
 
     def rows(self, index: Sequence[int]) -> Trajectory:
-        """The part of the samples `index`, as a trajectory of its own; raises `ReplayError` for a tree."""
+        """Select the samples `index`; raises `ReplayError` for a tree."""
         if any(segment.parent is not None for segment in self.task.segments):
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
         if len(self.task.segments) > 1:  # drawn in several calls

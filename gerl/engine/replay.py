@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
-    """The power of two by which the gradient of `output` (fp32), if multiplied, has its largest value in [1/2, 1)."""
+    """The power of two that scales the largest gradient of `output` (fp32) into [1/2, 1)."""
     (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
     largest = 0.0 if gradient is None else float(gradient.abs().max())
     if not (math.isfinite(largest) and largest > 0):
@@ -65,7 +65,7 @@ def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
-    """A block whose backward passes add gradients to `leaves` that are divided by `scale`."""
+    """Divide by `scale` the gradients that backward passes in this block add to `leaves`."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -107,7 +107,7 @@ class Differentiable:
             module.training = False
 
     def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """The output of `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
+        """Run `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
         compute = functools.partial(forward, *args, **kwargs)
         if not torch.is_grad_enabled():
             return compute()
@@ -149,7 +149,7 @@ class Differentiable:
 
 @dataclass
 class NoGradPart:
-    """A module that is run with gradient, but runs one of its parts without."""
+    """A module that runs with gradient, but runs one of its parts without."""
 
     module: torch.nn.Module
     name: str
@@ -276,7 +276,7 @@ def replay(
 
 
 def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> None:
-    """Run the pipeline with `player`, up to the last trained step; `start`: see `started_at`."""
+    """Run the pipeline with `player` up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
     call = select_call(player.tape.call, range(player.tape.batch_size))  # fresh: some pipelines write into their lists
     # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
@@ -290,7 +290,7 @@ def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> N
 
 
 def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
-    """A probe of `tape` of another number of samples, which shows batch dimensions."""
+    """A probe of `tape` with another number of samples, which shows batch dimensions."""
     try:
         return record_batch_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
@@ -321,7 +321,7 @@ class ReplayedStep:
     overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """The part of `values` `[B, ...]` of latents that reach the images: `[B, N]`, or `values` where all do."""
+        """Select from `values` `[B, ...]` the latents that reach the images: `[B, N]`, or `values` where all do."""
         return unwritten(values, self.overwritten)
 
     def reached(self) -> ReplayedStep:
@@ -456,7 +456,7 @@ class Replayer(SecondaryFromTape):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """The output of component `name` at a step that is trained."""
+        """Run component `name` at a trained step."""
         # not before: a second scheduler stream may have used the same output, and one pass serves both; and not later:
         # the graph of this step has to be gone before the next one is built
         if self.cuts and self.cuts[0][0] != self.step:
@@ -472,7 +472,7 @@ class Replayer(SecondaryFromTape):
         return output
 
     def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
-        """`forward` as a function of how many rows of latents it is called for."""
+        """Wrap `forward` for its role in guidance, as a function of the number of rows it is called for."""
         if role is None:
             return lambda rows: forward
         nth = self.position[1]
@@ -481,7 +481,7 @@ class Replayer(SecondaryFromTape):
         return lambda rows: guided(forward, role, self.cfg, rows, in_list, alike)
 
     def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
-        """The denoiser, run once for samples that are at the same latents."""
+        """Wrap the denoiser so that samples at the same latents are computed once."""
         x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
         # merged, samples would get a gradient of their latents together
         self.parted = self.parted or self.leaf is not None
@@ -495,7 +495,7 @@ class Replayer(SecondaryFromTape):
         return deduplicate(of_rows, kinds, recorded, shown, probe.batch_size)
 
     def _cut(self, value: object) -> object:
-        """`value`, an output of the denoiser at this step, in leaves that the losses go back to."""
+        """Replace an output of the denoiser by leaves, at which the backward passes of the losses end."""
         # the pipeline goes on from leaves: the graph of a loss is then the pipeline's own arithmetic, which is small,
         # and through latents that carry over (momentum of guidance, say) it cannot reach an earlier step's denoiser
         cut: Cut = []
@@ -602,19 +602,19 @@ class Replayer(SecondaryFromTape):
 
 
 def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:
-    """Raise `ReplayError` if a lean tape lacks what this replay reads."""
+    """Raise `ReplayError` if a compacted tape lacks what this replay needs."""
     reads = tape.reads
     if reads is None:
         return
     known = trained <= reads.steps if reads.chain else trained == {k for k in reads.steps if k <= max(trained)}
     if not known:
         raise ReplayError(
-            f"steps {sorted(trained)} cannot be replayed: the lean tape was kept for steps {sorted(reads.steps)}"
+            f"steps {sorted(trained)} cannot be replayed: the compacted tape was kept for steps {sorted(reads.steps)}"
         )
     if cfg != "joint" and not reads.outputs:
-        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the lean tape does not have")
+        raise ReplayError(f"cfg {cfg} reads recorded outputs of the denoiser, which the compacted tape does not have")
     if reads.forward and trained - latents.keys():
-        raise ReplayError("the lean tape does not have the latents of its trained steps: pass them as latents")
+        raise ReplayError("the compacted tape does not have the latents of its trained steps: pass them as latents")
 
 
 # --- Rows of a denoiser call that are the same are computed once.
@@ -627,7 +627,7 @@ KEY = 16  # values of a row by which rows are told apart before they are compare
 
 
 def first_of_duplicates(x: torch.Tensor) -> list[int]:
-    """For each row of `x` `[B, ...]` the first one that equals it."""
+    """Index of the first equal row for each row of `x` `[B, ...]`."""
     flat = x.flatten(1)
     keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
     first: dict[tuple[float, ...], int] = {}
@@ -684,7 +684,7 @@ Call = tuple[str, Arguments]  # of a component
 
 
 class CallCollector(Replayer):
-    """A replay that notes the calls of the denoiser at its trained steps, and makes none."""
+    """Collects the calls of the denoiser at the trained steps without making them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -708,10 +708,10 @@ class CallCollector(Replayer):
 
 
 class BatchedReplayer(Replayer):
-    """A replay of calls that were gathered."""
+    """Replays collected calls, several timesteps in one pass of the denoiser."""
 
     def plan(self, calls: Mapping[Position, Call], size: int) -> None:
-        """Make the calls of `size` steps at a time one."""
+        """Join the calls of `size` steps at a time."""
         steps = sorted({k for k, _ in calls})
         self.gathered, self.stack = calls, {k: i // size for i, k in enumerate(steps)}
         self.running = -1
@@ -744,7 +744,7 @@ class BatchedReplayer(Replayer):
         return self._cut(self.outputs.pop(self.position))
 
     def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
-        """The outputs of this call and those like it at the other steps of the stack."""
+        """Compute this call together with those of the other steps of its stack."""
         nth, n = self.position[1], self.tape.batch_size
         if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
             raise ReplayError(
@@ -773,12 +773,12 @@ class BatchedReplayer(Replayer):
 
 
 def is_trained(component: torch.nn.Module) -> bool:
-    """Whether anything in `component` has a gradient."""
+    """Whether any parameter of `component` requires a gradient."""
     return any(p.requires_grad for p in component.parameters())
 
 
 def _rows(value: Any, like: Any, n: int, probed: int) -> int:
-    """Rows of the first value in `value` that has a batch dimension; 0 where none has."""
+    """Number of rows of the first value with a batch dimension; 0 if there is none."""
     if isinstance(value, torch.Tensor):
         dim = batch_dim(value, like, n, probed)
         return 0 if dim is None else value.shape[dim]
@@ -791,7 +791,7 @@ def _rows(value: Any, like: Any, n: int, probed: int) -> int:
 
 
 def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:
-    """The argument of one call that stands for those of several, which have `rows` rows each."""
+    """Join the arguments of several calls, of `rows` rows each, into that of one call."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         dim = batch_dim(first, like, n, probed)
@@ -819,7 +819,7 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
 
 
 def _narrowed(i: int, value: torch.Tensor, dim: int, of_one: torch.Tensor) -> torch.Tensor:
-    """Of the output of a stack that of its call `i`, which is like `of_one`."""
+    """Select the output of call `i` from that of joined calls; `of_one`: the structure of one."""
     return value.narrow(dim, i * of_one.shape[dim], of_one.shape[dim])
 
 
@@ -836,7 +836,7 @@ def _sliced(i: int, value: list[object], of_one: list[object]) -> list[object]:
 
 @dataclass(frozen=True)
 class LatentsGradient:
-    """The gradient of the latents before a step, `[B, ...]` fp32, as the two parts it is the sum of."""
+    """Gradient of the latents before a step, `[B, ...]` fp32, as the two parts that it is the sum of."""
 
     direct: torch.Tensor  # by the rule of the step, and what the pipeline does to the latents in between
     through: torch.Tensor  # by the denoiser, which is called with them

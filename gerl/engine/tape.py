@@ -1,4 +1,4 @@
-"""The record of a rollout: everything a replay needs to run the same denoising loop, with companion modalities."""
+"""The record of a rollout: everything a replay needs to run the same denoising loop, with secondary modalities."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
@@ -37,7 +37,7 @@ class TapeStep:
 
 @dataclass
 class SecondaryStep:
-    """A step of the modality that goes along with the trained one: the sound of a video. Always deterministic.
+    """A step of a secondary modality, such as the sound of a video. Always deterministic.
 
     It was taken after `step` steps of the trained modality.
     """
@@ -71,7 +71,7 @@ class ComponentCall:
 def probed_call(
     calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
 ) -> ComponentCall:
-    """The call among `calls`, those of a probe, that shows where the rows of `recorded` are, the `nth` of its step.
+    """Find the call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
 
     The probe ends at the first step. An expert that is called later only is like the other, and a call that later steps
     make besides (skip-layer guidance) has the rows of its own: as many times `n` as its output's first dimension is.
@@ -98,7 +98,7 @@ def probed_call(
 
 @dataclass(frozen=True)
 class RequiredTensors:
-    """The parts of a tape that its algorithm reads: the rest of a lean tape has shapes only, see `record.lean`."""
+    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`record.compact`)."""
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
     means: bool = True  # recorded means of the trained steps
@@ -119,7 +119,7 @@ class Tape:
 
     One that was stopped has the component calls of the step it was stopped at, but not the step. `probe` is the tape of
     the same call for one sample (for two, where this has only one), stopped at the first step: it shows where the batch
-    dimension of each value is. Needed only to replay sub-batches and to branch. `reads` is set where the tape is lean.
+    dimension of each value is. Needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
     """
 
     call: dict[str, object]
@@ -133,11 +133,11 @@ class Tape:
 
     @property
     def stochastic_steps(self) -> list[int]:
-        """Indices of the steps that drew noise, hence have a log-probability."""
+        """Indices of the stochastic steps, which have a log-probability."""
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
 
     def overwritten(self, k: int) -> torch.Tensor | None:
-        """The part of the latents after step `k` that the pipeline writes over, `[B, ...]` bool: it reaches no image.
+        """Mask of the latents after step `k` that the pipeline overwrites, `[B, ...]` bool: they reach no image.
 
         An inpainting pipeline sets what surrounds the opening of its mask after each step. Of the last one nothing is
         recorded: there it is what was written over before it. None: nothing, or all, as by a callback that scales the
@@ -145,11 +145,11 @@ class Tape:
         """
         following = self.steps[min(k + 1, len(self.steps) - 1)].written
         if following is not None and following.is_meta:
-            raise ReplayError(f"what the pipeline overwrote after step {k} was not kept in this lean tape")
+            raise ReplayError(f"what the pipeline overwrote after step {k} was not kept in this compacted tape")
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Names of the components called in the denoising loop, not just before it.
+        """Names of the components that are called in the denoising loop, not only before it.
 
         The last call before the first step is the loop's own: an expert for high noise may be called nowhere else.
         """
@@ -167,7 +167,7 @@ class Tape:
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
 
     def companion(self, position: int, sample: torch.Tensor) -> SecondaryStep:
-        """Step `position` of the modality that goes along; raises `ReplayError` where it does not start at `sample`."""
+        """Step `position` of the secondary modality; raises `ReplayError` where it does not start at `sample`."""
         recorded = self.companions[position] if position < len(self.companions) else None
         if recorded is None or recorded.x.shape != sample.shape:
             raise ReplayError("the pipeline steps a second modality, which it did not in the rollout")
@@ -179,7 +179,7 @@ class Tape:
         return recorded
 
     def rows(self, index: Sequence[int]) -> Tape:
-        """The tape of the samples `index`, repeats allowed: it can be replayed, branched and pickled by itself.
+        """Select the samples `index`, repeats allowed; the result can be replayed, branched and pickled by itself.
 
         Latents that steps share stay shared. Raises `ReplayError` where there is no probe to show the batch dimensions.
         """
@@ -194,7 +194,7 @@ class Tape:
         return self._rows(index, alike)
 
     def start(self) -> Tape:
-        """The shapes of what was recorded before the first step: the probe for other numbers of samples."""
+        """Shapes of what was recorded before the first step: the probe for other numbers of samples."""
         answers = self.answers[: self.steps[0].num_answers] if self.steps else self.answers
         calls = [c for c in self.component_calls if c.step == 0]
         return Tape(
@@ -253,7 +253,7 @@ class Tape:
 
 
 class SecondaryFromTape:
-    """The part of a head that hands out the recorded steps of the companion, in order: see `hooks.Head`."""
+    """The part of a head that answers the steps of a secondary modality from a tape; see `hooks.Head`."""
 
     tape: Tape
     accompanied = 0  # steps handed out so far
