@@ -17,8 +17,8 @@ from gerl.evaluate.names import BASE
 from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
 from gerl.model.errors import check_backend, model_errors
+from gerl.model.hub import Downloads
 from gerl.model.loading import load_pipeline
-from gerl.model.paths import Downloads
 from gerl.model.placement import compile_blocks
 from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
 from gerl.protocol import CutPrompts, Images, Prompt, Sample

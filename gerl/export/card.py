@@ -20,7 +20,7 @@ from PIL import Image
 
 from gerl.config import sources
 from gerl.errors import ConfigError, GerlError, ModelError
-from gerl.export.upload import Base
+from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
 from gerl.pages.page import grid, still
 from gerl.run.card import CARD, read_sessions, redact, version_of

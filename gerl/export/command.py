@@ -13,7 +13,7 @@ import yaml
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.errors import CheckpointError, ConfigError, ModelError
-from gerl.export.upload import Base
+from gerl.export.base import Base
 from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically

@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from gerl.config import ModelConfig
 from gerl.errors import ModelError
-from gerl.export.upload import Base
+from gerl.export.base import Base
 from gerl.model import denoisers as skeletons
 from gerl.model.denoisers import find_denoisers
 from gerl.model.lora import (

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gerl.errors import ModelError
+from gerl.export.base import Base
 from gerl.export.card import BaseModel, Comfy, RunFacts, base_model, is_hub_id, model_card, pictures, public, read_run
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
-from gerl.export.upload import Base
 from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.card import version_of

@@ -1,7 +1,6 @@
-"""A folder as a model repository of the Hugging Face hub, and the base model that it names."""
+"""A folder as a model repository of the Hugging Face hub."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants
@@ -16,8 +15,6 @@ from huggingface_hub.utils import httpx, validate_repo_id
 
 from gerl.errors import ConfigError, GerlError
 from gerl.utils.files import reason
-
-# --- A folder as a model repository of the Hugging Face hub
 
 PATIENCE = 10.0  # seconds for the hub's answer about a repository
 OWN = {".gitattributes"}  # files that the hub puts into an empty repository
@@ -97,21 +94,3 @@ def _sentence(repository: str, error: Exception) -> str:
             "and give out=FOLDER, which 'hf upload' can upload later"
         )
     return f"{given}: {hub} rejects the upload ({reason(error):.300}): correct the problem, or try again"
-
-
-# --- The model below a run's LoRA
-
-
-@dataclass(frozen=True)
-class Base:
-    """The pipeline that a LoRA was trained on, its own alpha, the LoRA that was merged below it, if any, and in which
-    precision the denoisers were."""
-
-    path: str
-    alpha: float
-    merged: str | None = None
-    quantised: str = "none"
-
-    def __str__(self) -> str:
-        merged = "" if self.merged is None else f" with the LoRA {self.merged} merged into it"
-        return f"{self.path}{merged}{'' if self.quantised == 'none' else f', quantised to {self.quantised}'}"

@@ -10,8 +10,8 @@ import diffusers
 import torch
 
 from gerl.errors import ModelError
+from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
-from gerl.export.upload import Base
 from gerl.model.lora import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in

@@ -13,7 +13,8 @@ from gerl.config import ModelConfig
 from gerl.engine.batching import batch_size
 from gerl.engine.latents import Inverse, record_decoding
 from gerl.errors import ModelError
-from gerl.model.paths import fetch, resolve
+from gerl.model.hub import fetch
+from gerl.model.paths import resolve
 from gerl.model.prompts import PromptCache, identity
 from gerl.utils.condition_images import read_picture
 from gerl.utils.seeding import derive_seed

@@ -21,8 +21,9 @@ from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
+from gerl.model.hub import fetch, refusal_of_code
 from gerl.model.lora import add_lora, begin_with, check_loads, lora_file, merge_start, read_start
-from gerl.model.paths import fetch, refusal_of_code, resolve
+from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
 from gerl.model.policy import EMA, Policy, alone, chosen, divide, parameters_of
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders

@@ -27,7 +27,8 @@ from safetensors.torch import load
 
 from gerl.config import ModelConfig
 from gerl.errors import CheckpointError, ModelError
-from gerl.model.paths import WEIGHTS, fetch_lora, local_lora
+from gerl.model.hub import fetch_lora
+from gerl.model.paths import WEIGHTS, local_lora
 from gerl.utils.files import reason
 from gerl.utils.tensors import pack_tensors
 

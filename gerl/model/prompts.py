@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 
 from gerl.config import ModelConfig
 from gerl.engine.batching import Tree, detached_copy, tensor_bytes
-from gerl.model.paths import fetch, resolve
+from gerl.model.hub import fetch
+from gerl.model.paths import resolve
 from gerl.protocol import CutPrompts
 from gerl.utils.files import reason
 from gerl.utils.tensors import pack_tensors

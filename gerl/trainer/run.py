@@ -27,7 +27,7 @@ from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
-from gerl.model.paths import Downloads
+from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_scorers_found
 from gerl.rewards.manager import RewardManager, given, try_scorers

@@ -15,7 +15,7 @@ from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.command import importing, waiting
 from gerl.config import Config
 from gerl.errors import ConfigError, ModelError
-from gerl.model.paths import Downloads
+from gerl.model.hub import Downloads
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, StepEnd, StepResult, UpdateStats
 from gerl.run.checkpoint import Checkpoint, WorkerState
 from gerl.timeline import Timeline

@@ -23,8 +23,8 @@ from zoo.text_to_image import sdxl
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import CheckpointError, ConfigError, ModelError
+from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
-from gerl.export.upload import Base
 from gerl.model.denoisers import find_denoisers
 from gerl.model.loading import check_model, load_policy, weights_fingerprint
 from gerl.model.lora import (

@@ -14,8 +14,8 @@ import torch
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
 from gerl.config.algorithms import Teacher
 from gerl.errors import ModelError
+from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
-from gerl.export.upload import Base
 from gerl.model.loading import check_teachers, load_policy, load_teachers
 from gerl.model.lora import ADAPTER, Lora, find_targets
 from gerl.model.policy import Policy

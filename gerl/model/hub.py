@@ -1,0 +1,167 @@
+"""Pipelines and LoRAs of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants, model_info, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import httpx
+
+from gerl.commandline.command import waiting
+from gerl.errors import GerlError, ModelError
+from gerl.model.paths import INDEX
+from gerl.utils.files import reason
+
+logger = logging.getLogger(__name__)
+PATIENCE = 10.0  # seconds for the hub's first answer
+
+
+class Downloads:
+    """In words, the bytes by which the hub's cache on this machine has grown since; "" where it has not."""
+
+    def __init__(self) -> None:
+        self._before = cache_bytes()
+
+    def __call__(self) -> str:
+        grown = cache_bytes() - self._before
+        return f"{grown / 1e9:.2f} GB downloaded" if grown >= 1e7 else ""
+
+
+def cache_bytes() -> int:
+    """The space that the files in the hub's cache take, those that are still incomplete as well."""
+    total = 0
+    for folder, _, files in os.walk(constants.HF_HUB_CACHE):
+        for file in files:
+            try:
+                found = os.lstat(os.path.join(folder, file))
+            except OSError:  # moved to its place meanwhile
+                continue
+            total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
+    return total
+
+
+def fetch(path: str) -> str:
+    """The folder of the pipeline with hub id `path` in the hub's cache, after a download of what the cache lacks.
+
+    Shows the progress bars of `huggingface_hub`. Where the hub cannot be reached, or HF_HUB_OFFLINE is set, the cache
+    must have the whole pipeline. Raises `ModelError`.
+    """
+    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+
+    unreached = _unreached(path)
+    try:
+        if unreached is not None:
+            folder = DiffusionPipeline.download(path, local_files_only=True)
+            if not isinstance(unreached, OfflineModeIsEnabled):
+                logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
+        else:
+            with waiting(f"fetching {path} from {constants.ENDPOINT}", Downloads()):
+                folder = DiffusionPipeline.download(path)
+    except GerlError:
+        raise
+    except Exception as error:  # of the network, the disk, the hub and diffusers, which have no common class
+        if "trust_remote_code" in str(error):
+            raise ModelError(refusal_of_code(path)) from error
+        raise ModelError(_sentence(path, error, unreached)) from error
+    return str(folder)
+
+
+def fetch_lora(source: str) -> Path:
+    """The folder or file of a LoRA of the hub in the cache, after a download; `source` is `owner/name[/path inside]`.
+
+    Only safetensors files and the configurations of PEFT are fetched. Raises `ModelError`, also for a pipeline.
+    """
+    owner, name, *inside = source.split("/")
+    repository, file = f"{owner}/{name}", "/".join(inside)
+    wanted = [file, f"{file}/*"] if file else ["*.safetensors", "*adapter_config.json"]
+    unreached = _unreached(repository)
+    try:
+        if unreached is None:
+            files = {entry.rfilename for entry in model_info(repository, timeout=PATIENCE).siblings or []}
+            if not file and INDEX in files:
+                raise ModelError(f"model.lora={source!r} is a pipeline, not a LoRA: use it as model.path")
+        with waiting(f"fetching {source} from {constants.ENDPOINT}", Downloads()):
+            folder = snapshot_download(repository, allow_patterns=wanted, local_files_only=unreached is not None)
+    except GerlError:
+        raise
+    except Exception as error:  # see `fetch`
+        raise ModelError(_sentence(repository, error, unreached, "model.lora")) from error
+    return Path(folder) / file
+
+
+def refusal_of_code(path: str) -> str:
+    """The sentence for a pipeline of the hub that would run code."""
+    return (
+        f"model.path={path!r} contains custom code, and gerl runs none from the Hub: download it with 'hf download "
+        f"{path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
+    )
+
+
+def _unreached(path: str) -> Exception | None:
+    """Why the hub does not tell about `path`, None if it does: one request, where a download would try for long."""
+    try:
+        model_info(path, timeout=PATIENCE)
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+        return error
+    return None
+
+
+def _sentence(path: str, error: Exception, unreached: Exception | None, key: str = "model.path") -> str:
+    """The cause and the remedy, where what `key` asks for is neither in the cache nor comes from the hub."""
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    given = f"{key}={path!r}"
+    first = unreached or error
+    causes = list(_causes(first))
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+        return (
+            f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
+            "on a larger disk"
+        )
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return f"{given}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
+    status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+    if status in (401, 403):
+        return (
+            f"{given}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
+            f"{hub}/{path} if there are any"
+        )
+    absent = f"{given} is missing or incomplete in the Hub cache {cache}"
+    if isinstance(unreached, OfflineModeIsEnabled):
+        return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set {key} to a folder with it"
+    if unreached is not None:
+        return (
+            f"{absent}, and {hub} cannot be reached ({_words(unreached)}): connect this machine to it, or download "
+            f"it on another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
+        )
+    if any(isinstance(cause, EntryNotFoundError) for cause in causes):
+        return (
+            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
+            "in diffusers format"
+        )
+    if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in causes):
+        return (
+            f"{given}: the download from {hub} was interrupted ({_words(error)}): start again, completed files are kept"
+        )
+    return f"{given} cannot be loaded as a diffusers pipeline: {_words(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _words(error: Exception) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), reason(error))
