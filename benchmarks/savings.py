@@ -144,8 +144,6 @@ class Worker:
         self.actor.optimizer.zero_grad(set_to_none=True)
         steps = self.config.sampling.num_inference_steps
         replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
-        replay = import_module("gerl.engine.replay")  # the package has a function of that name
         common = replay.first_of_duplicates
         if not self.rollout.shares:
             replay.first_of_duplicates = lambda x: list(range(len(x)))

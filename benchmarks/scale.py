@@ -63,10 +63,11 @@ def config_of(folder: Path, workers: int, shape: tuple[int, int], *more: str) ->
     scorer = folder / "scorer.py"
     scorer.write_text(SCORER, encoding="utf-8")
     prompts = workers * batches * images // 8
-    keys = (*KEYS.split(), f"rollout.prompts_per_step={prompts}", f"rollout.micro_batch_size={images}")
-    return compose_run(
-        [*keys, f"cluster.num_workers={workers}", "~reward.scorers.ocr", f"+reward.scorers.known.path={scorer}", *more]
-    ).config
+    given = {key.partition("=")[0] for key in more}
+    usual = [key for key in KEYS.split() if key.partition("=")[0] not in given]
+    keys = (*usual, f"rollout.prompts_per_step={prompts}", f"rollout.micro_batch_size={images}")
+    scorers = ("~reward.scorers.ocr", "~reward.scorers.colour", f"+reward.scorers.known.path={scorer}")
+    return compose_run([*keys, f"cluster.num_workers={workers}", *scorers, *more]).config
 
 
 def measure_steps(run: Run, configs: Sequence[tuple[tuple[int, int], Config]]) -> list[Record]:
@@ -147,7 +148,7 @@ def measure(kind: str, workers: int) -> Record:
         configs = [(shape, config_of(folder, workers, shape, *more)) for shape in (SHAPES[:1] if slow else SHAPES)]
         config = configs[0][1]
         prompts = read_prompts(config, "data.train", config.data.train)
-        with StandIns(config.cluster, Pace(pace), Echo if echo else SlowWorker) as cluster:
+        with StandIns(config, Pace(pace), Echo if echo else SlowWorker) as cluster:
             run = (EchoRun if echo else Run)(config, folder, cluster, prompts, [], identity(config))
             run.setup(None)
             for _ in range(2 if slow else 1):

@@ -105,8 +105,8 @@ for _name in TIMED:
 class StandIns(Cluster):
     """A cluster that starts stand-ins in place of gerl's workers."""
 
-    def __init__(self, config: Any, pace: Pace, cls: type) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, pace: Pace, cls: type) -> None:
+        super().__init__(config.cluster, config.reward.gpu_shares)
         self.pace, self.cls = pace, cls
 
     def workers(self, name: str, cls: Any, count: int, arguments: Any, **options: Any) -> Any:

@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import scale
 import scale_report as report
 from scale_model import FREE, Fit, Network, Work, fit, fit_collective, least_squares, predicted, step_seconds
+from scale_standin import PHASES, importable
 from sections import with_section
 
 INSTANT = Network(float("inf"), float("inf"), hop=0.0, latency=0.0)
@@ -103,3 +105,19 @@ def test_micro_batches_are_equally_many_in_every_update() -> None:
 def test_the_readme_has_the_table_of_the_results() -> None:
     text, content = report.PAGE.read_text(encoding="utf-8"), report.section(report.load(report.SIMULATED))
     assert text == with_section(text, report.BEGIN, report.END, content)
+
+
+def test_workers_that_compute_nothing_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "SHAPES", ((2, 4),))
+    monkeypatch.setattr(scale, "REPETITIONS", 1)
+    monkeypatch.setenv("PYTHONPATH", importable())
+    (found,) = scale.measure("echo", 2)["steps"]
+    assert (found["workers"], found["micro_batches"], found["images"]) == (2, 4, 16)
+    assert found["messages"] == {"sample": 4, "score": 4, "accumulate": 4, "step": 4, "checkpoint": 1}
+    assert all(found["cpu"][phase] > 0 for phase in PHASES) and found["sent"] > 0
+    assert found["step_s"] >= 3 * 8 * scale.ECHO  # a worker draws 8 images, and has all of them in two updates
+
+
+def test_a_snapshot_has_a_size_and_takes_time() -> None:
+    found = scale.snapshot(4)
+    assert found["bytes"] > 4 * found["parameters"] and found["keep_s"] > 0 and found["finished_s"] > 0
