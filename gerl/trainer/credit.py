@@ -1,4 +1,4 @@
-"""From the scores of a step to the credit of its samples, and the metrics that describe both."""
+"""Turn the scores of a step into the credit of its samples; the metrics of both."""
 
 import logging
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 def scores_of(samples: Sequence[Sample], scores: Scores) -> Scores:
-    """`scores`, in place of which images of files have what their files say of them."""
+    """Return `scores`; dataset images have the scores of their files instead."""
     given = [sample.given.score for sample in samples if sample.given is not None]
     return Scores(list(given), {}, [[] for _ in given]) if given else scores
 
 
 def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics]:
-    """The rewards of the samples that can be trained on, and the metrics of the step's scores.
+    """Return the rewards of the trainable samples and the metrics of the step's scores.
 
     Raises `RewardError` as `usable_groups` does, or where a score that the algorithm needs is missing.
     """
@@ -58,20 +58,20 @@ def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics
 
 
 def credit_of(config: Config, algorithm: Algorithm, scores: ScoreTable, rewards: Rewards) -> torch.Tensor:
-    """The credit of a step's samples, `[B, T]`, NaN for those that are not trained on."""
+    """Compute the credit `[B, T]` of a step's samples, NaN where a sample is not trained on."""
     credit = torch.full((len(scores.samples), config.sampling.num_inference_steps), torch.nan)
     credit[list(rewards.rows)] = algorithm.credit(rewards)
     return credit
 
 
 def column(scores: ScoreTable, name: str, rows: Sequence[int]) -> torch.Tensor:
-    """The scores `[B]` of a column, NaN where there is none."""
+    """Return the scores `[B]` of a column, NaN where a score is missing."""
     values = scores.by_scorer.get(name, [None] * len(scores.samples))
     return torch.tensor([torch.nan if (value := values[i]) is None else value for i in rows], dtype=torch.float64)
 
 
 def _diversity(algorithm: ShapedConfig, scores: ScoreTable, rows: Sequence[int]) -> torch.Tensor:
-    """How unlike the others of its group each image is, `[B]`; raises `RewardError` where that is not known."""
+    """Return each image's dissimilarity to the rest of its group, `[B]`; raises `RewardError` if one is missing."""
     found = column(scores, algorithm.diversity_scorer, rows)
     if missing := int(found.isnan().sum()):
         raise RewardError(

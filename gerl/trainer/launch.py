@@ -1,4 +1,4 @@
-"""A run from its configuration to the report: check, start the cluster, train."""
+"""Launch a run: check the configuration, start the cluster, train, write the report."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger("gerl")
 def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
     """Check everything that can be checked, train, write the report; returns the run folder.
 
-    `arguments`: those of the command line, for the run card.
+    `arguments`: the command line, recorded in the run card.
     """
     for _ in launch_steps(folder, arguments):
         pass
@@ -65,7 +65,7 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
             from gerl.trainer.run import Run
 
             machines = Cluster(config.cluster, config.reward.gpu_shares)
-            if not machines.remote:  # else the first thing the workers do: this process needs no libraries of models
+            if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
                 from gerl.workers.setup import check_start  # which imports them
 
                 check_start(replace(config, model=model), machines.device)
@@ -93,7 +93,7 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
 
 @contextlib.contextmanager
 def explained(why: str) -> Iterator[None]:
-    """Add a sentence to an error, if there is one: where what it complains of comes from."""
+    """Add to an error of the block the sentence that says where the refused value comes from."""
     try:
         yield
     except GerlError as error:
@@ -104,7 +104,7 @@ def explained(why: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
-    """The cluster, started; what that waits for is said."""
+    """Start the cluster, logging what the start waits for."""
     with contextlib.ExitStack() as stack:
         with waiting("starting Ray" if machines.remote else "preparing the devices"):
             stack.enter_context(machines)
@@ -112,14 +112,14 @@ def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
 
 
 def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], seconds: float) -> str:
-    """Reward before and after, the time it took, where things lie, and Python that draws a held-out picture again."""
+    """Return the closing summary: reward before and after, duration, paths, code that samples a held-out image."""
     validations = load_validations(run_dir)
     lines = ["", f"finished in {seconds / 60:.1f} min; run folder: {run_dir}"]
     if len(validations) > 1:
         first, last = validations[0], validations[-1]
         for name in first.by_scorer:
             scored = zip(first.by_scorer[name], last.by_scorer.get(name, ()), strict=False)
-            pairs = [(a, b) for a, b in scored if a is not None and b is not None]  # nothing else can be compared
+            pairs = [(a, b) for a, b in scored if a is not None and b is not None]  # no other reward is comparable
             before, after = (mean([pair[i] for pair in pairs]) for i in (0, 1))
             shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
             some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""

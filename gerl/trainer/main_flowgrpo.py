@@ -1,6 +1,6 @@
 """The entry point: `python -m gerl.trainer.main_flowgrpo [experiment=NAME] [key=value ...]`.
 
-It listens to signals first, then reads the keys and the run to carry on, and then imports torch and Ray.
+Signals are handled first, then the keys and the run to resume are read, and only then torch and Ray imported.
 """
 
 import sys
@@ -11,7 +11,7 @@ from gerl.commandline.command import run_command
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m gerl.trainer.main_flowgrpo") -> int:
-    """Run the command line; returns the exit code, see `run_command`. program: the words that started it."""
+    """Run the command line; returns the exit code, see `run_command`. `program`: the command as typed, for messages."""
     given = sys.argv[1:] if argv is None else argv
 
     def help_page() -> str:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m gerl.train
 
 
 def train(arguments: list[str]) -> None:
-    """Check the keys and the run to carry on, then train; with `-m` once for each combination of values."""
+    """Check the keys and the run to resume, then train; with `-m` once for each combination of values."""
     from gerl.commandline.composition import hydra_options
 
     options = hydra_options(arguments)

@@ -1,4 +1,4 @@
-"""Prompts that are longer than the model reads: cut, dropped or refused, as `data.overlong` says."""
+"""Truncate, drop or refuse prompts longer than the model reads (`data.overlong`)."""
 
 import logging
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ def without_overlong(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Say which prompts are cut, and return the training and held-out prompts that `data.overlong` leaves.
+    """Log which prompts are truncated, and return the training and held-out prompts that `data.overlong` keeps.
 
-    `ranks`: so many workers have to call the model together. Raises `DataError` where it is `error` and some prompt is
-    longer than all tokenizers read, or where `drop` leaves no prompt to train on.
+    `ranks`: workers that call the model in lockstep. Raises `DataError` if a prompt exceeds all tokenizers and
+    `data.overlong=error`, or if `drop` leaves no prompt to train on.
     """
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
     calls = [fleet.workers.submit(rank, cut_prompts, texts, prompts[0]) for rank in range(ranks)]
@@ -50,15 +50,15 @@ def without_overlong(
 
 
 def cut_prompts(worker: PolicyWorker, prompts: Sequence[str], like: Prompt) -> CutPrompts:
-    """Which of `prompts` the pipeline's tokenizers cut; `like` is one of them."""
-    from gerl.workers.setup import encoded_folder  # in here: the driver does without diffusers
+    """Return which `prompts` the pipeline's tokenizers truncate; `like`: a prompt with the same arguments."""
+    from gerl.workers.setup import encoded_folder  # imported here: the driver does not need diffusers
 
     with model_errors("rollout"):
         return worker.rollout.cut_prompts(prompts, like, encoded_folder(worker.config, worker.device))
 
 
 def sentences(found: CutPrompts, texts: Sequence[str]) -> list[str]:
-    """One per tokenizer that cuts some of `texts`."""
+    """Return a sentence per tokenizer that truncates some of `texts`."""
     whole = found.tokenizers - len(found.by_tokenizer)
     rest = f"; {whole} other(s) read them in full" if whole else ""
     return [

@@ -1,6 +1,6 @@
-"""Recovery of a run: repeat a step with new workers, return to an earlier step, save what there is at the end.
+"""Recover a run: repeat a step with new workers, return to an earlier step, save the last finished step at the end.
 
-Everything sampled derives from the seed, the step and the task, so what is repeated is bitwise what it was.
+All sampling derives from the seed, the step and the task, so a repeated step is bitwise equal.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from gerl.trainer.run import Run
 
 logger = logging.getLogger(__name__)
-LOSSES = (ClusterError, ModelError, RuntimeError)  # what calls raise when a worker, or one that another misses, is gone
+LOSSES = (ClusterError, ModelError, RuntimeError)  # raised by calls to a dead worker, or to one that waits for it
 
 
 def recover(run: Run, error: Exception) -> None:
-    """Replace the workers that died; raises `error` if none did, or if there were too many."""
+    """Replace the workers that died; raises `error` if none died or too many have."""
     started = time.perf_counter()
-    state: State | None = None  # once one has given it: those that live may be new themselves the next time
+    state: State | None = None  # as soon as one worker has returned it: the survivors may themselves be new next time
     while True:
         lost = lost_workers(run, error)
         with waiting(f"replacing {len(lost)} process(es)"):
@@ -47,22 +47,22 @@ def recover(run: Run, error: Exception) -> None:
                 break
             except NoCapacity:
                 raise
-            except LOSSES as another:  # of one more that died
+            except LOSSES as another:  # another worker died meanwhile
                 error = another
     run.fleet.recovery.seconds += time.perf_counter() - started
 
 
 def rejoin(run: Run, new: Sequence[int]) -> None:
-    """Let the workers `new`, for which there is room again, continue with the others."""
+    """Let the restarted workers `new` join the others, once the cluster has room for them."""
     run.fleet.lost()
     run.discard()
     bring_together(run, new, surviving_state(run, new))
 
 
 def lost_workers(run: Run, error: Exception) -> list[int]:
-    """The workers because of which `error` came; raises it if it has another reason, or if they are too many.
+    """Return the workers whose death caused `error`; raises `error` if it has another cause or too many died.
 
-    Those are all where Ray itself died, if this run started it: another one is there then.
+    Where the embedded Ray itself died, it is started anew and all workers count as lost.
     """
     fleet = run.fleet
     try:
@@ -84,8 +84,8 @@ def lost_workers(run: Run, error: Exception) -> list[int]:
 
 
 def restart_ray(run: Run, error: Exception) -> None:
-    """Start Ray once more after it died by `error`; the workers are then to be restarted."""
-    run.saved()  # what is written of a checkpoint ends
+    """Start Ray again after it died with `error`; all workers must be restarted afterwards."""
+    run.saved()  # an unfinished write of a checkpoint ends
     run.discard()
     run.fleet.recovery.forget_workers()
     with waiting("restarting Ray"):
@@ -95,9 +95,9 @@ def restart_ray(run: Run, error: Exception) -> None:
 
 
 def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
-    """The workers' state at the last finished step, from others than `lost`; None if there is a checkpoint of it.
+    """Return the state of the last finished step from a worker not in `lost`; None if a checkpoint has it.
 
-    That of full fine-tuning is saved for it.
+    The state of full fine-tuning is saved as a checkpoint.
     """
     if run.config.model.train == "lora":
         return run.fleet.recovery.state(run.state.step, lost)
@@ -111,7 +111,7 @@ def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
 
 
 def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
-    """Set the workers `new` up, and give all of them `state`, or that of the newest checkpoint."""
+    """Set up the workers `new`, and load `state`, or else the newest checkpoint, into all workers."""
     run.fleet.set_up(new, run.downloads)
     if state is not None:
         files, numbers = state
@@ -133,7 +133,7 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
 
 
 def begin_again(run: Run) -> None:
-    """Return to the beginning of the run."""
+    """Return to the start of the run."""
     fleet = run.fleet
     if len(fleet.workers) > 1:
         fleet.set_up(fleet.restart(range(len(fleet.workers))), run.downloads)
@@ -143,7 +143,7 @@ def begin_again(run: Run) -> None:
 
 
 def roll_back(run: Run, directive: RollBack) -> None:
-    """Return to an earlier checkpoint, with a KL of more weight."""
+    """Return to an earlier checkpoint and raise the weight of the KL."""
     checkpoint = directive.checkpoint
     run.writer.finish()
     times = run.state.rollbacks + 1
@@ -153,7 +153,7 @@ def roll_back(run: Run, directive: RollBack) -> None:
         run.load(checkpoint)
         run.state.rollbacks = times
         run.set_kl_coef(directive.kl_coef)
-        run.save()  # that it rolled back: from here on a resumed run knows it
+        run.save()  # so that a resumed run knows of the rollback
         run.writer.finish()
         set_aside(run.run_dir, checkpoint.step, drawn_too=True)
         run.reopen_log(kept=run.state.step - bool(run.state.unlogged))
@@ -165,7 +165,7 @@ def roll_back(run: Run, directive: RollBack) -> None:
 
 
 def save_last_step(run: Run) -> str:
-    """Save the last finished step from whichever worker still has it; returns why that was not possible, or nothing."""
+    """Save the last finished step from any worker that holds it; returns the reason if none could, else ''."""
     failure = ""
     with rescuing():
         failure = "" if run.saved() else "all workers are gone"
@@ -178,13 +178,13 @@ def save_last_step(run: Run) -> str:
 
 
 def _save_from_any(run: Run) -> str:
-    """Save from the first worker that can give its state; returns why none could, or nothing.
+    """Save from the first worker that can return its state; returns the reason if none could, else ''.
 
-    All trainers hold the same LoRA and optimizer, and the state before the update in which they may be. One may wait
+    All trainers hold the same LoRA and optimizer, and the state before the current update. One may wait
     for another that failed: those that answer first are asked first.
     """
     trainers, reasons = run.fleet.trainers, list[str]()
-    # what they drop makes room: an out-of-memory error may be why we are here
+    # dropping the rollouts frees memory: an out-of-memory error may have ended the run
     asked = {trainers.submit(worker, PolicyWorker.clear): worker for worker in range(len(trainers))}
     while asked:
         try:
@@ -202,7 +202,7 @@ def _save_from_any(run: Run) -> str:
                 return str(error)
             except ClusterError:
                 reasons.append(f"worker {worker} is gone")
-            # the run is ending for another reason, and what a worker in an unknown state raises must not hide it
+            # the run ends for another reason, which errors of a worker in an unknown state must not hide
             except Exception as error:
                 logger.debug("worker %d has no checkpoint to offer", worker, exc_info=True)
                 reasons.append(next(iter(str(error).splitlines()), type(error).__name__))
@@ -211,7 +211,7 @@ def _save_from_any(run: Run) -> str:
 
 @contextlib.contextmanager
 def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
-    """Add to an interruption before the first step or after the last one of `steps` what there is."""
+    """Add to an interruption before the first or after the last of `steps` what the run folder contains."""
     try:
         yield
     except Interrupted as error:
@@ -221,9 +221,9 @@ def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
 
 
 def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int = 0, failure: str = "") -> None:
-    """Add to the exception that ends a run of `steps` which checkpoint is the newest, and how to resume from it.
+    """Add the newest checkpoint and the command that resumes from it to the exception that ends a run of `steps`.
 
-    Where that has all steps, what is left is the report. failure: why the finished `step` could not be saved.
+    If that checkpoint has all steps, only the report is missing. `failure`: why the finished `step` could not be saved.
     """
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.strerror and cause.strerror in failure:
@@ -239,12 +239,12 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
     elif paths:
         again = typed({"checkpoint.resume": str(run_dir)})
         error.add_note(f"the latest checkpoint is {paths[-1]}: resume with {again}")
-    elif step:  # before the first one nothing is lost
+    elif step:  # before the first step nothing is lost
         error.add_note("there is no checkpoint: start a new run")
 
 
 def _has_all(path: Path, steps: int) -> bool:
-    """Whether nothing is left to do after a checkpoint in a run of `steps`, which may be more than it was made for."""
+    """Whether a checkpoint is the last one of a run of `steps`, which may be more than it was trained with."""
     try:
         checkpoint = load_checkpoint(path)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""Sample and score: workers sample micro-batches, and scorers score each while the next ones are sampled."""
+"""Sample and score concurrently: scorers score a micro-batch while the workers sample the next ones."""
 
 import contextlib
 import threading
@@ -12,14 +12,14 @@ from gerl.protocol import Images, Scores
 from gerl.rewards.manager import RewardManager, Scorable, wait
 from gerl.workers.fleet import Dispatch
 
-POLL_S = 0.1  # after which the thread sees that the block has ended
-PREFETCH = 2  # micro-batches submitted to a process: the one it samples and the next
+POLL_S = 0.1  # interval at which the thread checks whether the block has ended
+PREFETCH = 2  # micro-batches submitted to a process: the current one and the next
 
 
 class PendingRollout:
-    """Micro-batches of samples on their way through the samplers of `dispatch` and the scorers.
+    """Micro-batches in flight through the samplers of `dispatch` and the scorers.
 
-    Where the scorers do not keep up, sampling pauses, so that images do not pile up.
+    Sampling pauses while the scorers lag behind, so that images do not accumulate.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class PendingRollout:
         held_out: bool = False,
         progress: Callable[[int], None] = lambda images: None,
     ) -> None:
-        """`hang_after`: seconds without an answer of the workers after which they count as dead.
+        """`hang_after`: seconds without an answer after which a worker counts as dead.
 
-        `ahead`: steps that these images are sampled before they are trained on, so that more of them may wait.
-        `held_out`: people are not asked about them. `progress`: is told how many images are sampled.
+        `ahead`: steps between sampling and training; more images may wait for the scorers.
+        `held_out`: votes of people are not requested. `progress`: called with the number of sampled images.
         """
         self.hang_after, self.silent, self.progressed = hang_after, 0.0, progress
         self.what: Literal["draw", "validate"] = "validate" if held_out else "draw"
@@ -45,36 +45,37 @@ class PendingRollout:
         self.total = sum(self.sizes)
         self.scoring = manager.open(samples, held_out)
         self.scorers = list(self.scoring.scorers)
-        self.images: list[Pending[Images]] = []  # of the micro-batches submitted so far, in order
-        self.running: dict[int, Pending[Images]] = {}  # those that are not yet sampled
-        self.busy = Counter[int]()  # by process: how many of them it has
+        self.images: list[Pending[Images]] = []  # of the submitted micro-batches, in order
+        self.running: dict[int, Pending[Images]] = {}  # those not yet sampled
+        self.busy = Counter[int]()  # submitted micro-batches by process
         self.sampled: set[int] = set()
-        self.limit = (1 + ahead) * (len(set(self.processes)) + manager.capacity)  # something is always to be scored
+        # so that scorers always have a micro-batch
+        self.limit = (1 + ahead) * (len(set(self.processes)) + manager.capacity)
 
     def wait_until_sampled(self, others: Sequence["PendingRollout"] = ()) -> None:
-        """Return when all images are sampled; `others`, which come after them, are served meanwhile.
+        """Wait until all images are sampled, serving the later rollouts `others` meanwhile.
 
-        Raises what sampling and scoring raise.
+        Raises the errors of sampling and scoring.
         """
         while len(self.sampled) < self.count:
             advance([self, *others])
 
     def finish(self, others: Sequence["PendingRollout"] = ()) -> list[Scores]:
-        """The scores of all micro-batches, in order; raises what sampling and scoring raise."""
+        """Wait for all micro-batches and return their scores in order; raises errors of sampling and scoring."""
         self.wait_until_sampled(others)
         while self.scoring.left:
             advance([self, *others])
         return self.scoring.scores()
 
     def progress(self) -> str:
-        """How many images are sampled, and which scorers are waited for, in words; for another thread."""
+        """Describe how many images are sampled and which scorers are pending; called from another thread."""
         sampled = sum(self.sizes[i] for i in tuple(self.sampled))
         if sampled < self.total:
             return f"{sampled} of {self.total} images sampled"
         return f"all {self.total} images sampled, waiting for {' and '.join(self.scorers)}"
 
     def submit(self) -> None:
-        """Submit the micro-batches that are due."""
+        """Submit the micro-batches for which a sampler is free."""
         while len(self.images) < self.count and self.scoring.queued < self.limit:
             i = len(self.images)
             if self.busy[self.processes[i]] >= PREFETCH:
@@ -86,7 +87,7 @@ class PendingRollout:
             self.manager.timeline.submitted(image, self.what, started)
 
     def take(self, ended: Collection[Pending[Any]]) -> None:
-        """Give the scorers what has `ended`."""
+        """Pass the images of finished calls `ended` to the scorers."""
         self.manager.timeline.ended(ended)
         for i, image in [(i, image) for i, image in self.running.items() if image in ended]:
             del self.running[i]
@@ -97,16 +98,16 @@ class PendingRollout:
             self.progressed(self.sizes[i])
 
     def check_silence(self, heard: bool, seconds: float) -> None:
-        """Raise `WorkerDied` if after `seconds` more the samplers have not been `heard` of for too long."""
+        """Count `seconds` without an answer, unless one was `heard`; raises `WorkerDied` after `hang_after`."""
         self.silent = 0.0 if heard or not self.running else self.silent + seconds
         if self.hang_after is not None and self.silent >= self.hang_after:
             raise silence(list(self.running.values()), self.hang_after)
 
 
 def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> None:
-    """Submit what is due, wait until something has ended, or at most `most` seconds, and take it.
+    """Submit due calls, wait up to `most` seconds for one to finish, and take its result.
 
-    `rollouts`: of one manager, with at least one that is not finished; each begins when those before it are submitted.
+    `rollouts`: of one manager, at least one of them unfinished; each begins once those before it are submitted.
     """
     manager = rollouts[0].manager
     for each in rollouts:
@@ -120,7 +121,7 @@ def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> No
     limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
     started = time.monotonic()
     ended = wait([*sampling, *awaited], min(limits, default=None))
-    heard = not ended.isdisjoint(sampling) if manager.feedback_queue else bool(ended)  # people are asked all the time
+    heard = not ended.isdisjoint(sampling) if manager.feedback_queue else bool(ended)  # people vote at any time
     for each in rollouts:
         each.check_silence(heard, time.monotonic() - started)
     for each in rollouts:
@@ -130,11 +131,11 @@ def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> No
 
 @contextlib.contextmanager
 def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollout]) -> Iterator[None]:
-    """Keep samplers and scorers busy with `rollouts` from a thread while the block does something else.
+    """Keep samplers and scorers busy with `rollouts` from a thread during the block.
 
-    What that raises is raised by whoever waits for them next.
+    Errors of the thread are raised by the next wait for a rollout.
     """
-    if not rollouts or not manager.remote:  # in this process they would be in the way
+    if not rollouts or not manager.remote:  # in one process they would compete with the block
         yield
         return
     over = threading.Event()
@@ -146,7 +147,7 @@ def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollou
         try:
             while not over.is_set() and left():
                 advance(rollouts, POLL_S)
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits
+        except Exception as error:  # noqa: BLE001 - raised by the next wait
             manager.failure = error
 
     server = threading.Thread(target=serve, name="sampling ahead", daemon=True)

@@ -5,7 +5,7 @@
               trajectories stay on the workers ------------------Fleet.accumulate, step--------+--> metrics, new weights
 
 A `Step` is the value that moves through it. A fleet is all the processes that hold the model (`gerl.workers.fleet`),
-and the reward manager those of the scorers. What a run can do without is an extension (`gerl.trainer.extensions`).
+and the reward manager those of the scorers. Everything optional is an extension (`gerl.trainer.extensions`).
 """
 
 import logging
@@ -51,13 +51,13 @@ from gerl.workers.fleet import LocalFleet, fleet_of
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
-ID_STRIDE = 1_000_000  # between the task ids of steps that are sampled at the same time
+ID_STRIDE = 1_000_000  # between the task ids of steps sampled concurrently
 
 
 def train(run: "Run") -> Generator[Step]:
-    """Train from the last finished step to `trainer.steps`; yields each step when it is concluded.
+    """Train from the last finished step to `trainer.steps`; yields each concluded step.
 
-    Where workers die while a step is taken, they are replaced and it is repeated, bit for bit.
+    If workers die during a step, they are replaced and the step is repeated, bit for bit.
     """
     for step in run.steps():
         if (step.taken or run.survives(take, step)) and conclude(run, step):
@@ -65,12 +65,12 @@ def train(run: "Run") -> Generator[Step]:
 
 
 def take(run: "Run", step: Step) -> None:
-    """Sample, score and update; afterwards `run.state` is that of `step`."""
+    """Sample, score and update; afterwards `run.state` is the state after `step`."""
     run.begin(step)
     with step.watch("step"):
         run.sync(step)
         more = True
-        while more:  # one round, unless an extension asks for further prompts
+        while more:  # one round, unless an extension asks for more prompts
             rollout = run.sample(step.number, step.rounds, len(step.tasks))
             run.wait_until_sampled(rollout, step)
             run.score(rollout, step)
@@ -86,7 +86,7 @@ def learn(run: "Run", step: Step) -> None:
     run.notify("rewarded", step)
     step.credit = credit_of(run.config, run.algorithm, step.scores, step.rewards)
     run.notify("credited", step)
-    step.images.clear()  # what is left of them need not wait for the end of the step
+    step.images.clear()  # frees trajectories before the step ends
     with signals.deferred():
         step.metrics |= run.rewards.metrics() | run.train_on(step)
         run.notify("updated", step)
@@ -94,7 +94,7 @@ def learn(run: "Run", step: Step) -> None:
 
 
 def conclude(run: "Run", step: Step) -> bool:
-    """Validate if it is due, log, save if it is due; False where the run has returned to an earlier step."""
+    """Validate, log and save as due; returns False if the run has returned to an earlier step."""
     wanted = any(run.notify("due", step)) and run.held_out
     if wanted or run.validation_due(step.number):
         with step.watch("step"):
@@ -120,14 +120,14 @@ def conclude(run: "Run", step: Step) -> bool:
 
 
 def train_ahead(run: "Run") -> Generator[Step]:
-    """As `train`, with the next `trainer.staleness` steps sampled before one is scored and trained on."""
+    """Train as `train` does, with the next `trainer.staleness` steps sampled before a step is scored and trained on."""
     for step in run.steps():
         if (step.taken or run.survives(take_ahead, step)) and conclude(run, step):
             yield step
 
 
 def take_ahead(run: "Run", step: Step) -> None:
-    """As `take`, with the weights of `step.lag` finished steps ago (off-policy lag); samplers and scorers stay busy."""
+    """Take a step sampled with the weights of `step.lag` steps ago (off-policy lag); samplers and scorers stay busy."""
     run.begin(step)
     step.lag = min(run.config.trainer.staleness, run.state.step)
     last = min(step.number + run.config.trainer.staleness, run.config.trainer.steps)
@@ -160,23 +160,23 @@ class Run:
         identity: dict[str, str],
         dataset_images: Sequence[Prompt] = (),
     ) -> None:
-        """`identity`: digests of the prompts, by key. `dataset_images`: prompts of `data.regularise`, imitated."""
+        """`identity`: digests of the prompts by key. `dataset_images`: the prompts of `data.regularise`."""
         self.config, self.run_dir, self.cluster = config, run_dir, cluster
         self.prompts, self.held_out = prompts, held_out[: config.validation.max_prompts]
         self.dataset_images = dataset_images
         self.algorithm: Algorithm = build_algorithm(config)
         self.state = RunState(identity=identity, settings=settings_of(config))
         self.extensions = build_extensions(config)
-        self.ahead: dict[int, PendingRollout] = {}  # by step: sampled, or being sampled, but not yet trained on
+        self.ahead: dict[int, PendingRollout] = {}  # by step: sampled or in flight, not yet trained on
         self.latest: Metrics = {}  # the last row of metrics
-        self.val_reward: float | None = None  # of the last validation, after `validated_step`; None: not all have one
-        self.val_gain: Estimate | None = None  # over the first validation
+        self.val_reward: float | None = None  # of the last validation; None: a score is missing
+        self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
         self.validated_step: int | None = None
         self.first_validation: Validation | None = None
         self.saved_step: int | None = None
         self.log_start = -1  # the last step whose row of metrics was kept when the log was opened
         self.patience = MOMENT  # seconds of a step without a line of the log: the first one is announced
-        self.downloads = Downloads()  # of the scorers' models, too
+        self.downloads = Downloads()  # includes the scorers' models
         self.writer = CheckpointWriter()
         self.timeline = Timeline()
         self.fleet: LocalFleet
@@ -186,9 +186,9 @@ class Run:
         self.metrics_log: MetricsLog
 
     def train(self, resume: RunFolder | None = None) -> Generator[Step]:
-        """Set the run up and train, from the checkpoint of `resume` if it has one.
+        """Set up the run and train, from the checkpoint to resume if there is one.
 
-        However it ends, the last finished step is saved.
+        The last finished step is saved however the run ends.
         """
         self.setup(resume)
         error: BaseException | None = None
@@ -204,12 +204,12 @@ class Run:
             self.metrics_log.close()
 
     def fit(self, resume: RunFolder | None = None) -> None:
-        """As `train`, without a look at the steps."""
+        """Train without yielding the steps."""
         for _ in self.train(resume):
             pass
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
-        """Call the method `event` of all extensions that have it; returns what they return."""
+        """Call the method `event` of all extensions and return their results."""
         plain = getattr(Extension, event)
         extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
         return [getattr(extension, event)(self, *arguments) for extension in extensions]
@@ -217,7 +217,7 @@ class Run:
     # --- start
 
     def setup(self, resume: RunFolder | None) -> None:
-        """Start the workers and load the model and, where given, the checkpoint."""
+        """Start the workers and load the model and the checkpoint, if any."""
         checkpoint = None if resume is None else resume.checkpoint
         self.start(checkpoint)
         if resume is not None and checkpoint is not None:
@@ -230,9 +230,9 @@ class Run:
         self.remember()
 
     def start(self, checkpoint: Checkpoint | None = None) -> None:
-        """Start the workers, check the model, try the scorers and load the model, as `checkpoint` needs it."""
+        """Start the workers, check the model, try the scorers and load the model that `checkpoint` needs."""
         config, cluster = self.config, self.cluster
-        self.state.step = checkpoint.step if checkpoint else 0  # which a request to stop names
+        self.state.step = checkpoint.step if checkpoint else 0  # named in the message of a request to stop
         self.notify("stepping")
         name = "/".join(self.run_dir.absolute().parts[-2:])
         logger.info("reward: %s", described(config.reward.scorers))
@@ -240,7 +240,7 @@ class Run:
         self.fleet = self.start_fleet(checkpoint)
         try:
             self.fleet.check_model(self.downloads)
-        except ClusterError as error:  # what is wrong with the model shows when it is loaded
+        except ClusterError as error:  # errors of the model appear when it is loaded
             self.fleet.restart(lost_workers(self, error))
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
@@ -253,12 +253,12 @@ class Run:
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
 
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
-        """Start the workers, which load nothing yet."""
+        """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
         functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
         whole = trainer = with_scorers_found(replace(config, model=config.model.for_resume()) if checkpoint else config)
         if cluster.training < cluster.processes and config.model.offload == "none":
-            # trainers only call the denoiser: what else there is stays in main memory
+            # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))
         total_updates, threads = config.trainer.steps * config.actor.updates, cluster.threads
 
@@ -278,7 +278,7 @@ class Run:
         return fleet_of(config, cluster, workers, self.timeline)
 
     def load_model(self) -> ModelFacts:
-        """Let the workers load the model; those that die meanwhile are replaced."""
+        """Load the model on all workers, replacing workers that die meanwhile."""
         while True:
             try:
                 return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads)[0]
@@ -286,7 +286,7 @@ class Run:
                 self.fleet.restart(lost_workers(self, error))
 
     def describe(self) -> None:
-        """Log what was loaded, and what the model is known to dislike."""
+        """Log the loaded model and known problems of its kind."""
         config, cluster, model = self.config, self.cluster, self.model
         columns = unused_columns([*self.prompts, *self.held_out], config, model.arguments)
         for sentence in [*model.notes, *saving_notes(config), *columns]:
@@ -307,7 +307,7 @@ class Run:
         )
 
     def calibrate(self) -> None:
-        """Measure the ratio's numerical noise on a first micro-batch, and warn of settings that cannot work."""
+        """Measure the numerical noise of the on-policy ratio, and warn of settings that cannot work."""
         config, algorithm = self.config, self.algorithm
         if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
             return
@@ -329,7 +329,7 @@ class Run:
             logger.warning("%s", sentence)
 
     def open_log(self, kept: int | None = None) -> None:
-        """Open the log of metrics after the step at which the run is; `kept`: the last one whose row stays."""
+        """Open the log of metrics after the current step; `kept`: the last step whose row stays."""
         if kept is None:
             # what is logged again is cut: the validation of step 0, and a step that was logged after it was saved
             kept = self.state.step - bool(self.state.unlogged) if self.state.step else -1
@@ -338,7 +338,7 @@ class Run:
         self.notify("starting")
 
     def reopen_log(self, kept: int | None = None) -> None:
-        """Continue the log from an earlier step."""
+        """Reopen the log after returning to an earlier step."""
         self.notify("returning")
         self.metrics_log.close()
         self.open_log(kept)
@@ -346,7 +346,7 @@ class Run:
     # --- the parts of a step
 
     def steps(self) -> Iterator[Step]:
-        """The steps that are left, from the last finished one on; also after the run returned to an earlier one."""
+        """Iterate over the remaining steps; after a rollback from the earlier step again."""
         state = self.state
         self.notify("stepping")
         if state.step == 0 and self.held_out:
@@ -354,13 +354,13 @@ class Run:
         while self.state.step < self.config.trainer.steps or self.state.unlogged:
             self.notify("stepping")
             watch = Stopwatch(self.timeline)
-            if unlogged := self.state.unlogged:  # trained, but stopped before its end
+            if unlogged := self.state.unlogged:  # trained, but stopped before it was concluded
                 yield Step(self.state.step, watch, taken=True, metrics=dict(unlogged))
             else:
                 yield Step(self.state.step + 1, watch)
 
     def survives(self, part: Callable[["Run", Step], None], step: Step) -> bool:
-        """Do a part of a step, again where workers die; False where the run has returned to an earlier step."""
+        """Run `part`, again if workers die; returns False if the run has returned to an earlier step."""
         before = self.state.step
         while True:
             try:
@@ -373,7 +373,7 @@ class Run:
             step.restart()
 
     def plan(self, number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
-        """The tasks of step `number`, after `begun` ones of it, each with its own id among those being sampled."""
+        """Plan the tasks of step `number` after the `begun` ones of earlier rounds, with ids unique in flight."""
         staleness = self.config.trainer.staleness
         prompts = plan_prompts(self.config, self.prompts, number, attempt)
         samples = plan_samples(self.config, prompts, number, self.state.policy_version)
@@ -386,7 +386,7 @@ class Run:
         return [replace(task, lag=lag) for task in tasks] if lag else tasks
 
     def sample(self, number: int, attempt: int = 0, begun: int = 0) -> PendingRollout:
-        """Begin to sample a round of step `number`; its images are scored meanwhile."""
+        """Start sampling a round of step `number`; images are scored as they arrive."""
         tasks, samplers = self.plan(number, attempt, begun), self.fleet.samplers
         dispatch, ahead = self.fleet.sample(tasks), self.config.trainer.staleness
         batches = [task.samples for task in tasks]
@@ -394,31 +394,31 @@ class Run:
 
     @property
     def sampled_ahead(self) -> list[PendingRollout]:
-        """The rollouts of the steps after the one that is trained."""
+        """Return the rollouts of the steps after the one being trained."""
         return [rollout for _, rollout in sorted(self.ahead.items())]
 
     def begin(self, step: Step) -> None:
-        """Let workers join for which there is room again, before anything of the step is done."""
+        """Let restarted workers join, once the cluster has room for them."""
         self.timeline.step = step.number
         admitted = self.fleet.admit(ask=not self.rewards.wants_room)
         if admitted:
             rejoin(self, admitted)
 
     def sync(self, step: Step) -> None:
-        """Let dedicated samplers use the weights of the last finished step, after what they have begun."""
+        """Sync the weights of the last finished step to dedicated samplers, after their current calls."""
         for rollout in self.sampled_ahead if self.fleet.samplers is not self.fleet.trainers else ():
             self.wait_until_sampled(rollout, step)
         self.fleet.sync(self.state.step)
 
     def wait_until_sampled(self, rollout: PendingRollout, step: Step) -> None:
-        """Wait for the images of a rollout, which are scored meanwhile."""
+        """Wait until all images of a rollout are sampled; scoring continues meanwhile."""
         what = "sampling" if self.config.data.train_on == "drawn" else "reading"
         said = f"{what} {rollout.total} images"
         with step.watch("rollout"), waiting(said, self.progress_of(rollout), self.patience):
             rollout.wait_until_sampled()
 
     def score(self, rollout: PendingRollout, step: Step) -> None:
-        """Wait for the scores of a rollout, and add it to the step."""
+        """Wait for the scores of a rollout and add both to the step."""
         said = f"scoring {rollout.total} images"
         with step.watch("reward_wait"), waiting(said, self.progress_of(rollout), self.patience):
             found = rollout.finish(self.sampled_ahead)
@@ -432,11 +432,11 @@ class Run:
         step.tasks += tasks
 
     def progress_of(self, rollout: PendingRollout) -> Callable[[], str]:
-        """Words for how much is sampled and downloaded so far."""
+        """Describe the progress of sampling and of downloads."""
         return lambda: ", ".join(filter(None, (rollout.progress(), self.downloads())))
 
     def train_on(self, step: Step) -> Metrics:
-        """Take the step's optimizer steps; samplers and scorers go on with the steps after it."""
+        """Take the step's optimizer steps while samplers and scorers work on later steps."""
         what = "LoRA" if self.config.model.train == "lora" else "weights"
         self.update.state = self.state
         with step.watch("update"), waiting(f"updating the {what}", after=self.patience):
@@ -445,7 +445,7 @@ class Run:
                 return self.update.run(step)
 
     def finish(self, step: Step) -> None:
-        """The step is trained: from here on the run's state is that after it."""
+        """Mark the step as trained: `run.state` is now the state after it."""
         state, step.taken, self.patience = self.state, True, REMINDER
         state.unlogged = step.metrics | step.watch.metrics()
         state.step, state.algorithm = step.number, self.algorithm.state()
@@ -472,14 +472,14 @@ class Run:
         self.notify("pictured", step, name, self.metrics_log.image(step, name, image), image)
 
     def alert(self, step: int, sentence: str) -> None:
-        """Tell the trackers of a warning that was logged."""
+        """Notify the extensions of a logged warning."""
         self.notify("alerted", step, sentence)
 
     def save(self, process: int = 0, held: Held | None = None) -> None:
-        """Write a checkpoint of the last finished step, as `held` or as `process` has it, and remove old ones.
+        """Write a checkpoint of the last finished step, from `held` or from `process`, and remove old ones.
 
-        That of a LoRA is there on return. That of full fine-tuning is written while the next steps are trained; the
-        last one is waited for.
+        A LoRA's checkpoint is complete on return. The checkpoint of full fine-tuning is written while the next steps
+        are trained, except the last one, which is waited for.
         """
         step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
         with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
@@ -503,16 +503,16 @@ class Run:
             self.saved_step = step
 
     def saved(self) -> bool:
-        """Whether there is a checkpoint of the last finished step, or nothing that could be saved."""
+        """Whether the last finished step has a checkpoint, or there is no step to save."""
         try:
             self.writer.finish()
-        except (CheckpointError, ClusterError) as failed:  # of a worker that died; another one may have the state
+        except (CheckpointError, ClusterError) as failed:  # the worker died; another one may hold the state
             logger.warning("%s", failed)
             self.saved_step = None
         return self.state.step in (0, self.saved_step)
 
     def rescue(self, error: BaseException) -> None:
-        """Save the last finished step of a run that `error` ends, and add to `error` how to resume."""
+        """Save the last finished step when `error` ends the run, and add the command that resumes to `error`."""
         signals.answered()
         failure = save_last_step(self)
         add_resume_notes(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
@@ -523,7 +523,7 @@ class Run:
         """Continue from `checkpoint`; raises `CheckpointError` if it belongs to another model, data or LoRA."""
         check_identity(checkpoint, self.state.identity)
         state = RunState.of(checkpoint)
-        # the weight that the guard had raised holds on, unless the run goes on with another algorithm.kl_coef
+        # the weight raised by the guard stays, unless the run is resumed with another algorithm.kl_coef
         before = state.settings.get("algorithm", {}).get("kl_coef")
         raised = before == self.config.algorithm.kl_coef and self.config.guard.raises_kl
         coef = state.kl_coef if raised else None
@@ -542,24 +542,24 @@ class Run:
         self.saved_step = self.state.step
 
     def load_parts(self) -> None:
-        """Let algorithm and extensions continue from the state of the last finished step."""
+        """Load the state of the last finished step into algorithm and extensions."""
         self.algorithm.load_state(self.state.algorithm)
         for name, extension in self.extensions.items():
             extension.load_state(self.state.extensions.get(name))
 
     def set_kl_coef(self, coef: float | None) -> None:
-        """Let the KL count by `coef` from here on; None: as the configuration has it."""
+        """Set the weight of the KL to `coef`; None: the value of the configuration."""
         self.state.kl_coef = coef
         self.algorithm.kl_coef = self.config.algorithm.kl_coef if coef is None else coef
 
     def discard(self) -> None:
-        """Give up what is sampled and scored of steps that are not finished."""
+        """Discard images and scores of unfinished steps."""
         self.ahead.clear()
         self.fleet.discard()
         self.rewards.give_up()
 
     def remember(self) -> None:
-        """Keep a copy of the state outside of the workers, in case that all of them die."""
+        """Keep a copy of the state outside the workers, in case all of them die."""
         self.fleet.remember(self.state.step, self.model.trained_parameters)
 
 

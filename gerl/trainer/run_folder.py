@@ -1,4 +1,4 @@
-"""The run folder: a new one, or that of the run to resume, and what both runs must have in common."""
+"""Create the run folder or open the one to resume, and compare what both runs must have in common."""
 
 import contextlib
 import logging
@@ -49,13 +49,13 @@ CURRENT = "config.yaml"
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Digests of the prompts, which a resumed run must share with the one that wrote the checkpoint, by key."""
+    """Return the digests of the prompts by key; a resumed run must have those of its checkpoint."""
     given = dict(zip(CONTENT, (config.data.train, config.validation.data, config.data.regularise), strict=True))
     return {key: digest(value, config.data, key) for key, value in given.items() if value}
 
 
 def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
-    """Raise `CheckpointError` if a digest is not the one the checkpoint has; one that it lacks is not compared."""
+    """Raise `CheckpointError` if a digest differs from the checkpoint's; digests it lacks are not compared."""
     saved = checkpoint.state.get("identity")
     known = saved if isinstance(saved, dict) else {}
     changed = [key for key, value in found.items() if known.get(key, value) != value]
@@ -68,7 +68,7 @@ def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
 
 @dataclass
 class RunFolder:
-    """The folder of a run that is about to start, its configuration, and the checkpoint it carries on from, if any.
+    """The folder of a run about to start, its configuration, and the checkpoint to resume, if any.
 
     As a context manager it gives the lock of the folder back, which a resumed run has from the beginning and a new one
     from `open` on.
@@ -149,13 +149,13 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
 
 
 def configuration_at(run_dir: Path, step: int) -> Path:
-    """The file of the configuration with which a run went on from `step`."""
+    """Return the path of the configuration with which the run was resumed at `step`."""
     later = [number for number in _replaced(run_dir) if number > step]
     return run_dir / (f"config.step_{min(later)}.yaml" if later else CURRENT)
 
 
 def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
-    """Move what belongs to steps after `step` to `abandoned/after_step_N`.
+    """Move files of steps after `step` to `abandoned/after_step_N`.
 
     What was only drawn there is removed, unless `drawn_too`.
     """
@@ -183,7 +183,7 @@ def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
 
 
 def _step(picture: Path) -> int:
-    """The step in the name of a file of a validation; -1: there is none."""
+    """Return the step in the name of a file of a validation; -1 if it has none."""
     match = re.search(r"_(\d+)\.\w+$", picture.name)
     return int(match[1]) if match else -1
 
@@ -198,7 +198,7 @@ def _replaced(run_dir: Path) -> list[int]:
 
 
 def open_run(arguments: Sequence[str]) -> RunFolder | None:
-    """The run that a command line asks for; None, after saying so, where it is finished.
+    """Open the run that a command line asks for; None, after logging it, if that run is finished.
 
     A run that is carried on has the configuration of its own `config.yaml`; the keys of the command line are changes to
     it. Its folder is locked; that of a new run is not there yet.

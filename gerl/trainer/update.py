@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from gerl.workers.fleet import LocalFleet
 
 logger = logging.getLogger(__name__)
-MAX_NONFINITE = 3  # updates without a finite gradient that are skipped before the run stops
+MAX_NONFINITE = 3  # skipped updates (gradient not finite) after which the run stops
 
 
 class Update:
-    """Takes the optimizer steps of a trainer step, and counts them in the run's `state`."""
+    """The optimizer steps of a trainer step, counted in the run's `state`."""
 
     def __init__(
         self, config: Config, algorithm: Algorithm, fleet: "LocalFleet", state: RunState, half_precision: bool
     ) -> None:
         self.config, self.algorithm, self.fleet, self.state = config, algorithm, fleet, state
         self.ratio_limit = ratio_limit(config.actor, half_precision)
-        self.clip_range: tuple[float, float] | None = None  # of the ratio, for the model's latents
+        self.clip_range: tuple[float, float] | None = None  # of the ratio, for the latents of this model
         self.said_spread = False
-        self.noted: set[str] = set()  # sentences of workers that the log has
-        self.resets_reference: Callable[[Step], bool] = lambda step: False  # asked before the last optimizer step
+        self.noted: set[str] = set()  # sentences of workers that are already logged
+        self.resets_reference: Callable[[Step], bool] = lambda step: False  # called before the last optimizer step
 
     def run(self, step: Step) -> Metrics:
         """Train on the credit of `step`; returns the metrics of its optimizer steps.
 
-        On-policy, the first update's ratio must be 1. Raises `TrainingError` if it is not, or if too many gradients are
-        not finite.
+        The on-policy ratio of the first update must be 1. Raises `TrainingError` if it is not, or if too many gradients
+        are not finite.
         """
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
@@ -63,7 +63,7 @@ class Update:
         kl = KLWeight(self.algorithm.kl_coef, per_sample)
         stats, off_policy = UpdateStats(), UpdateStats()
         deviation, started = None, self.state.policy_version
-        late = step.lag > 0 or config.rollout.quantize != "none"  # sampled with other weights than those trained
+        late = step.lag > 0 or config.rollout.quantize != "none"  # sampled with other weights than the trained ones
         parts = list(update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups))
         credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
@@ -107,7 +107,7 @@ class Update:
                 self.noted.add(note)
 
     def spread(self, stats: UpdateStats) -> Metrics:
-        """The metrics of the updates after a step's first one, and in a run's first step with any a line of the log."""
+        """Return the metrics of the updates after the first one; the first step of a run that has some logs them."""
         metrics = off_policy_metrics(stats)
         if not metrics:
             return {}
@@ -126,7 +126,7 @@ class Update:
         return metrics
 
     def has_signal(self, credit: torch.Tensor) -> bool:
-        """Whether there is anything to learn from `credit`, NaN where a sample is not trained on."""
+        """Whether the algorithm learns from `credit`; NaN: not trained on."""
         known = credit[~credit.isnan()]
         return bool(len(known) if self.algorithm.needs_all_samples else known.any())
 
@@ -136,7 +136,7 @@ class Update:
             raise TrainingError(ratio_problem(deviation, self.ratio_limit))
 
     def count(self, result: StepResult) -> None:
-        """Count an optimizer step; raises `TrainingError` if too many were skipped, or if it broke the weights."""
+        """Count an optimizer step; raises `TrainingError` if too many were skipped or the weights are not finite."""
         self.state.policy_version += result.applied
         if result.lora_max is not None and (problem := weights_problem(result.lora_max, result.lr)):
             raise TrainingError(problem)
@@ -150,16 +150,16 @@ class Update:
 
 
 def split_by_task(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The rows of `values` `[B, ...]` by the task whose samples they are of."""
+    """Split `values` `[B, ...]` by the task of each sample."""
     return dict(zip((t.id for t in tasks), values.split([len(t.samples) for t in tasks]), strict=True))
 
 
 def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: float | None) -> Metrics:
-    """Averages over the trained pairs, the last optimizer step, and the `deviation` of the ratio on policy.
+    """Return averages over the trained pairs, the last optimizer step, and the `deviation` of the on-policy ratio.
 
-    What was not measured is left out: `result` is None if no optimizer step was tried, `deviation` if there is no ratio
-    to the rollout. `step_grad_norm/K` is the norm of what the first micro-batch of each update added at step K (root
-    mean square), `step_grad_share` the largest share of one step in their squares.
+    Metrics that were not measured are left out: `result` is None if no optimizer step was tried, `deviation` if there
+    is no ratio to the rollout. `step_grad_norm/K` is the norm of what the first micro-batch of each update added at
+    step K (root mean square), `step_grad_share` the largest share of one step in their squares.
     """
     sums = {name: value for name, value in stats.sums.items() if name not in ("data_error", "data_pairs")}
     measured = {name: value / stats.pairs for name, value in sums.items() if name not in SPREAD}
@@ -182,7 +182,7 @@ def actor_metrics(stats: UpdateStats, result: StepResult | None, deviation: floa
 
 
 def off_policy_metrics(stats: UpdateStats) -> Metrics:
-    """Averages over the pairs of the updates after a step's first one; none where no ratio was measured in them."""
+    """Return averages over the pairs of the updates after the first one; empty if they have no ratio."""
     if not stats.pairs or not stats.sums.keys() >= set(SPREAD):
         return {}
     means = {name: value / stats.pairs for name, value in stats.sums.items()}
@@ -194,7 +194,7 @@ def off_policy_metrics(stats: UpdateStats) -> Metrics:
 def split_rollout_and_dataset(
     tasks: Sequence[RolloutTask], algorithm: Algorithm
 ) -> tuple[list[RolloutTask], list[RolloutTask]]:
-    """The tasks that the algorithm has a credit for, and those of dataset images that are imitated beside it."""
+    """Split tasks into those of the rollout and those of dataset images (data.regularise)."""
     sampled = [task for task in tasks if algorithm.of(task.samples) is algorithm]
     return sampled, [task for task in tasks if algorithm.of(task.samples) is not algorithm]
 
@@ -202,10 +202,10 @@ def split_rollout_and_dataset(
 def dataset_credit(
     tasks: Sequence[RolloutTask], pairs: int, like: torch.Tensor, config: Config
 ) -> dict[int, torch.Tensor]:
-    """The credit of dataset images that are imitated beside an update of `pairs` pairs, by task id.
+    """Return the credit of dataset images in an update of `pairs` pairs, by task id.
 
-    An update divides by its pairs. So that what the images add is `algorithm.data_coef` times the mean over their own
-    pairs, however many there are, their credit is that times the ratio of the two numbers.
+    An update divides by its pairs. The images shall add `algorithm.data_coef` times the mean over their own pairs,
+    so their credit is that coefficient times the ratio of the two numbers.
     """
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
     own = count_pairs((task, ones[task.id]) for task in tasks)
@@ -213,7 +213,7 @@ def dataset_credit(
 
 
 def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:
-    """Blank images as a share of `images`, and the peak of GPU memory, at the end of a step."""
+    """Return the share of blank images among `images` and the peak GPU memory of a step."""
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
     blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}
     return blank | ({"gpu/memory_gb": max(memory)} if memory else {})

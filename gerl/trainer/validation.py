@@ -1,4 +1,4 @@
-"""Validate: sample held-out prompts, score them, keep the images, and compare with the first validation."""
+"""Validate: sample and score the held-out prompts, save the images, compare with the first validation."""
 
 import logging
 import math
@@ -49,7 +49,7 @@ QUOTED = re.compile(
 
 
 def validate(run: "Run", step: Step) -> None:
-    """Sample and score the held-out prompts, and keep the result: fixed noise, ODE sampling, averaged weights."""
+    """Sample and score the held-out prompts and save the result: fixed noise, ODE sampling, averaged weights."""
     config, scores, tables = run.config, ScoreTable(), []
     run.sync(step)
     with step.watch("validation"):
@@ -72,7 +72,7 @@ def _conclude(
     images: Sequence[Pending[Images]],
     batches: Sequence[Sequence[Sample]],
 ) -> None:
-    """Keep the validation after a step, log it, and let the extensions look at it."""
+    """Save and log the validation after a step, and notify the extensions."""
     config, folder = run.config, run.run_dir
     shown = shown_images(len(scores.samples), config.validation)
     pixels, looks = chosen_pixels(images, batches, shown)
@@ -80,7 +80,7 @@ def _conclude(
     step.validation, sheet = keep_images(folder, step.number, scores, pixels, shown, run.model, device, looks)
     run.picture(step.number, "validation", sheet)
     steps = validation_steps(folder)
-    # the first one had the same noise; a damaged one is compared with nothing
+    # the first validation had the same noise; a damaged one is not compared
     run.first_validation = first = load_scores(folder, steps[0]) if steps else None
     gains = paired_gains(first, step.validation) if first is not None and first.step < step.number else {}
     run.val_gain = gains.get("reward")
@@ -93,7 +93,7 @@ def _conclude(
 
 
 def load_scores(run_dir: Path, step: int) -> Validation | None:
-    """A validation without its images; None where it cannot be read."""
+    """Read a validation without its images; None if it cannot be read."""
     try:
         return load_validation(run_dir, step, pictures=False)
     except GerlError:
@@ -101,10 +101,10 @@ def load_scores(run_dir: Path, step: int) -> Validation | None:
 
 
 def shown_images(count: int, validation: ValidationConfig) -> list[int]:
-    """Which of `count` held-out images are kept: all of `validation.images` prompts, or of all where that is None.
+    """Return which of `count` held-out images are saved: all of `validation.images` prompts; None: of all.
 
-    One prompt is drawn from each of as many equally long parts of the file, the same ones at every validation: they
-    represent whatever order the file has, also one in which kinds of prompts take turns.
+    The file is split into as many equal parts, and one prompt is chosen at random from each, the same ones at every
+    validation: they represent the file whatever its order.
     """
     each, wished = validation.images_per_prompt, validation.images
     prompts = range(count // each)
@@ -115,7 +115,7 @@ def shown_images(count: int, validation: ValidationConfig) -> list[int]:
 def chosen_pixels(
     drawn: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
 ) -> tuple[list[np.ndarray], Looks]:
-    """The pictures, uint8, of the images `shown`, rising, among drawn micro-batches; and how all of them look."""
+    """Return the uint8 pixels of the images `shown` (ascending), and the statistics of all sampled images."""
     found: list[np.ndarray] = []
     looks: list[Looks] = []
     start = 0
@@ -140,7 +140,7 @@ def keep_images(
 ) -> tuple[Validation, Image.Image]:
     """Write a validation with the `pixels` of the images `shown` to the run folder.
 
-    Returns it without the images, and a sheet of them. Raises `GerlError` if something cannot be written.
+    Returns it without the images, and a sheet of them. Raises `GerlError` if a file cannot be written.
     """
     texts = [sample.prompt.text for sample in scores.samples]
     drawn = [scores.samples[i] for i in shown]
@@ -164,10 +164,10 @@ def keep_images(
 def conclude_validation(
     config: Config, scores: ScoreTable, step: int, gain: Estimate | None = None
 ) -> tuple[Metrics, float | None]:
-    """Log a validation; its metrics, and the mean reward, None unless all held-out images have one.
+    """Log a validation; returns its metrics and the mean reward, None unless every held-out image has a reward.
 
-    gain: of the reward over the first validation. Raises `RewardError` if too many have none, or any has with
-    `reward.on_error=stop`.
+    `gain`: of the reward over the first validation. Raises `RewardError` if too many images have no reward, with
+    `reward.on_error=stop` if any has none.
     """
     metrics, count, failed = scores.metrics(config.reward, validation=True), scores.measured, scores.unscored
     if not count:
@@ -210,7 +210,7 @@ def conclude_validation(
 
 
 def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:
-    """`val/NAME/gain` over the first validation, and the ends of its 95 % interval."""
+    """Return `val/NAME/gain` over the first validation, and its 95 % interval."""
     metrics: Metrics = {}
     for name, gain in gains.items():
         parts = {"gain": gain.mean, "gain_low": gain.low, "gain_high": gain.high}
@@ -219,7 +219,7 @@ def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:
 
 
 def _columns(looks: Looks, ids: Sequence[int]) -> Looks:
-    """The statistics of images, and in place of their thumbnails how unlike the images are."""
+    """Return the image statistics, with the dissimilarity of the images in place of their thumbnails."""
     found = dict(looks)
     if (thumbnails := found.pop("thumbnail", None)) is not None:
         found["unlike_own"], found["unlike_others"] = unlikeness(thumbnails, ids)
@@ -229,16 +229,16 @@ def _columns(looks: Looks, ids: Sequence[int]) -> Looks:
 def training_sheet(
     samples: Sequence[Sample], pixels: Sequence[np.ndarray], totals: Sequence[float | None]
 ) -> Image.Image:
-    """A sheet of a micro-batch of training images with their rewards."""
+    """Draw a sheet of a micro-batch of training images with their rewards."""
     captions = [caption(s.prompt.text, total) for s, total in zip(samples, totals, strict=False)]
     stills = [still(image) for image in pixels[:SHEET]]
     return grid(stills, captions[:SHEET], columns=4)
 
 
 def caption(text: str, total: float | None, failed: bool = True) -> str:
-    """The reward and the text to be drawn, which says more than the beginning of the prompt; else the prompt.
+    """Return the caption of an image: its reward, and the text to render if the prompt has one, else the prompt.
 
-    `failed`: what is meant by a total of None; else that nothing scores the picture.
+    `failed`: whether a total of None means that scoring failed, not that no scorer applies.
     """
     quoted = QUOTED.search(text)
     reward = f"{total:.2f} " if total is not None else "failed " if failed else ""

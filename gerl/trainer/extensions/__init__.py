@@ -1,4 +1,4 @@
-"""Parts that a run can do without: each in a file of its own, called by the training loop at fixed points.
+"""Optional parts of a run, one per file, called by the training loop at fixed points.
 
 An extension sees the public attributes of `Run` and nothing else. Without its file and its line in `EXTENSIONS` the
 trainer still trains.
@@ -43,19 +43,19 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class Save:
-    """Save a checkpoint of the step."""
+    """Request a checkpoint of the step."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End the run with `error`, after the checkpoint that may be due."""
+    """End the run with `error`, after a checkpoint if one is due."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class RollBack:
-    """Return to `checkpoint` and continue with the weight `kl_coef` of the KL, because of `signals`."""
+    """Return to `checkpoint` because of `signals`, and continue with `kl_coef` as the weight of the KL."""
 
     checkpoint: Checkpoint
     kl_coef: float
@@ -66,10 +66,9 @@ Directive = Save | Stop | RollBack
 
 
 class Extension:
-    """Something a run can do without. Override what you need.
+    """An optional part of a run: override the events it needs.
 
-    The methods are called in the order in which they stand here, `alerted`, `pictured` and `saved` whenever there is
-    something to tell.
+    A step calls the methods in the order of this class; `alerted`, `pictured` and `saved` are called at any time.
     """
 
     def __init__(self, config: Config) -> None:
@@ -81,7 +80,7 @@ class Extension:
         return True
 
     def starting(self, run: Run) -> None:
-        """The run starts, or continues from an earlier step: its metrics are those up to `run.state.step`."""
+        """The run starts or has returned to an earlier step; its metrics end at `run.state.step`."""
 
     def stepping(self, run: Run) -> None:
         """The next step is about to begin."""
@@ -101,10 +100,10 @@ class Extension:
         return False
 
     def updated(self, run: Run, step: Step) -> None:
-        """The update is finished; what is added to `step.metrics` is logged with the step."""
+        """The update is finished; metrics added to `step.metrics` are logged with the step."""
 
     def due(self, run: Run, step: Step) -> bool:
-        """Whether a validation is wanted after `step`, besides those of validation.every."""
+        """Whether to validate after `step`, besides every `validation.every` steps."""
         return False
 
     def validated(self, run: Run, step: Step) -> None:
@@ -138,14 +137,14 @@ class Extension:
         """The checkpoint of `step` was written into `folder`."""
 
     def state(self) -> Any:
-        """The state that a resumed run must know, as JSON; None: nothing."""
+        """Return the state a resumed run needs, as JSON; None: no state."""
 
     def load_state(self, state: Any) -> None:
-        """Continue from what `state` returned."""
+        """Restore what `state` returned."""
 
 
 def build_extensions(config: Config, names: tuple[str, ...] = EXTENSIONS) -> Mapping[str, Extension]:
-    """The extensions that a run with `config` needs, by the name of their module, in order."""
+    """Build the extensions that `config` needs, by the name of their module, in order."""
     found: dict[str, Extension] = {}
     for name in names:
         module, _, kind = name.partition(":")

@@ -15,7 +15,7 @@ class ControlFiles(Extension):
     """Validate, save or stop on request."""
 
     def stepping(self, run: Run) -> None:
-        """Raise `Stopped` if the run was asked to end after the last finished step."""
+        """Raise `Stopped` if a stop was requested."""
         if take(run.run_dir, "stop"):
             raise Stopped(run.state.step)
 

@@ -9,13 +9,13 @@ from gerl.trainer.step import Step
 
 
 class DynamicSampling(Extension):
-    """Asks for another round until enough groups have a signal, and trains on as many (DAPO, arXiv 2503.14476)."""
+    """Request further rounds until enough groups have a signal, and train on as many (DAPO, arXiv 2503.14476)."""
 
     @classmethod
     def wanted(cls, config: Config) -> bool:
         return config.algorithm.dynamic_sampling > 0
 
-    further = 0  # prompts of this step that were sampled besides those of its first round
+    further = 0  # prompts of this step sampled after its first round
 
     def scored(self, run: Run, step: Step) -> bool:
         further = {sample.prompt.id for task in step.round for sample in task.samples}

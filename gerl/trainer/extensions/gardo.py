@@ -1,7 +1,7 @@
 """GARDO (arXiv 2512.24138): apply the KL penalty only to the samples whose reward is uncertain (algorithm.kl_share).
 
-A sample is uncertain where the reward ranks it high and other scorers do not. With `w(R)` its win rate, the share of
-the step's other images that it beats by the scores R, the doubt is `w(reward) - mean w(R_n)` over the watched R_n.
+A sample is uncertain if the reward ranks it high and other scorers do not. With `w(R)` its win rate (the share of
+the step's other images with a lower score R), the doubt is `w(reward) - mean w(R_n)` over the watched R_n.
 Of the images with a doubt of at least 0, those beyond the `1 - share` quantile are held. The share follows the doubt: a
 tenth more where its mean is above all of the last 20 steps, a tenth less where it is below all of them.
 
@@ -28,9 +28,9 @@ STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds
 
 
 def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The doubt of each image, `[B]`, from rewards `[B]` and the other scores `[B, K]`, NaN where there is none.
+    """Return the doubt `[B]` of each image from rewards `[B]` and the other scores `[B, K]`, NaN where one is missing.
 
-    NaN where none of the others has a score for it.
+    NaN if all other scores of an image are missing.
     """
     known = ~others.isnan()
     rates = torch.full_like(others, torch.nan, dtype=torch.float64)
@@ -40,14 +40,14 @@ def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _win_rates(values: torch.Tensor) -> torch.Tensor:
-    """The share of the others that each of `values` `[B]` beats, a tie counting half; fp64, so that ties are exact."""
+    """Return the share of the others that each of `values` `[B]` exceeds; ties count half, exact in fp64."""
     above = (values[:, None] > values).double().sum(1)
     equal = (values[:, None] == values).double().sum(1) - 1  # without itself
     return (above + equal / 2) / max(len(values) - 1, 1)
 
 
 def held(doubt: torch.Tensor, share: float) -> torch.Tensor:
-    """Which of the images with a doubt `[B]` of at least 0 are beyond the `1 - share` quantile of these: `[B]` bool."""
+    """Return the images `[B]` (bool) whose doubt is at least 0 and beyond the `1 - share` quantile of those."""
     candidates = doubt >= 0
     if not candidates.any():
         return candidates
@@ -55,7 +55,7 @@ def held(doubt: torch.Tensor, share: float) -> torch.Tensor:
 
 
 class KLGate(Extension):
-    """Sets `step.kl_weight`: 1 for the samples that the KL holds to the reference, else 0."""
+    """Set `step.kl_weight`: 1 for the samples penalised by the KL, else 0."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -83,14 +83,14 @@ class KLGate(Extension):
 
 
 class Gate:
-    """The share of the uncertain samples that are held, from step to step."""
+    """The adaptive share of uncertain samples that are penalised."""
 
     def __init__(self, share: float) -> None:
         self.first, self.share = share, share
         self.past: list[float] = []  # mean doubt of the latest steps
 
     def choose(self, rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """1 for the images of a step that are held, else 0: `[B]`, from what `doubts` takes."""
+        """Return 1 for each penalised image of a step, else 0: `[B]`; arguments as `doubts`."""
         doubt = doubts(rewards, others)
         candidates = doubt[doubt >= 0]
         if len(candidates):
@@ -110,7 +110,7 @@ class Gate:
         return {"share": self.share, "past": list(self.past)}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Continue from what `state` returned; None: from the beginning. Raises `CheckpointError` if it is not that."""
+        """Restore what `state` returned; None: the initial state. Raises `CheckpointError` if it has another form."""
         try:
             found = {"share": self.first, "past": []} if state is None else state
             share = TypeAdapter(float).validate_python(found["share"])

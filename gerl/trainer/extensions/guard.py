@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class HackingGuard(Extension):
-    """Warns, stops the run, or returns it to the best earlier checkpoint."""
+    """Warn, stop the run, or roll it back to the best earlier checkpoint."""
 
     log: GuardLog
     peaks: dict[str, Validation]
@@ -35,7 +35,7 @@ class HackingGuard(Extension):
         self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
     def validated(self, run: Run, step: Step) -> None:
-        """Log the signs; with guard.action=rollback a validation that shows some has no reward."""
+        """Log the signs; with guard.action=rollback a validation with signs cannot become the best one."""
         guard, found, first = self.config.guard, step.validation, run.first_validation
         if guard.action == "off" or first is None or found is None:
             return
@@ -60,13 +60,13 @@ class HackingGuard(Extension):
     def logged(self, run: Run, step: Step) -> Directive | None:
         action = self.config.guard.action
         if action == "rollback" and step.validation is not None:
-            return self._roll_back(run, step) if step.signals else Save()  # what it may return to
+            return self._roll_back(run, step) if step.signals else Save()  # candidates for a rollback
         if action == "stop" and step.signals:
             return Stop(self._ended(step.signals))
         return None
 
     def _roll_back(self, run: Run, step: Step) -> RollBack:
-        """Raises `GuardError` if there is no earlier checkpoint, or the run rolled back too often."""
+        """Choose the checkpoint to return to; raises `GuardError` if there is none or the run rolled back too often."""
         guard = self.config.guard
         run.writer.finish()
         checkpoint = best_checkpoint(run.run_dir / "checkpoints", before=step.number)
@@ -82,7 +82,7 @@ class HackingGuard(Extension):
         run.alert(run.state.step, sentence)
 
     def _ended(self, found: list[Signal], why: str = "") -> GuardError:
-        """The error of a run that ends for what the last validation showed; `why` it does not roll back."""
+        """Build the error that ends the run after the last validation; `why` says why it does not roll back."""
         first, *others = found
         also = f" (and {', '.join(signal.key for signal in others)})" if others else ""
         return GuardError(

@@ -1,4 +1,4 @@
-"""Warn of signs that a run cannot learn, or has stopped to."""
+"""Warn of signs that a run does not learn or has stopped learning."""
 
 import logging
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 
 logger = logging.getLogger(__name__)
-NO_CREDIT = 1e-6  # what rounding leaves of the credit of equal rewards
+NO_CREDIT = 1e-6  # the credit of equal rewards is 0 up to rounding
 
 
 class HealthChecks(Extension):
-    """Adds the `health/` metrics, and logs a warning with a remedy where they show something."""
+    """Add the `health/` metrics, and log a warning with a remedy when one is out of range."""
 
     health: Health
 

@@ -14,7 +14,7 @@ from gerl.workers.worker import PolicyWorker
 
 
 class KLInReward(Extension):
-    """Pays for the KL of each sample out of its reward, before the credit is computed."""
+    """Subtract each sample's KL from its reward before the credit is computed."""
 
     @classmethod
     def wanted(cls, config: Config) -> bool:
@@ -32,7 +32,7 @@ class KLInReward(Extension):
 
 
 def kl_to_base(worker: PolicyWorker, task_id: int) -> list[float]:
-    """KL of the samples of a task to the base model, `[B]`."""
+    """Return the KL `[B]` of the samples of a task to the base model."""
     kept = worker.trajectories[task_id]
     steps = worker.config.sampling.num_inference_steps
     batches = batches_of(kept, torch.zeros(len(kept.task.samples), steps))

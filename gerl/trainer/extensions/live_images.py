@@ -1,4 +1,4 @@
-"""Write the images of the step that is trained into `live/`, for the page of the run."""
+"""Write images of the current step into `live/`, for the page of the run."""
 
 import logging
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveImages(Extension):
-    """Images of the latest steps with scores and advantages. What cannot be written is said once and left out."""
+    """Images of the latest steps with scores and advantages; a failed write is logged once and skipped."""
 
     said = False
 
@@ -35,7 +35,7 @@ class LiveImages(Extension):
 
 
 def keep_live(run: Run, step: Step) -> None:
-    """Write the first images of a step with their scores and the advantage of each, from its credit."""
+    """Write the first images of a step with the scores and the advantage of each."""
     assert step.credit is not None
     scores, pixels = step.scores, list[object]()
     for images in step.images:

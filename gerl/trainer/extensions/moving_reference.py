@@ -1,4 +1,4 @@
-"""Move the reference of the KL to the trained weights now and then (algorithm.kl_reset_every, kl_reset_above)."""
+"""Reset the reference of the KL to the trained weights (algorithm.kl_reset_every, kl_reset_above)."""
 
 from gerl.config import Config
 from gerl.trainer.extensions import Extension
@@ -7,7 +7,7 @@ from gerl.trainer.step import Step
 
 
 class MovingReference(Extension):
-    """Decides before the last optimizer step of a trainer step whether the weights after it become the reference."""
+    """Decide before the last optimizer step of a trainer step whether the weights after it become the reference."""
 
     moves = False
 

@@ -1,4 +1,4 @@
-"""Show the progress of the run: a bar on a terminal, elsewhere a line of the log now and then."""
+"""Show the progress of the run: a bar on a terminal, else a log line at intervals."""
 
 import math
 
@@ -9,12 +9,12 @@ from gerl.trainer.step import Step
 
 
 class ProgressBar(Extension):
-    """Counts steps, with the reward of the last one and of the last validation."""
+    """The count of steps with the latest reward and held-out reward."""
 
     bar: Progress | None = None
 
     def stepping(self, run: Run) -> None:
-        done = run.state.step - bool(run.state.unlogged)  # the last step may have been stopped before its end
+        done = run.state.step - bool(run.state.unlogged)  # the last step may have been interrupted
         if self.bar is None:
             self.bar = Progress(self.config.trainer.steps, done, disable=not self.config.logger.progress)
         self.bar.go_back(done)

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class RaiseKL(Extension):
-    """Multiplies the weight by guard.kl_factor, up to guard.kl_most."""
+    """Multiply the weight by guard.kl_factor, up to guard.kl_most."""
 
     @classmethod
     def wanted(cls, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Write `report.html` at the end of a run, also of one that stops early."""
+"""Write `report.html` when a run ends, finished or not."""
 
 import logging
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("gerl")
 
 
 class Report(Extension):
-    """The report; where an error ends the run, that one stays the error."""
+    """Write the report; if it fails while another error ends the run, that error is kept."""
 
     @classmethod
     def wanted(cls, config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Write what each worker did from when to when into `timeline.jsonl`."""
+"""Write the spans of all workers into `timeline.jsonl`."""
 
 import logging
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class TimelineFile(Extension):
-    """The spans of each step. What cannot be written is said once and left out."""
+    """The spans of each step; a failed write is logged once and skipped."""
 
     said = False
 

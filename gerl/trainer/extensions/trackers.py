@@ -57,7 +57,7 @@ class Trackers(Extension):
         self._close(run, failed=False)
 
     def ended(self, run: Run, error: BaseException | None) -> None:
-        """Write out what is buffered. While another error ends the run, none is raised here."""
+        """Flush and close the trackers; while another error ends the run, errors of trackers are not raised."""
         self._close(run, failed=error is not None)
 
     def _close(self, run: Run, failed: bool) -> None:
