@@ -109,8 +109,8 @@ def conclude(run: "Run", step: Step) -> bool:
         if isinstance(directive, RollBack):
             roll_back(run, directive)
             return False
-    due = step.number > 0 and _due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
-    if (due or Save() in directives) and not run.survives(lambda run, step: run.save(), step):
+    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
+    if (regular or Save() in directives) and not run.survives(lambda run, step: run.save(), step):
         return False
     for directive in directives:
         if isinstance(directive, Stop):
@@ -453,8 +453,8 @@ class Run:
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
-        due = number == 0 or _due(number, self.config.validation.every, self.config.trainer.steps)
-        return bool(self.held_out) and due
+        regular = number == 0 or due(number, self.config.validation.every, self.config.trainer.steps)
+        return bool(self.held_out) and regular
 
     # --- what is written
 
@@ -563,5 +563,5 @@ class Run:
         self.fleet.remember(self.state.step, self.model.trained_parameters)
 
 
-def _due(step: int, every: int, total: int) -> bool:
+def due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)

@@ -1,18 +1,17 @@
 """Save a sheet of training images with their rewards to `samples/`, as often as there is a validation."""
 
 from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Run, due
 from gerl.trainer.step import Step
 from gerl.trainer.validation import training_sheet
 
 
 class TrainingImages(Extension):
-    """The first micro-batch of the first step, and of those after which a validation is due."""
+    """The first micro-batch of the first step and, with held-out prompts or without, of every `validation.every`th."""
 
     def scored(self, run: Run, step: Step) -> bool:
-        every, total = self.config.validation.every, self.config.trainer.steps
-        due = step.number in (1, total) or (every > 0 and step.number % every == 0)  # also without held-out prompts
-        if step.rounds == 1 and due:
+        every, total = run.config.validation.every, run.config.trainer.steps
+        if step.rounds == 1 and (step.number == 1 or due(step.number, every, total)):
             first = len(step.tasks[0].samples)
             sheet = training_sheet(step.scores.samples[:first], step.images[0].result().pixels, step.scores.totals)
             run.picture(step.number, "train", sheet)
