@@ -76,7 +76,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
 
 
 def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing: SamplingRecord) -> list[str]:
-    """The arguments of the call, one a line, as `gerl.model.loading.pipeline_call` gives them to validations."""
+    """The arguments of the call, one a line, as `gerl.model.call.pipeline_call` gives them to validations."""
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})

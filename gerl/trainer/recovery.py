@@ -138,8 +138,9 @@ def begin_again(run: Run) -> None:
     if len(fleet.workers) > 1:
         fleet.set_up(fleet.restart(range(len(fleet.workers))), run.downloads)
     fleet.forget_sync()
-    run.algorithm = build_algorithm(run.config)
+    run.algorithm = run.update.algorithm = build_algorithm(run.config)
     run.state = RunState(identity=run.state.identity, settings=run.state.settings)
+    run.load_parts()
 
 
 def roll_back(run: Run, directive: RollBack) -> None:

@@ -12,8 +12,15 @@ class ProgressBar(Extension):
     """The count of steps with the latest reward and held-out reward."""
 
     bar: Progress | None = None
+    ready = False  # the model is loaded
+
+    def starting(self, run: Run) -> None:
+        self.ready = True
 
     def stepping(self, run: Run) -> None:
+        first = run.state.step == 0 and run.held_out and run.validated_step is None
+        if not self.ready or first:  # the time of a step is not that of the start, nor of the first validation
+            return
         done = run.state.step - bool(run.state.unlogged)  # the last step may have been interrupted
         if self.bar is None:
             self.bar = Progress(self.config.trainer.steps, done, disable=not self.config.logger.progress)

@@ -1,12 +1,19 @@
-"""What is said of a run that ends before its time."""
+"""A run that begins again, and what is said of one that ends before its time."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from crediting import config
 
+from gerl.algorithms import build_algorithm
 from gerl.errors import GerlError, Interrupted
-from gerl.run.checkpoint import save_checkpoint
-from gerl.trainer.recovery import add_resume_notes, interruption_logged
+from gerl.run.checkpoint import RunState, save_checkpoint
+from gerl.trainer.extensions import build_extensions
+from gerl.trainer.recovery import add_resume_notes, begin_again, interruption_logged
+from gerl.trainer.run import Run
 
 
 @pytest.mark.parametrize(
@@ -40,3 +47,23 @@ def test_a_reason_is_given_once(tmp_path: Path) -> None:
         error.__cause__ = cause
         add_resume_notes(error, tmp_path, 3, 2, "step_2 cannot be written: No space left on device; nothing was kept")
         assert said in error.__notes__[0]
+
+
+def test_a_run_that_begins_again_has_forgotten_all_that_it_learned() -> None:
+    """Where no worker is left and there is no checkpoint: it must go on as if nothing had been."""
+    settings = config(kl_coef=0.1, kl_share=0.5)
+    fleet = SimpleNamespace(workers=[None], forget_sync=lambda: None)
+    whole: Any = SimpleNamespace(config=settings, fleet=fleet, state=RunState(step=3, identity={"a": "b"}, kl_coef=0.4))
+    whole.algorithm, whole.extensions = build_algorithm(settings), build_extensions(settings, ("gardo:KLGate",))
+    whole.update = SimpleNamespace(algorithm=whole.algorithm)
+    whole.load_parts = lambda: Run.load_parts(whole)
+    gate = whole.extensions["gardo"].gate
+    for seed in range(3):
+        draws = torch.rand(12, generator=torch.Generator().manual_seed(seed))
+        gate.choose(draws, -draws[:, None] * seed)
+    whole.algorithm.kl_coef = 0.4
+    assert gate.past
+    begin_again(whole)
+    assert (whole.state.step, whole.state.identity, whole.state.kl_coef) == (0, {"a": "b"}, None)
+    assert gate.past == [] and gate.share == 0.5
+    assert whole.algorithm.kl_coef == 0.1 and whole.update.algorithm is whole.algorithm
