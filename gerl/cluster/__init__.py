@@ -1,4 +1,4 @@
-"""Workers over Ray or in this process, behind one interface: the only package of gerl that imports Ray."""
+"""Workers over Ray or in this process behind one interface; the only package of gerl that imports Ray."""
 
 from gerl.cluster.health import rescuing as rescuing
 from gerl.cluster.machines import Cluster as Cluster

@@ -1,4 +1,4 @@
-"""The folder of an embedded Ray: its path is short, which Ray's sockets need, and nobody but this user may enter it."""
+"""The folder of an embedded Ray: private to the user, with a path short enough for Ray's sockets."""
 
 import contextlib
 import fcntl
@@ -16,22 +16,22 @@ from gerl.utils.files import reason
 
 logger = logging.getLogger(__name__)
 PREFIX, LOCK, RAY = "gerl-ray-", "lock", "r"
-LONGEST = 107 if sys.platform == "linux" else 103  # bytes of the path of a socket
+LONGEST = 107 if sys.platform == "linux" else 103  # maximum bytes of a socket's path
 BELOW = f"/{PREFIX}12345678/{RAY}/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store"
-KEPT = 24 * 3600.0  # seconds for which what is left of a run that failed, or was killed, can be looked into
+KEPT = 24 * 3600.0  # seconds for which the folder of a failed or killed run is kept
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A new folder for Ray, which is removed unless the block is left by an error; those of long ago are as well.
+    """Create a folder for Ray, removed after the block unless an error leaves it; stale folders are removed too.
 
-    It lies in the folder for temporary files (RAY_TMPDIR, else TMPDIR), or in /tmp where the path of that is too long.
-    Raises `ClusterError` if none can be made.
+    It is created in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError` if it cannot be
+    created.
     """
     place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)
     with (place / LOCK).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as this process lives
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process ends
         try:
             yield place / RAY
             kept = False
@@ -47,7 +47,7 @@ def folder() -> Iterator[Path]:
 
 
 def _made(wanted: Path) -> Path:
-    """A folder of mode 0700 in `wanted`, or in /tmp."""
+    """Create a folder of mode 0700 in `wanted`, or in /tmp."""
     bases = [base for base in (wanted.absolute(), Path("/tmp")) if len(os.fsencode(f"{base}{BELOW}")) <= LONGEST]
     said = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
     for base in bases:
@@ -59,9 +59,9 @@ def _made(wanted: Path) -> Path:
 
 
 def clean(base: Path) -> None:
-    """Remove the folders of this user in `base` whose process has ended and began a day ago or more."""
+    """Remove folders of this user in `base` that are at least a day old and whose process has ended."""
     for old in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+        with contextlib.suppress(OSError):  # of another user, or removed meanwhile
             lock = old / LOCK
             if old.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < KEPT:
                 continue

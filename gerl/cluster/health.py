@@ -1,4 +1,4 @@
-"""Whether Ray's services live, and whether torch can use the GPUs of this machine."""
+"""Check that Ray's services are alive and that torch can use the GPUs of this machine."""
 
 import contextlib
 import logging
@@ -14,16 +14,16 @@ import ray
 
 from gerl.errors import ClusterError, RayDied
 
-# --- Whether Ray itself lives: without its services a run stands still, and after a minute ends without a word
+# --- Whether Ray is alive: without its services a run stalls, and after a minute ends silently
 
 CONTROL, NODE = "Ray's control service (GCS)", "Ray's node service (raylet)"
-EVERY = 2.0  # seconds between two looks at another machine
-OWN = 0.2  # and at this one
+EVERY = 2.0  # seconds between probes of another machine
+OWN = 0.2  # and of this one
 PATIENCE = 30.0  # seconds for a joined cluster to restart its control service; its workers end after 60 without it
 
 
 class Health:
-    """Looks whether the `services` answer, name -> (host, port); only the control service is given some `patience`."""
+    """Check that the `services` (name -> (host, port)) answer; only the control service is given `patience` seconds."""
 
     def __init__(self, services: dict[str, tuple[str, int]], patience: float, every: float = OWN) -> None:
         self.services, self.patience, self.every = services, patience, every
@@ -31,7 +31,7 @@ class Health:
         self._refused: dict[str, float] = {}  # since when
 
     def check(self, now: bool = False) -> None:
-        """Raise `RayDied` if a service is gone; looks `every` few seconds, however often it is called, or `now`."""
+        """Raise `RayDied` if a service is gone; probes at most every `every` seconds, or `now`."""
         moment = time.monotonic()
         if not now and moment < self._looked + self.every:
             return
@@ -49,24 +49,24 @@ _watched: Health | None = None  # a process has one session of Ray
 
 
 def check(now: bool = False) -> None:
-    """Raise `RayDied` if the session of Ray that this process has is about to end; looks every few seconds, or `now`.
+    """Raise `RayDied` if a service of this process's Ray session is gone; probes every few seconds, or `now`.
 
-    That is before the store is used: without it Ray ends this process without a word.
+    Called before the object store is used: without its services Ray ends the process silently.
     """
     if _watched is not None:
         _watched.check(now)
 
 
 def lives() -> bool:
-    """Whether Ray answers at this moment; where it does not, much of what it is asked for is waited for in vain."""
+    """Whether Ray answers now; calls to a Ray that does not would wait forever."""
     return _watched is None or not any(_refuses(*place) for place in _watched.services.values())
 
 
 @contextlib.contextmanager
 def rescuing() -> Iterator[None]:
-    """A block in which workers are asked for what they have, and `check` looks at the services that take them along.
+    """Run a block that fetches state from workers, with `check` limited to the services that end them.
 
-    Without the control service they live on for a while.
+    Without the control service workers live on for a while.
     """
     global _watched
     kept = _watched
@@ -80,7 +80,7 @@ def rescuing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(own: bool) -> Iterator[None]:
-    """A block in which `check` looks at the Ray that this process started (`own`) or joined."""
+    """Run a block in which `check` probes the Ray that this process started (`own`) or joined."""
     global _watched
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     services = {CONTROL: (host.strip("[]"), int(port))}
@@ -95,7 +95,7 @@ def watched(own: bool) -> Iterator[None]:
 
 
 def _refuses(host: str, port: int) -> bool:
-    """Whether nothing listens there; a machine that is slow or far away is something else."""
+    """Whether the connection is refused; a timeout (slow or distant machine) does not count."""
     try:
         socket.create_connection((host, port), timeout=2).close()
     except ConnectionRefusedError:
@@ -105,18 +105,18 @@ def _refuses(host: str, port: int) -> bool:
     return False
 
 
-# --- Whether torch can use the GPUs of this machine; where it cannot, why, and what to do about it
+# --- Whether torch can use the GPUs of this machine; if not, why, and the remedy
 
 logger = logging.getLogger(__name__)
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-DEVICES = "nvidia[0-9]*"  # in /dev, where the driver has no nvidia-smi, as in some containers
+DEVICES = "nvidia[0-9]*"  # in /dev: some containers have no nvidia-smi
 INSTALL = "install the torch build for its driver from https://pytorch.org/get-started/locally"
 
 
 def check_gpus(device: str) -> None:
-    """Say that torch leaves the GPUs unused because it is built without CUDA: by a warning, if `device` is auto.
+    """Warn that torch is built without CUDA and leaves the GPUs unused, if `device` is auto.
 
-    Raises `ClusterError` where that is cuda, or where there is CUDA and it cannot start.
+    Raises `ClusterError` if `device` is cuda, or if CUDA cannot start.
     """
     import torch
 
@@ -134,7 +134,7 @@ def check_gpus(device: str) -> None:
 
 
 def start_device(device: str) -> None:
-    """Raise `ClusterError` unless torch can compute on `device`, which is left to the process from then on."""
+    """Start `device` in this process; raises `ClusterError` if torch cannot compute on it."""
     import torch
 
     if device.startswith("cuda"):
@@ -155,7 +155,7 @@ def _cannot_start(said: str) -> ClusterError:
 
 
 def _not_available() -> str | None:
-    """Why CUDA cannot start; None if it can. No memory of a GPU is taken."""
+    """Return why CUDA cannot start, None if it can; allocates no GPU memory."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -166,7 +166,7 @@ def _not_available() -> str | None:
 
 
 def _seen() -> str | None:
-    """The GPUs that the driver shows, in words; None if there are none, or they are hidden from this process."""
+    """Describe the GPUs that the driver shows; None if there are none or they are hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
     try:

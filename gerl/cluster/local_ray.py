@@ -1,7 +1,7 @@
-"""A Ray of our own on this machine: nothing but this process tree reaches it, and it ends with the command.
+"""An embedded Ray on this machine, private to this process tree, which ends with the command.
 
-It listens on the loopback only and asks for a token. Its processes do not see the signals that a terminal,
-timeout(1), SLURM and systemd send to all processes of a command: they must live until the newest step is saved.
+It listens on the loopback only and requires a token. Its processes ignore the signals that a terminal, timeout(1),
+SLURM and systemd send to all processes of a command: they must live until the last finished step is saved.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from gerl.commandline import signals
 from gerl.errors import ClusterError
 
 logger = logging.getLogger(__name__)
-ATTEMPTS = 2  # to start Ray, which has 30 s for it: on a busy machine that is not always enough
+ATTEMPTS = 2  # attempts to start Ray, whose timeout of 30 s is short on a busy machine
 LOOPBACK = "127.0.0.1"
 SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
 LINUX = sys.platform == "linux"
@@ -38,7 +38,7 @@ W = TypeVar("W")  # the class of a worker
 
 
 def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
-    """Start Ray with `options` of `ray.init`; `ends` gets what ends it, whatever state it is in then.
+    """Start Ray with `options` of `ray.init`; the callbacks that end it, in any state, are added to `ends`.
 
     Raises `ClusterError` if it does not start.
     """
@@ -53,7 +53,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
             with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), without_services(), shielded():
                 initialize(**options)
             break
-        except Exception as error:  # its start-up time-out is a plain Exception
+        except Exception as error:  # its start-up timeout is a plain Exception
             if attempt == ATTEMPTS or not _may_pass(error):
                 raise ClusterError(f"Ray failed to start ({_short(error)}): {_remedy(error, place)}") from error
             logger.warning("Ray failed to start (%s): retrying once", _short(error))
@@ -67,7 +67,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a second attempt may succeed: the first took too long, or a service was not there in time."""
+    """Whether a second attempt may succeed: the first one or a service timed out."""
     lasting = isinstance(error, TypeError | ValueError | ImportError | OSError)
     return isinstance(error, ConnectionError | TimeoutError) or not lasting
 
@@ -83,7 +83,7 @@ def _remedy(error: Exception, place: Path) -> str:
 
 
 def _guard(mark: str) -> None:
-    """Start the process that ends Ray's when this one is gone without having done so, after a kill -9 for example."""
+    """Start the process that ends Ray's processes if this one dies without doing so (kill -9)."""
     if not LINUX:
         return
     command = [sys.executable, "-I", "-S", reaper.__file__, mark]
@@ -114,11 +114,11 @@ def _end(mark: str) -> None:
 
 @cache
 def _token() -> str:
-    return secrets.token_hex(32)  # one for all clusters of this process: Ray reads it once
+    return secrets.token_hex(32)  # one token for all clusters of this process: Ray reads it once
 
 
 def initialize(**options: object) -> None:
-    """Call `ray.init`; the handlers of signals stay what they are, Python's and those in C."""
+    """Call `ray.init`, restoring the signal handlers of Python and C."""
     with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
         ray.init(**options)
     worker = ray._private.worker
@@ -129,7 +129,7 @@ def initialize(**options: object) -> None:
 
 
 def _log_unasked(error: Exception) -> None:
-    """Log an error of a call that nobody waits for any more, of a worker that died, say; Ray would print it."""
+    """Log the error of a call that nobody waits for any more (its worker died), which Ray would print."""
     logger.debug("a call that is no longer needed failed: %s", error)
 
 
@@ -137,19 +137,19 @@ _printed: list[Any] = []
 
 
 def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    """Print what Ray has to say, but not the log of a node service that died: an error says so in a sentence."""
+    """Print messages of Ray except the log of a dead node service, for which an error is raised."""
     if data.get("pid") != "raylet":
         _printed[-1](data, *arguments, **keywords)
 
 
 def _variables(mark: str) -> dict[str, str]:
-    """The environment of Ray's processes; what the user has set stays."""
-    # without SPT_NOENV Ray's agents write their titles over the environment in which they are found
-    # Ray would give its workers, which do all the work here, a lower priority than everything else on the machine
+    """Return the environment variables of Ray's processes, without those the user has set."""
+    # without SPT_NOENV Ray's agents overwrite the environment that identifies them with their titles
+    # Ray would lower the priority of its workers, which do all the work
     values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
     # Ray starts a process for each core ahead, and none would do for a worker here, which has an environment of its own
     values["RAY_prestart_worker_first_driver"] = "0"
-    # Ray would make an environment that cannot be made three times, which takes minutes each
+    # Ray would try a failing environment three times, minutes each
     values["RUNTIME_ENV_RETRY_TIMES"] = "1"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         values["RAY_AUTH_TOKEN"] = _token()
@@ -158,7 +158,7 @@ def _variables(mark: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables that are not set, which Ray reads while it starts and its processes inherit."""
+    """Set unset variables, which Ray reads while it starts and its processes inherit."""
     new = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(new)
     Config.initialize("")  # it has read them when it was imported
@@ -171,7 +171,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constant(name: str, value: bool) -> Iterator[None]:
-    """A constant of Ray, which it reads from the environment when it is imported, with another value."""
+    """Change a constant of Ray that it has read from the environment on import."""
     before = getattr(ray_constants, name, None)
     setattr(ray_constants, name, value)
     try:
@@ -182,9 +182,9 @@ def constant(name: str, value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_services() -> Iterator[None]:
-    """A block in which Ray starts without its autoscaler, log monitor and dashboard server.
+    """Let Ray start without autoscaler, log monitor and dashboard server during the block.
 
-    Nothing asks them here, each takes a second of CPU time, and the start of Ray waits for the last.
+    They are not used, each takes a second of CPU time, and Ray waits for the dashboard when it starts.
     """
     names = [name for name in SERVICES if hasattr(Node, name)]
     with contextlib.ExitStack() as stack:
@@ -199,7 +199,7 @@ _shield = threading.local()
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """A block in which this thread starts processes that see none of `signals.NUMBERS`, nor do those they start."""
+    """Block `signals.NUMBERS` in processes started by this thread during the block, and in their children."""
     _install()
     _shield.active = True
     try:
@@ -224,10 +224,10 @@ def _after_fork() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """The class of a worker that lets `signals.NUMBERS` in again, and does nothing for them.
+    """Return a subclass of a worker that unblocks `signals.NUMBERS` and handles them by doing nothing.
 
-    What is blocked stays blocked in processes that a scorer starts, which could then not be ended by SIGTERM; what has
-    a handler does not.
+    Blocked signals stay blocked in processes that a scorer starts, which SIGTERM could not end; handlers are not
+    inherited.
     """
 
     class Worker(cls):  # type: ignore[valid-type, misc]

@@ -70,17 +70,16 @@ def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
 class RunFolder:
     """The folder of a run about to start, its configuration, and the checkpoint to resume, if any.
 
-    As a context manager it gives the lock of the folder back, which a resumed run has from the beginning and a new one
-    from `open` on.
+    As a context manager it releases the lock of the folder, taken at once by a resumed run and in `open` by a new one.
     """
 
     composed: Composed
     lock: RunLock
     checkpoint: Checkpoint | None = None
     changes: Sequence[Change] = ()
-    before: str = ""  # the configuration up to the checkpoint, as `config.yaml` has it
-    accepted: bool = False  # this run may write into the folder: nothing is left that could refuse it
-    begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once it is accepted
+    before: str = ""  # the configuration up to the checkpoint, from `config.yaml`
+    accepted: bool = False  # whether this run may write into the folder
+    begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once the run is accepted
 
     @property
     def path(self) -> Path:
@@ -95,10 +94,10 @@ class RunFolder:
         self.lock.release()
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Make the folder of a new run and write `config.yaml`; a resumed run's is left as it is until `resume_run`.
+        """Create the folder and `config.yaml` of a new run; a resumed run's are unchanged until `resume_run`.
 
-        `begin` is called as soon as the run may write into the folder: in here for a new run, else by `resume_run`.
-        Raises `ConfigError` if the folder cannot be written, or is that of another run.
+        `begin` is called once the run may write into the folder: here for a new run, else by `resume_run`.
+        Raises `ConfigError` if the folder cannot be written or belongs to another run.
         """
         if self.checkpoint is None:
             prepare_folder(self.path, self.composed, self.lock)
@@ -108,11 +107,10 @@ class RunFolder:
             self.begin = begin
 
     def resume_run(self) -> None:
-        """Write the configuration of a resumed run whose state is loaded, and keep what was there.
+        """Write the configuration of a resumed run after its state is loaded, and keep the earlier one.
 
-        `config.step_N.yaml` is the configuration up to step N, `config.yaml` the one from then on. What the run had
-        after the checkpoint's step is repeated: checkpoints and configurations of those steps go to `abandoned/`, and
-        validations to be drawn again go with them.
+        `config.step_N.yaml` is the configuration up to step N, `config.yaml` the one from then on. Steps after the
+        checkpoint are repeated: their checkpoints, configurations and validations move to `abandoned/`.
         """
         if self.checkpoint is None:
             return
@@ -189,7 +187,7 @@ def _step(picture: Path) -> int:
 
 
 def _replaced(run_dir: Path) -> list[int]:
-    """The steps up to which there is a configuration of its own."""
+    """Return the steps up to which an earlier configuration was used."""
     matches = (re.fullmatch(r"config\.step_(\d+)\.yaml", path.name) for path in run_dir.glob("config.step_*.yaml"))
     return [int(match[1]) for match in matches if match]
 
@@ -200,13 +198,13 @@ def _replaced(run_dir: Path) -> list[int]:
 def open_run(arguments: Sequence[str]) -> RunFolder | None:
     """Open the run that a command line asks for; None, after logging it, if that run is finished.
 
-    A run that is carried on has the configuration of its own `config.yaml`; the keys of the command line are changes to
-    it. Its folder is locked; that of a new run is not there yet.
+    A resumed run uses its own `config.yaml`, changed by the keys of the command line, and its folder is locked. The
+    folder of a new run does not exist yet.
 
     Raises:
-        ConfigError: a key is wrong, or cannot change; or the run is still alive.
-        CheckpointError: there is no checkpoint that can be used.
-        DataError: there is no such prompt file.
+        ConfigError: a key is wrong or cannot change, or the run is still alive.
+        CheckpointError: no usable checkpoint.
+        DataError: a prompt file is missing.
     """
     asked = asked_for(arguments)
     run_dir, named = _place(asked)
@@ -222,7 +220,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
                 "choose another"
             ) from None
         stack.callback(lock.release)
-        clear(run_dir)  # what was asked of the run that is over
+        clear(run_dir)  # keys given for the finished run
         checkpoint = load_checkpoint(named) if named else newest_checkpoint(run_dir / "checkpoints")
         if checkpoint is None and asked.resume != "auto":
             raise _nothing_there(asked)
@@ -242,12 +240,12 @@ def _new_run(arguments: Sequence[str], asked: ParsedCommand) -> RunFolder:
 
 
 def folder_to_resume(asked: ParsedCommand) -> Path | None:
-    """The folder of the run that a command line carries on; None: it starts a new one. Raises `CheckpointError`."""
+    """Return the folder of the run to resume; None: a new run. Raises `CheckpointError`."""
     return _place(asked)[0]
 
 
 def _place(asked: ParsedCommand) -> tuple[Path | None, Path | None]:
-    """The folder of the run to carry on, if any, and the checkpoint in it, if one is named."""
+    """Return the folder of the run to resume and the named checkpoint, each None if not given."""
     if asked.resume == "never":
         return None, None
     if asked.resume == "auto":
@@ -273,7 +271,7 @@ def _nothing_there(asked: ParsedCommand) -> CheckpointError:
 
 
 def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
-    """Whether a run has ended and the command line does not prolong it."""
+    """Whether a run is finished and the command line does not extend it."""
     steps = asked.values["trainer"]["steps"] if "trainer.steps" in asked.given else 0
     return bool(checkpoint.state.get("finished")) and not (isinstance(steps, int) and steps > checkpoint.step)
 
@@ -281,7 +279,7 @@ def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
 def _resumed(
     arguments: Sequence[str], asked: ParsedCommand, run_dir: Path, checkpoint: Checkpoint, lock: RunLock
 ) -> RunFolder | None:
-    """The run carried on from `checkpoint`; None, after saying so, if nothing is left to do."""
+    """Resume the run from `checkpoint`; returns None, after logging it, if nothing is left to do."""
     state = RunState.of(checkpoint)
     file = configuration_at(run_dir, checkpoint.step)
     settings, experiment, preset = read_configuration(file)
@@ -308,10 +306,9 @@ def _resumed(
 
 
 def read_configuration(file: Path) -> tuple[Settings, str, str]:
-    """The settings of a run's `config.yaml`, its experiment and its preset; the latter two are empty if not known.
+    """Read the settings of a run's `config.yaml`, its experiment and its preset (empty if unknown).
 
-    Keys that there are no longer are left out where they changed nothing. Raises `ConfigError` for others, or if the
-    file cannot be read.
+    Removed keys are ignored if they had their default. Raises `ConfigError` for others, or if the file cannot be read.
     """
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -348,7 +345,7 @@ def _is_null(settings: Settings, key: str) -> bool:
 
 
 def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: str, algorithm: str) -> None:
-    """Raise `ConfigError` if `experiment=` or `algorithm=` is not that of the run; the same ones are no change."""
+    """Raise `ConfigError` if `experiment=` or `algorithm=` differs from the run's."""
     chosen = asked.preset if preset else str(asked.values["algorithm"]["name"])
     for key, given, own in (("experiment", asked.experiment, experiment), ("algorithm", chosen, preset or algorithm)):
         if key in asked.given and own and given != own:
@@ -359,12 +356,12 @@ def _check_choices(asked: ParsedCommand, file: Path, experiment: str, preset: st
 
 
 def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], digests: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if one of the changes is of a key that a run cannot change."""
+    """Raise `ConfigError` if a changed key is fixed for the lifetime of a run."""
     reasons = []
     for change in found:
         if change.key in CONTENT:
             digest, before = digests.get(change.key), saved.get(change.key)
-            if None not in (digest, before) and digest != before:  # held-out prompts may come and go
+            if None not in (digest, before) and digest != before:  # held-out prompts may be added and removed
                 reasons.append(f"{change} (other prompts)")
         elif change.key in FIXED and not _is_moved_model(change):
             reasons.append(f"{change} ({FIXED[change.key]})")
@@ -376,17 +373,14 @@ def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], diges
 
 
 def _is_moved_model(change: Change) -> bool:
-    """Whether the model's folder, or a LoRA merged into it, may have another place now.
-
-    The weights are compared once they are loaded.
-    """
+    """Whether the path of the model, or of a merged LoRA, may have changed; the weights are compared after loading."""
     if change.key not in ("model.path", "model.lora") or not str(change.old).startswith(("/", "~", ".")):
         return False
     return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().exists()
 
 
 def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
-    """Say that a run is finished; raises `ConfigError` if a change was asked for that can no longer take effect."""
+    """Log that a run is finished; raises `ConfigError` if a requested change can no longer take effect."""
     more = f"to train further set trainer.steps=M with M above {steps}"
     late = [str(c) for c in found if c.key != "trainer.steps" and c.key.split(".")[0] not in HARMLESS]
     if late:
@@ -395,7 +389,7 @@ def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
 
 
 def _say_what_is_kept(config: Config, asked: ParsedCommand) -> None:
-    """Name the values of the run that its experiment or preset, given again, would set otherwise."""
+    """Log the values of the run that differ from its experiment or preset given again."""
     own, values = settings_of(config), asked.values
     if not values["reward"]["scorers"]:  # it names none
         own = without(own, ["reward.scorers"])

@@ -1,4 +1,4 @@
-"""The value that moves through the training loop, and the scores in it."""
+"""The value that moves through the training loop, and its table of scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gerl.timeline import Stopwatch
 
 Metrics = dict[str, float]
-NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in the name of a metric, and the slash
+NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric names, and the slash
 
 
 @dataclass
@@ -40,18 +40,18 @@ class Step:
     scores: ScoreTable = field(default_factory=lambda: ScoreTable())
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
     rounds: int = 0  # with dynamic sampling there may be several
-    rewards: Rewards | None = None  # of the samples that can be trained on
+    rewards: Rewards | None = None  # of the trainable samples
     credit: torch.Tensor | None = None  # [B, T]
     kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1
-    stats: UpdateStats = field(default_factory=UpdateStats)  # of its optimizer steps
+    stats: UpdateStats = field(default_factory=UpdateStats)  # of the optimizer steps
     lag: int = 0  # finished steps between rollout and update; 0 is on-policy
-    taken: bool = False  # its update is in the run's state
+    taken: bool = False  # the run's state includes its update
     validation: Validation | None = None  # after it
-    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in that
+    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation
     metrics: Metrics = field(default_factory=dict)
 
     def restart(self) -> None:
-        """Forget what was begun, unless the step is taken: it is repeated from its beginning."""
+        """Reset the step to be repeated, unless its update is finished."""
         if not self.taken:
             self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
 
@@ -69,10 +69,10 @@ class ScoreTable:
     totals: list[float | None] = field(default_factory=list)
     by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
     failures: list[list[ScorerFailure]] = field(default_factory=list)
-    given: bool = False  # the images are those of files, whose ranks and labels are no rewards
+    given: bool = False  # ranks and labels of dataset images are not rewards
 
     def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Append a micro-batch; a column that one of them lacks, because its scorer failed, has no values there."""
+        """Append a micro-batch; a column missing on one side (its scorer failed) is filled with None."""
         for name in {**self.by_scorer, **scores.by_scorer}:
             known = self.by_scorer.setdefault(name, [None] * len(self.samples))
             known.extend(scores.by_scorer.get(name, [None] * len(samples)))
@@ -82,11 +82,10 @@ class ScoreTable:
         self.failures += scores.failures
 
     def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
-        """Mean of the total and of each score, the share of successes, and the mean best image of a group.
+        """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
 
-        Each over the samples that have one. In validation, where a prompt has one image and so no best, means are
-        compared with those of other steps: one that lacks a failed prompt would be of other prompts, and is NaN. There
-        is no total where only people score, who are asked in training only.
+        Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
+        a failed prompt is NaN. Without a total if only people score, who vote in training only.
         """
         metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
         total = {"reward": self.totals} if self.measured and not self.given else {}
@@ -102,10 +101,10 @@ class ScoreTable:
         return metrics | (self._by_source() if validation else {})
 
     def _by_source(self) -> Metrics:
-        """The mean total of each kind of held-out prompts, by their column `data_source`, if there are several."""
+        """Return the mean total of each `data_source` of the held-out prompts, if there are several."""
         found: dict[str, list[float | None]] = {}
         for sample, total, failures in zip(self.samples, self.totals, self.failures, strict=True):
-            if total is None and not failures:  # nobody is asked about it
+            if total is None and not failures:  # no scorer applies
                 continue
             if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
                 found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
@@ -114,21 +113,21 @@ class ScoreTable:
 
     @property
     def unscored(self) -> int:
-        """The samples whose total failed."""
+        """Return the samples whose total failed."""
         return len(self.failed)
 
     @property
     def failed(self) -> list[int]:
-        """Those samples; one that no scorer is asked about has neither a total nor a failure."""
+        """Return the rows whose total failed; a sample without scorers has neither a total nor a failure."""
         return [i for i, total in enumerate(self.totals) if total is None and self.failures[i]]
 
     @property
     def measured(self) -> int:
-        """The samples that have, or should have, a total."""
+        """Return the samples that have or should have a total."""
         return sum(total is not None for total in self.totals) + self.unscored
 
     def _whole(self, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
-        """Whether all samples have a value in `column` to which its scorer applies."""
+        """Whether all samples to which the scorer of `column` applies have a value."""
         scorer = config.scorers.get(column.split("/")[0])  # None: the total
         if scorer is None:
             return not self.failed
@@ -143,18 +142,18 @@ class ScoreTable:
         return [max(members) for members in groups.values()]
 
     def by_group(self) -> dict[Group, list[float | None]]:
-        """The rewards of the images of each group."""
+        """Return the rewards of the images of each group."""
         rewards: dict[Group, list[float | None]] = {}
         for sample, total in zip(self.samples, self.totals, strict=True):
             rewards.setdefault(sample.group, []).append(total)
         return rewards
 
     def groups_with_signal(self) -> list[Group]:
-        """The groups whose images all have a reward, and not all the same one."""
+        """Return the groups whose images all have a reward, not all equal."""
         return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
 
 
 def mean(values: Sequence[float | bool | None]) -> float:
-    """Mean of the values there are, NaN if there are none."""
+    """Return the mean of the values that are not None, NaN if all are."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else float("nan")

@@ -1,4 +1,4 @@
-"""A sweep, `-m`: one run for each combination of values, and the table of their results."""
+"""Sweeps (`-m`): one run per combination of values, and the table of results."""
 
 import json
 import logging
@@ -50,14 +50,14 @@ from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.utils.files import csv_text, reason, write_file
 
-# --- A sweep, `-m`: one run for each combination of values, started by Hydra's sweeper and launcher, each in a process.
+# --- Sweeps (`-m`): one run per combination of values, each in a process started by Hydra's sweeper and launcher.
 #
 # Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
 # choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
 
 logger = logging.getLogger("gerl")
 PROGRAM = "gerl.trainer.main_flowgrpo"
-PLAIN = re.compile(r"[\w.+-]+")  # values that can be a part of a folder's name
+PLAIN = re.compile(r"[\w.+-]+")  # values that can be part of a folder's name
 MOST_NAMED = 6  # keys in the name of a folder
 MOST_TRIED = 32  # values of a key, and combinations of the other keys' values with one of them
 # Hydra's settings of a sweep, where the command line has no others: gerl's log stays, and a run that fails is no end
@@ -67,10 +67,10 @@ OPTUNA = {"hydra.sweeper.direction": "maximize", "hydra.sweeper.max_failure_rate
 
 @dataclass(frozen=True)
 class Plan:
-    """The overrides that Hydra sweeps over, the user's files by what it knows them by, and what runs get.
+    """The overrides that Hydra sweeps over, the registered names of the user's files, and the overrides of the runs.
 
-    fixed: keys that are the same in all. batch: the overrides of each run, if they can be told beforehand. Otherwise
-    choices: for each key, what it may be; of many values the first and last, of an interval both ends.
+    `fixed`: keys equal in all runs. `batch`: the overrides of each run, if known beforehand; otherwise
+    `choices`: the values of each key, for many values the first and last, for an interval both ends.
     """
 
     overrides: list[str]
@@ -83,9 +83,8 @@ class Plan:
 def sweep(arguments: Sequence[str]) -> Path:
     """Train once for each combination; returns the folder of the sweep, with `sweep.csv` and `sweep.json`.
 
-    Raises `ConfigError` before the first run if a combination cannot be composed, or if a plugin that chooses from
-    values might choose one that cannot, whatever the other keys are, and `TrainingError` at the end if a
-    run has failed, which ends no other.
+    Raises `ConfigError` before the first run if a combination cannot be composed, or if a plugin could choose a value
+    that no run can have. Raises `TrainingError` at the end if a run failed; the other runs are finished first.
     """
     plan = _plan(arguments)
     for run in plan.batch or ():
@@ -100,7 +99,7 @@ def sweep(arguments: Sequence[str]) -> Path:
             groups = [o for o in plan.overrides if key_of(o).startswith("hydra/")]
             settings = hydra.compose_config("config", groups, RunMode.MULTIRUN)
         for override in (o for o in plan.overrides if key_of(o).startswith("hydra.")):
-            set_hydra(settings, read(override))  # says what is wrong with it
+            set_hydra(settings, read(override))  # raises what is wrong with it
         with sentences():
             config = hydra.compose_config("config", plan.overrides, RunMode.MULTIRUN)
             HydraConfig.instance().set_config(config)
@@ -192,7 +191,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
 
 
 def _choices(override: Override) -> list[str]:
-    """The arguments that one with several values stands for; of more than `MOST_TRIED` the first and the last."""
+    """Expand an argument with several values into one argument each; of more than `MOST_TRIED` the first and last."""
     value = override.value()
     if isinstance(value, IntervalSweep):
         found = [str(value.start), str(value.end)]
@@ -204,7 +203,7 @@ def _choices(override: Override) -> list[str]:
 
 
 def _check_choices(plan: Plan) -> None:
-    """Raise `ConfigError` for a value that cannot be trained with, whatever the other keys are."""
+    """Raise `ConfigError` for a value that is invalid with every combination of the other keys."""
     swept = [i for i, values in enumerate(plan.choices) if len(values) > 1]
     for i in swept:
         for value in plan.choices[i]:
@@ -214,7 +213,7 @@ def _check_choices(plan: Plan) -> None:
 
 
 def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
-    """Why none of `runs` can be composed; None where one can, or where they are more than `MOST_TRIED`."""
+    """Return why none of `runs` can be composed; None if one can, or if there are more than `MOST_TRIED`."""
     first = None
     for run in runs[:MOST_TRIED]:
         try:
@@ -227,14 +226,14 @@ def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
 
 
 def _batch(parsed: Sequence[Override]) -> list[list[str]]:
-    """The overrides of each run of Hydra's own sweeper."""
+    """Return the overrides of each run of Hydra's basic sweeper."""
     with sentences():
         (batch,) = BasicSweeper.split_arguments([o for o in parsed if not o.is_hydra_override()], None)
     return batch
 
 
 def _check(given: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for keys that a sweep cannot have."""
+    """Raise `ConfigError` for keys that cannot be swept over."""
     if "hydra.run.dir" in given:
         raise ConfigError(
             f"hydra.run.dir={given['hydra.run.dir']}: with -m each run has its own folder; set "
@@ -250,7 +249,7 @@ def _check(given: Mapping[str, str]) -> None:
 
 
 def _by_name(argument: str, known: dict[str, str]) -> str:
-    """`experiment=A[,B ...]`, or `algorithm=`, by the names that Hydra has for files; these are noted in `known`."""
+    """Replace the files in `experiment=A[,B ...]` or `algorithm=` by their registered names, noted in `known`."""
     group, _, values = argument.partition("=")
     if "(" in values:  # choice(...) or glob(...), of gerl's own
         return argument
@@ -264,9 +263,9 @@ def _by_name(argument: str, known: dict[str, str]) -> str:
 
 
 def _names(swept: Sequence[Override]) -> dict[str, str]:
-    """Hydra's setting by which a run's folder has its number and the values of what is swept over for a name.
+    """Return the Hydra setting that names a run's folder by its number and its swept values.
 
-    Without commas and equals signs, which a command line would have to quote.
+    The name has no commas and equals signs, which a shell would have to quote.
     """
 
     def is_plain(override: Override) -> bool:
@@ -283,17 +282,17 @@ def _names(swept: Sequence[Override]) -> dict[str, str]:
 
 
 def _arguments(overrides: Sequence[str], plan: Plan) -> list[str]:
-    """The command line of a run from Hydra's overrides."""
+    """Return the command line of a run from Hydra's overrides."""
     return [plan.files.get(override, override) for override in overrides]
 
 
 def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
-    """Hydra's task function: one run in a process of its own; returns its held-out reward at the end, for a sweeper.
+    """Run one training in a subprocess (Hydra's task function); returns the final held-out reward for the sweeper.
 
-    `folder` is that of the sweep. Without held-out prompts it is the reward of the last step. A run that fails returns
-    NaN, or raises `TrainingError` for the sweepers of plugins, which count failures.
+    `folder`: of the sweep. Without held-out prompts the reward of the last step is returned. A failed run returns NaN,
+    or raises `TrainingError` for the sweepers of plugins, which count failures.
     """
-    del config  # the run composes it anew, with all of gerl's checks
+    del config  # the run composes its configuration again, with all checks
     hydra = HydraConfig.get()
     overrides, place = [str(override) for override in hydra.overrides.task], Path(hydra.runtime.output_dir)
     own = [override for override in overrides if key_of(override) not in plan.fixed]
@@ -314,12 +313,12 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
 
 
 def _shown(path: Path) -> Path:
-    """Relative to the current folder where it lies in it."""
+    """Return the path relative to the current folder, if inside it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """The exit code of a training; a signal that ends this process ends that one first, with its checkpoint."""
+    """Train in a subprocess and return its exit code; a signal ends the training, with its checkpoint, first."""
     process: subprocess.Popen[bytes] | None = None
 
     def end() -> None:
@@ -333,30 +332,30 @@ def _run(arguments: Sequence[str]) -> int:
             return process.wait()
         except KeyboardInterrupt:
             signals.answered()
-            end()  # a terminal sends Ctrl-C to both: a second one within a second is the same
+            end()  # a terminal sends Ctrl-C to both: repeats within a second count once
             if process is not None:
                 process.wait()
             raise
 
 
-# --- The table of a sweep, from what its runs have written so far: `sweep.csv`, `sweep.json`, and on the screen
+# --- The table of a sweep, from the metrics of its runs: `sweep.csv`, `sweep.json`, and on the terminal
 
-JOB = "job.json"  # in the folder of a run: its number in the sweep, its overrides, how it ended
+JOB = "job.json"  # in the folder of a run: number in the sweep, overrides, exit
 HELD_OUT, TRAINED = "val/reward/mean", "reward/mean"
 Job = dict[str, Any]
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """The runs of a sweep that were begun, by their numbers."""
+    """Return the started runs of a sweep by number."""
     paths = folder.glob(f"*/{JOB}")
     jobs = [{**json.loads(path.read_text(encoding="utf-8")), "folder": str(path.parent)} for path in paths]
     return sorted(jobs, key=lambda job: int(job["number"]))
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """final, best and best_step of the held-out reward of a run, or of the reward where nothing is held out.
+    """Return `final`, `best` and `best_step` of the held-out reward, or of the reward without held-out prompts.
 
-    None where nothing was measured.
+    Values that were not measured are None.
     """
     try:
         rows = read_metrics(run_dir / METRICS)
@@ -386,7 +385,7 @@ def write_table(folder: Path) -> None:
 
 
 def table(jobs: Sequence[Job]) -> str:
-    """The runs of a sweep in lines of equal columns, for a terminal."""
+    """Format the runs of a sweep as aligned columns for a terminal."""
     varied = _varied(jobs)
     lines = [["", *varied, "final", "best", "at step", "time", "end"]]
     for row in map(_row, jobs):
@@ -410,7 +409,7 @@ def table(jobs: Sequence[Job]) -> str:
 
 
 def _varied(jobs: Sequence[Job]) -> list[str]:
-    """The keys that were swept over."""
+    """Return the keys that were swept over."""
     return list(dict.fromkeys(key for job in jobs for key in _given(job)))
 
 
@@ -420,7 +419,7 @@ def _given(job: Job) -> dict[str, str]:
 
 
 def _row(job: Job) -> dict[str, Any]:
-    """The columns of a run, with a column for each key that was swept over."""
+    """Return the columns of a run, one for each swept key included."""
     folder, code = Path(job["folder"]), job["code"]
     sessions = read_sessions(folder / CARD)
     error = sessions[-1].get("error") if sessions and code else None
