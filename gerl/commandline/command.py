@@ -1,4 +1,4 @@
-"""The frame of every command line of gerl: imports, help, log, signals, exit codes, output folder, sockets."""
+"""Run a command line: imports, help, log, signals, exit codes, output folder, sockets."""
 
 import contextlib
 import functools
@@ -25,10 +25,10 @@ from urllib.parse import urlsplit
 from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped
 
-# --- The frame of every command line of gerl: help, log, signals, exit codes, output folder
+# --- Running a command line: help, log, signals, exit codes, output folder
 
 logger = logging.getLogger("gerl")
-PAGE = 8765  # the port of the page of `gerl watch`, unless it is taken
+PAGE = 8765  # the default port of `gerl watch`
 WITH_LEVELS = "%(levelname)s %(name)s: %(message)s"  # the log of a service
 
 
@@ -41,8 +41,8 @@ def run_command(
 ) -> int:
     """Run `work` on the arguments (None: those of the process) and return the exit code.
 
-    0; 1 for an error, 2 for a wrong configuration, both said in one sentence; 128 + the number of a signal. logger: the
-    one whose info is shown. Whatever an exception has for notes (the checkpoint that was saved) is said with it.
+    0: success; 1: an error; 2: a wrong configuration, both printed as one sentence; 128 + N: signal N. `logger`: whose
+    info messages are shown. Notes of the exception (the saved checkpoint) are printed with it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format=log_format)
@@ -63,9 +63,9 @@ def start(
     arguments: Sequence[str] | None = None,
     program: str | None = None,
 ) -> int:
-    """Import the `module` of a command and return what its `main` does; signals are heard while it is imported.
+    """Import the `module` of a command and return the result of its `main`; signals are handled during the import.
 
-    arguments: None: those of the process. program: the words that started the command, if not those of its help.
+    `arguments`: None: those of the process. `program`: the command as typed, if it differs from its help.
     """
     logging.basicConfig(level=logging.WARNING, format=log_format)
 
@@ -78,16 +78,16 @@ def start(
 
 
 def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
-    """The exit code of `work`, or that of the exception that ends it, after its sentence.
+    """Return the exit code of `work`, or of the exception that ends it, after printing its sentence.
 
-    A signal decides the exit code also where it came after an error, whose sentence is then said with it.
+    A signal decides the exit code even after an error, whose sentence is then printed too.
     """
     logger.setLevel(logging.INFO)
     with signals.handled():
         try:
             return work()
         except BaseException as error:
-            # Ray, and others with C code, turn an interruption into an exception of their own: the signal counts
+            # Ray and other C code turn an interruption into exceptions of their own: the signal counts
             number = signals.received()
             if number is None and isinstance(error, Stopped):
                 logger.info("%s", with_notes(str(error), error))
@@ -110,7 +110,7 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
 
 
 def watching(run_dir: Path) -> str:
-    """The command line that opens the page of a run, by the program `gerl` where the shell finds it."""
+    """Return the command that opens the page of a run, with the program `gerl` if it is on the PATH."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
@@ -121,18 +121,18 @@ def watching(run_dir: Path) -> str:
 
 
 def _said(error: BaseException) -> int | None:
-    """Write the sentence of an error and return its exit code; None, after writing nothing, where it has none."""
+    """Print the sentence of an error and return its exit code; None, without printing, for an unexpected error."""
     if isinstance(error, GerlError):
         sys.stderr.write(f"{with_notes(f'error: {error}', error)}\n")
         return 2 if isinstance(error, ConfigError) else 1
-    if isinstance(error, SystemExit):  # of a scorer, say: the command has not done what it was asked for
+    if isinstance(error, SystemExit):  # raised by a scorer, for example: the command did not finish its work
         sys.stderr.write(f"{with_notes(f'error: {_where(error)} ended the process (SystemExit)', error)}\n")
         return 1
     return None
 
 
 def with_notes(sentence: str, error: BaseException) -> str:
-    """The sentence and, behind semicolons, the notes of the exception and of those it came from."""
+    """Return the sentence followed by the notes of the exception and of its causes, separated by semicolons."""
     notes = list[str]()
     seen: BaseException | None = error
     while seen is not None:
@@ -142,7 +142,7 @@ def with_notes(sentence: str, error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """File and line of the last frame of an exception."""
+    """Return file and line of the last frame of an exception."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -157,14 +157,14 @@ def make_folder(out: Path) -> None:
         raise ConfigError(f"out={out}: the folder cannot be created ({error.strerror}); choose another") from None
 
 
-# --- Packages that can be called, such as `gerl.score(...)`: they have the name of their main function
+# --- Callable packages such as `gerl.score(...)`, named like their main function
 
 
 class CallablePackage(types.ModuleType):
-    """Importing a module of a package binds the package over a function of its name, so the package has to be callable.
+    """A package that can be called like the function of the same name (`gerl.score(...)`).
 
-    Python looks for `__call__` in the class. The function is imported when it is needed: a command has to hear signals
-    before it imports anything large.
+    Importing a submodule binds the package over that function, so the package itself must be callable. Python looks up
+    `__call__` in the class. The function is imported on the first call: signals must be handled before large imports.
     """
 
     _place: str  # "module:function"
@@ -183,24 +183,24 @@ class CallablePackage(types.ModuleType):
 
 
 def make_callable(package: str, place: str) -> None:
-    """Let `package`, a name in `sys.modules`, be called as the function `place`, "module:function"."""
+    """Make `package` (a name in `sys.modules`) callable as the function `place` ("module:function")."""
     module = sys.modules[package]
     module.__class__ = CallablePackage
     module._place = place  # type: ignore[attr-defined]
 
 
-# --- Large libraries, imported in less time
+# --- Faster imports of large libraries
 
 Packages = Mapping[str, list[str]]
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A block with imports, in which Python's cyclic garbage collector pauses.
+    """Pause Python's cyclic garbage collector during a block of imports, which makes them faster.
 
-    Imports make hundreds of thousands of objects that stay, and the collector would go through all of them again and
-    again. After the block it leaves them out (`gc.freeze`). diffusers, as it is imported, asks which distribution each
-    installed package is from, and seldom uses the answer: it is found when it is first read.
+    Imports create hundreds of thousands of permanent objects, which the collector would traverse again and again. They
+    are frozen after the block (`gc.freeze`). diffusers asks on import which distribution each package is from and
+    seldom uses the answer: it is computed on first use.
     """
     if not gc.isenabled():
         yield
@@ -217,7 +217,7 @@ def importing() -> Iterator[None]:
 
 
 class WhenRead(Packages):
-    """The distributions that each package is from, by `find`, which reads the list of files of every distribution."""
+    """A mapping of packages to their distributions, computed by `find` on first use: it reads many files."""
 
     def __init__(self, find: Callable[[], Packages]) -> None:
         self._found = functools.cache(find)
@@ -232,9 +232,9 @@ class WhenRead(Packages):
         return len(self._found())
 
 
-# --- Lines in the log that say what a command waits for, where that takes more than a moment
+# --- Log lines about what a command waits for
 
-MOMENT = 2.0  # seconds without a word
+MOMENT = 2.0  # seconds before the first line
 REMINDER = 60.0  # seconds between the lines of a long wait
 
 
@@ -242,9 +242,9 @@ REMINDER = 60.0  # seconds between the lines of a long wait
 def waiting(
     what: str, so_far: Callable[[], str] | None = None, after: float = MOMENT, every: float = REMINDER
 ) -> Iterator[None]:
-    """Log `what` if the block takes more than `after` seconds, and the time that has passed `every` so many after that.
+    """Log `what` if the block takes more than `after` seconds, then the elapsed time `every` so many seconds.
 
-    `so_far`: words on the progress for the lines after the first, "" for none; called in another thread.
+    `so_far`: describes the progress for later lines, "" for none; called in another thread.
     """
     over, start = threading.Event(), time.perf_counter()
 
@@ -263,22 +263,22 @@ def waiting(
         yield
     finally:
         over.set()
-        speaker.join(timeout=1)  # its line belongs before those of what follows
+        speaker.join(timeout=1)  # its line belongs before the lines of the next operation
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `45 s`, `12 min` or `3 h 5 min`."""
+    """Format seconds as `45 s`, `12 min` or `3 h 5 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-# --- Commands that serve pages or scores: their socket, and which requests come from the pages of other sites
+# --- Sockets of commands that serve pages or scores, and requests from other sites
 
 
 def listen(host: str, port: int, remedy: str = "use another port, or stop the program that uses it") -> socket.socket:
-    """A socket at `host:port`; raises `ConfigError`, with the `remedy`, if there cannot be one."""
+    """Open a socket at `host:port`; raises `ConfigError` with the `remedy` if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -289,7 +289,7 @@ def listen(host: str, port: int, remedy: str = "use another port, or stop the pr
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine itself can be reached under `host`, a name or an IP address."""
+    """Whether `host`, a name or an IP address, is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -297,7 +297,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name or address in a `Host` header, without the port; empty if it has none."""
+    """Return the name or address in a `Host` header without the port; empty if missing."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -305,9 +305,9 @@ def host_name(host: str) -> str:
 
 
 def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site sends this request, and it does more than read.
+    """Whether a page of another site sends this request and it is not a mere read.
 
-    headers: by lower-case name. Browsers say where a page is from in `Origin` and `Sec-Fetch-Site`.
+    `headers`: by lower-case name. Browsers name the site of a page in `Origin` and `Sec-Fetch-Site`.
     """
     if method in ("GET", "HEAD"):
         return False

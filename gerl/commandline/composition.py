@@ -1,4 +1,4 @@
-"""From the command line to a typed configuration: Hydra's options, overrides, experiments, and the help of training."""
+"""Compose a typed configuration from the command line: Hydra's options, overrides, experiments, presets."""
 
 import contextlib
 import dataclasses
@@ -39,9 +39,9 @@ from gerl.config.reading import typed
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
-# --- The seam to Hydra: it composes the files that are chosen, and its errors become sentences by their type
+# --- The interface to Hydra, which composes the chosen files; its errors become sentences
 
-FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # what Hydra lets a sweep add keys to
+FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # blocks to which a sweep may add keys
 RUN_DIR, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
 GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
 PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
@@ -50,7 +50,7 @@ ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 @dataclass(frozen=True)
 class Files:
-    """The defaults and the files that were chosen: gerl's blocks as plain values, and the whole as Hydra has it."""
+    """The composed files: gerl's blocks as plain values, and the whole as Hydra's object."""
 
     values: dict[str, Any]
     whole: DictConfig
@@ -66,11 +66,11 @@ class Files:
 
     @property
     def one_folder(self) -> bool:
-        """Whether the folder of the run does not depend on the time."""
+        """Whether the folder of the run is fixed, not named by the time."""
         return "${now:" not in str(OmegaConf.to_container(self.whole.hydra.run, resolve=False))
 
     def run_dir(self) -> Path:
-        """The folder of the run; raises `ConfigError` for an empty one."""
+        """Return the folder of the run; raises `ConfigError` if it is empty."""
         try:
             given = self.whole.hydra.run.dir
         except OmegaConfBaseException as error:
@@ -81,7 +81,7 @@ class Files:
 
 
 def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
-    """Compose the files that are `chosen`, and the settings of Hydra in `given`; raises `ConfigError`."""
+    """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`."""
     for override in filter(is_hydra, given):
         if override.is_delete() or override.key_or_group == "hydra":
             raise ConfigError(
@@ -106,13 +106,13 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
 
 
 def _in_quotes(override: str) -> str:
-    """`experiment=NAME` in the quotes that a name needs which is not of ASCII."""
+    """Return `experiment=NAME`, quoted if the name is not ASCII."""
     group, _, name = override.partition("=")
     return override if name.isascii() else f"{group}={quoted(name)}"
 
 
 def register() -> None:
-    """Make the defaults known to Hydra as `gerl`."""
+    """Register the defaults with Hydra as `gerl`."""
     schema = OmegaConf.create(defaults())
     for free in FREE:
         OmegaConf.set_struct(OmegaConf.select(schema, free), False)
@@ -122,7 +122,7 @@ def register() -> None:
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """The default of every key but the algorithm's, which are those of its class. Nothing of it may be changed."""
+    """Return the default of every key except the algorithm's, which its class has; must not be modified."""
     values = dataclasses.asdict(Config())
     values["algorithm"] = {}
     del values["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
@@ -130,24 +130,24 @@ def defaults() -> dict[str, Any]:
 
 
 def hydra_overrides(override: str) -> list[str]:
-    """An override for Hydra's own composition, which would merge `reward.scorers={...}` into the scorers there are."""
+    """Adapt an override to Hydra's composition, which would merge `reward.scorers={...}` into the default scorers."""
     if key_of(override) in CHOICES:
         return [override]
     override = readable(override)
     key, adds = key_of(override), override.startswith("+") and not override.startswith("++")
     if override[:1] == "~" or adds or not (key == WHOLE or key.startswith(f"{WHOLE}.")):
         return [override]
-    forced = "++" + override.removeprefix("++")  # the block is no longer free once it was replaced
+    forced = "++" + override.removeprefix("++")  # a replaced block accepts no further keys
     return [f"{WHOLE}=null", forced] if key == WHOLE else [forced]
 
 
 def is_hydra(override: Override) -> bool:
-    """Whether it is a setting of Hydra's own."""
+    """Whether a key is a setting of Hydra."""
     return override.key_or_group.replace("/", ".").split(".")[0] == "hydra"
 
 
 def set_hydra(composed: DictConfig, override: Override) -> None:
-    """Set a key of Hydra's own; raises `ConfigError`."""
+    """Set a key of Hydra; raises `ConfigError`."""
     key = override.key_or_group
     try:
         OmegaConf.update(composed, key, override.value(), merge=True, force_add=override.is_force_add())
@@ -166,7 +166,7 @@ def _near_of_hydra(name: str) -> str:
 
 @contextlib.contextmanager
 def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
-    """Turn what Hydra raises while it composes files into a `ConfigError` of one sentence; `chosen`: the files."""
+    """Turn errors of Hydra's composition into a `ConfigError` of one sentence; `chosen`: the files."""
     try:
         yield
     except MissingConfigException as error:
@@ -181,7 +181,7 @@ def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _missing(file: str, chosen: Sequence[str]) -> str:
-    """The sentence for a file that Hydra does not find."""
+    """Return the sentence for a file that Hydra does not find."""
     group, _, name = file.partition("/")
     if group == "hydra":
         kind, _, name = name.partition("/")
@@ -192,9 +192,9 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
 
 
 def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
-    """Nested `values` with what their `${...}` stand for; they take the place of gerl's blocks in `whole`.
+    """Resolve the interpolations `${...}` in nested `values`, which replace gerl's blocks in `whole`.
 
-    Raises `ConfigError` for one that stands for nothing, and for a value that is left open as `???`.
+    Raises `ConfigError` for an interpolation without a value, and for a missing value `???`.
     """
     OmegaConf.set_struct(whole, False)
     try:
@@ -212,7 +212,7 @@ def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str:
-    """The sentence for a value with `${...}` in it, or for `???`, by the type of the error."""
+    """Return the sentence for a value with `${...}`, or for `???`, by the type of the error."""
     key = error.full_key or str(error.key or "a value")
     raw: Any = values
     for name in key.split("."):
@@ -237,7 +237,7 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     return f"{given}: it is not a number, string, list or dictionary; correct it"
 
 
-# --- From the command line to a typed configuration.
+# --- Composing a typed configuration.
 #
 # Hydra composes the files that `experiment=` and `algorithm=` choose (`hydra_seam`) and reads the values of arguments
 # (`overrides`); keys are set in what comes of that, as plain dictionaries, and checked by `gerl.config`.
@@ -247,16 +247,16 @@ OUT = "out"  # short for hydra.run.dir
 
 @dataclass(frozen=True)
 class Composed:
-    """A run as the command line asked for it."""
+    """The composed configuration of a run and its origin."""
 
     config: Config
     experiment: str
     run_dir: Path
     preset: str = ""  # the `algorithm=NAME` it was composed with; empty: not known
-    kept: str = ""  # what is there beside the scorers that were named, in one sentence; empty: nothing
+    kept: str = ""  # the sentence about default scorers beside the named ones; may be empty
 
     def yaml(self) -> str:
-        """The whole configuration, for `config.yaml` of the run folder."""
+        """Return the whole configuration as written to `config.yaml`."""
         preset = {"preset": self.preset} if self.preset else {}
         values = {"experiment": self.experiment, **preset, **settings_of(self.config)}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -264,30 +264,30 @@ class Composed:
 
 @dataclass(frozen=True)
 class ParsedCommand:
-    """Where a command line wants a run to start from and to lie; the values of its keys are not checked."""
+    """The origin and the folder of a run as given on the command line; other keys are not checked."""
 
     experiment: str
     preset: str
     run_dir: Path
-    one_folder: bool  # `run_dir` does not depend on the time, so that no other folder can be meant
+    one_folder: bool  # `run_dir` is fixed, not named by the time
     values: dict[str, Any]
     given: frozenset[str]  # the keys that it names
     resume: str = "never"  # `checkpoint.resume`
-    whole: bool = True  # nothing of the command line was left out
+    whole: bool = True  # no argument was dropped
 
 
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
     """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
 
-    `experiment` may also be the path of a yaml file of your own. `asked`: what was read from `overrides` before.
-    `below`: keys that `overrides` may set otherwise.
+    `experiment` may also be the path of a yaml file. `asked`: the result of `asked_for` for `overrides`, if known.
+    `below`: keys with lower priority than `overrides`.
     """
     overrides = normal(overrides)
     found = asked if asked is not None and asked.whole else _compose(overrides, below)
     values, preset, name = deepcopy(found.values), found.preset, str(found.values["algorithm"]["name"])
-    if preset not in shipped("algorithm"):  # a file of the user's, found by --config-dir
+    if preset not in shipped("algorithm"):  # a file of the user, found by --config-dir
         preset = ""
-    elif algorithm_of(preset) != name:  # a file sets it over the preset of another one, of which it means nothing
+    elif algorithm_of(preset) != name:  # a file sets it above the preset of another algorithm
         unread = [
             key
             for key in map(str, preset_of(preset))
@@ -300,13 +300,13 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
 
 
 def asked_for(overrides: Sequence[str]) -> ParsedCommand:
-    """Read what a command line says about where its run starts from; nothing else is checked yet."""
+    """Read the origin and the folder of the run from a command line; nothing else is checked."""
     given = frozenset(map(key_of, (normal([o])[-1] for o in overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
-    kept = [o for o in overrides if not o.startswith("~")]  # a run that is resumed may have no such key any more
+    kept = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
     found = _compose(kept)
     block = found.values.get("checkpoint")
-    resume = block.get("resume", "never") if isinstance(block, dict) else "never"  # what is wrong with it is said later
+    resume = block.get("resume", "never") if isinstance(block, dict) else "never"  # its error is raised later
     if not isinstance(resume, str) or not resume.strip():
         raise ConfigError(
             f"checkpoint.resume={json.dumps(resume, default=str)}: expected auto, never, or the folder of a run or "
@@ -316,10 +316,10 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """The configuration of a run that exists, changed by `overrides`; raises `ConfigError`.
+    """Apply `overrides` to the configuration of an existing run; raises `ConfigError`.
 
-    What an override would add again is set, and what it would delete may be gone already: the command of the run, given
-    again, changes nothing. Its experiment, its algorithm and where it lies are not looked at.
+    Keys that exist may be added again and missing ones deleted, so the run's own command changes nothing. Experiment,
+    algorithm and folder are ignored.
     """
     overrides = normal(overrides)
     check_arguments(overrides)
@@ -331,7 +331,7 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
 
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
-    """The arguments with what is understood: `out=` is `folder`, and a model of one's own has no experiment's keys.
+    """Normalise the arguments: `out=` becomes the folder, another model selects the plain experiment.
 
     The experiment signs has the size, the steps and the LoRA of the small model that ships with gerl.
     """
@@ -360,7 +360,7 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
 
 
 def check_arguments(overrides: Sequence[str]) -> None:
-    """Raise `ConfigError` for arguments that are no `key=value`, and for keys that are given twice."""
+    """Raise `ConfigError` for arguments other than `key=value`, and for keys given twice."""
     check_form(overrides, _nearest, "experiment")
     _check_choices(overrides)
     check_one_value([read(o) for o in overrides if key_of(o) not in CHOICES])
@@ -379,7 +379,7 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
 
 
 def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
-    """Scorers of the default experiment beside those that a command line names, and how to have these alone."""
+    """Return the sentence about scorers of the default experiment that stay beside the named ones."""
     keys = [key_of(override) for override in overrides if not override.startswith("~")]
     named = [key.split(".")[2] for key in keys if key.startswith(f"{WHOLE}.")]
     named = [name for name in dict.fromkeys(named) if name in config.reward.scorers]
@@ -403,13 +403,13 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
 
 
 def _nearest(name: str) -> str | None:
-    """As `nearest_key`, with the names that are no keys of the configuration."""
+    """Return `nearest_key`, also for names outside the configuration."""
     others = (*CHOICES, RUN_DIR, SWEEPS, OUT)
     return name if name in others else nearest_key(name)
 
 
 def _check_choices(overrides: Sequence[str]) -> None:
-    """One experiment and one algorithm: Hydra would take the last and say nothing of the others."""
+    """Raise `ConfigError` for several experiments or algorithms, of which Hydra silently takes the last."""
     for group in CHOICES:
         given = list(dict.fromkeys(o for o in overrides if key_of(o) == group))
         if signed := next((o for o in given if o[0] in "+~"), None):
@@ -422,7 +422,7 @@ def _check_choices(overrides: Sequence[str]) -> None:
 
 
 def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: Sequence[str]) -> None:
-    """There is one algorithm: `algorithm=NAME` must not be overruled by a key, or an experiment that sets it."""
+    """Raise `ConfigError` if a key or an experiment overrides `algorithm=NAME`."""
     block = values.get("algorithm")
     given = next((o for o in chosen if o.startswith("algorithm=")), "")
     if not isinstance(block, dict) or not isinstance(name := block.get("name"), str):
@@ -440,22 +440,22 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
     )
 
 
-# --- The experiments and algorithm presets that there are: those that ship with gerl, and files of the user
+# --- Experiments and algorithm presets: shipped ones and files of the user
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CHOICES = ("experiment", "algorithm")  # what `NAME=VALUE` picks a yaml file by
+CHOICES = ("experiment", "algorithm")  # groups whose files are selected by NAME=VALUE
 NO_SCORERS = "_no_scorers"  # composed between an experiment that names its scorers and what that is based on
 SUFFIXES = (".yaml", ".yml")
 
 
 def config_folder() -> Path:
-    """The folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
+    """Return the folder of the shipped yaml files: inside an installed package, beside it in a checkout."""
     installed = PACKAGE / "configs"
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def own_file(override: str) -> str:
-    """`experiment=path/to/mine.yaml`, or `algorithm=`, as an override by name, after making the file known to Hydra."""
+    """Register the file of `experiment=PATH` or `algorithm=PATH` with Hydra; returns the override by name."""
     group, _, value = override.partition("=")
     if group not in CHOICES:
         return override
@@ -480,18 +480,18 @@ def own_file(override: str) -> str:
 
 
 def _plain(path: Path) -> str:
-    """The name of a file as Hydra takes it without quotes, and as it is fit for a folder."""
+    """Return a file's name without characters that Hydra would need quoted or that do not suit a folder."""
     return re.sub(r"[^\w.-]", "_", path.stem)
 
 
 def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple[Path, str]]) -> None:
-    """Store a file as `group/name` for Hydra, with the files of the user that its `defaults` name; `known` are done."""
+    """Register a file as `group/name` with Hydra, and the user's files in its `defaults`; `known`: those done."""
     if (path, name) in known:
         return
     known.append((path, name))
     content = read_yaml(path, where)
     if group == "experiment":
-        for key in ("experiment", "preset"):  # in the config.yaml of a run they name what the run was composed from
+        for key in ("experiment", "preset"):  # `config.yaml` of a run names its origin by them
             content.pop(key, None)
     _check_keys(content, where)
     _by_path(content, group, path, where, known)
@@ -506,7 +506,7 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
 
 
 def _by_path(content: DictConfig, group: str, path: Path, where: str, known: list[tuple[Path, str]]) -> None:
-    """Make the files known whose paths are in the `defaults`, relative to the file, and put names in their place."""
+    """Register the files whose paths are in `defaults`, relative to the file, and replace the paths by names."""
     defaults = content.get("defaults")
     for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
         key, value = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("", entry)
@@ -523,7 +523,7 @@ def _by_path(content: DictConfig, group: str, path: Path, where: str, known: lis
 
 
 def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
-    """Group and name of what the `defaults` of a file of `group` are composed from."""
+    """Return group and name of each entry in the `defaults` of a file of `group`."""
     defaults = content.get("defaults")
     for entry in defaults if isinstance(defaults, ListConfig) else ():
         pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
@@ -535,7 +535,7 @@ def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
 
 
 def _replace_scorers(content: DictConfig) -> None:
-    """Have the scorers that an experiment names replace those of what it is composed from."""
+    """Let the scorers of an experiment replace those of its `defaults`."""
     defaults = content.get("defaults")
     if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
         after = [
@@ -545,7 +545,7 @@ def _replace_scorers(content: DictConfig) -> None:
 
 
 def _check_keys(content: DictConfig, where: str) -> None:
-    """A file nests its blocks, where the command line has dots."""
+    """Raise `ConfigError` for dotted keys in a file, which nests its blocks instead."""
     for name in map(str, content):
         block, dot, leaf = name.partition(".")
         if dot:
@@ -553,35 +553,35 @@ def _check_keys(content: DictConfig, where: str) -> None:
 
 
 def default_experiment(model: str | None) -> str:
-    """The experiment of a command line that names none: the demo for its own model, gerl's defaults for another."""
+    """Return the experiment of a command line without one: the demo for the demo's model, else `plain`."""
     return "signs" if model in (None, "signs") else "plain"
 
 
 def experiments() -> list[str]:
-    """The names of the shipped experiments."""
+    """Return the names of the shipped experiments."""
     return shipped("experiment")
 
 
 def shipped(group: str) -> list[str]:
-    """The names of the shipped yaml files of `group` (experiment, algorithm)."""
+    """Return the names of the shipped yaml files of `group` (experiment, algorithm)."""
     return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
 
 
 def algorithm_of(preset: str) -> str:
-    """The `algorithm.name` of a shipped `algorithm=PRESET`; empty for another one."""
+    """Return the `algorithm.name` of a shipped `algorithm=PRESET`; empty if it is not shipped."""
     return str(preset_of(preset).name) if preset in shipped("algorithm") else ""
 
 
 @functools.cache
 def preset_of(preset: str) -> DictConfig:
-    """The keys of the block `algorithm` that a shipped preset sets."""
+    """Return the keys of the block `algorithm` that a shipped preset sets."""
     block = OmegaConf.load(config_folder() / "algorithm" / f"{preset}.yaml").algorithm
     assert isinstance(block, DictConfig)
     return block
 
 
 def no_such(group: str, value: str) -> str:
-    """The sentence for an experiment or algorithm that there is none of."""
+    """Return the sentence for an unknown experiment or algorithm."""
     names = shipped(group)
     near = near_names(value, names)
     if group == "experiment" and Path(value + ".yaml").is_file():
@@ -606,7 +606,7 @@ FOLDER = ("-cd", "--config-dir")
 class HydraOptions:
     """The arguments without Hydra's options.
 
-    multirun: train once for each combination of the values given. shown: only print the configuration.
+    `multirun`: train once per combination of values. `shown`: only print the configuration.
     """
 
     arguments: list[str]
@@ -615,10 +615,10 @@ class HydraOptions:
 
 
 def hydra_options(given: Sequence[str]) -> HydraOptions:
-    """Take Hydra's options out of the arguments of a command line; raises `ConfigError` for what they cannot be.
+    """Separate Hydra's options from the arguments of a command line; raises `ConfigError` for unsupported ones.
 
-    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, and `algorithm=NAME`
-    that of one in DIR/algorithm.
+    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, `algorithm=NAME`
+    of one in DIR/algorithm.
     """
     rest, values = list[str](), dict[str, str]()
     waiting = iter(given)
@@ -649,7 +649,7 @@ def hydra_options(given: Sequence[str]) -> HydraOptions:
 
 
 def without_options(given: Sequence[str]) -> list[str]:
-    """As `hydra_options`, for the commands that do not train; raises `ConfigError` for what only training has."""
+    """Separate Hydra's options for commands that do not train; raises `ConfigError` for options of training."""
     options = hydra_options(given)
     if options.multirun or options.shown:
         name = next(argument for argument in given if argument.partition("=")[0] in MULTIRUN + SHOW)
@@ -659,12 +659,12 @@ def without_options(given: Sequence[str]) -> list[str]:
 
 
 def quoted(value: str) -> str:
-    """A text as Hydra reads it back, whatever is in it."""
+    """Quote any text for Hydra's parser."""
     return QuotedString(value, Quote.single).with_quotes()
 
 
 def spelled(value: object) -> str:
-    """A plain value as Hydra's command line has it."""
+    """Write a plain value in Hydra's grammar."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)}: {spelled(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
@@ -673,7 +673,7 @@ def spelled(value: object) -> str:
 
 
 def _key(key: object) -> str:
-    """A key of a dictionary, which Hydra knows without quotes only."""
+    """Write a dictionary key, which Hydra's grammar does not quote."""
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
 
 
@@ -684,7 +684,7 @@ def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def _own(argument: str, folder: Path) -> str:
-    """`experiment=NAME[,NAME ...]`, or `algorithm=`, with the paths of those that are files in the folder."""
+    """Replace names in `experiment=NAME[,NAME ...]` or `algorithm=` by the paths of files in the folder."""
     group, _, names = argument.partition("=")
     return (
         f"{group}={','.join(_path(group, name, folder) for name in names.split(','))}" if group in CHOICES else argument
@@ -692,7 +692,7 @@ def _own(argument: str, folder: Path) -> str:
 
 
 def files_in(group: str, folder: Path) -> list[str]:
-    """The names by which `group=NAME` finds the files of a `--config-dir`."""
+    """Return the names by which `group=NAME` finds the files of a `--config-dir`."""
     return sorted({file.stem for place in _places(group, folder) for file in place.glob("*.y*ml")})
 
 
@@ -703,7 +703,7 @@ def _places(group: str, folder: Path) -> tuple[Path, ...]:
 def _path(group: str, name: str, folder: Path) -> str:
     places = _places(group, folder)
     files = [place / f"{name}{suffix}" for place in places for suffix in ("", ".yaml", ".yml")]
-    if name and not Path(name).is_file():  # a path of its own stays one
+    if name and not Path(name).is_file():  # a path stays a path
         if (
             file := next((file for file in files if file.suffix in (".yaml", ".yml") and file.is_file()), None)
         ) is not None:
@@ -716,11 +716,11 @@ def _path(group: str, name: str, folder: Path) -> str:
     return name
 
 
-# --- Arguments `key=value` in the grammar of Hydra: read one by one, and set in nested dictionaries.
+# --- Arguments `key=value` in Hydra's grammar, parsed one by one and set in nested dictionaries.
 #
 # Hydra is asked what a value is; which keys there are, and what setting one means, is decided here.
 
-# a source of prompts with a split, which Hydra takes for the beginning of a list
+# a source of prompts with a split, which looks like a list to Hydra
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
 PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
@@ -728,14 +728,14 @@ WHOLE = "reward.scorers"  # a dictionary that is replaced where it is given as a
 
 
 def key_of(argument: str) -> str:
-    """The key of an argument, without the signs of Hydra."""
+    """Return the key of an argument without Hydra's `+` and `~`."""
     return argument.partition("=")[0].lstrip("+~")
 
 
 def read(argument: str) -> Override:
-    """An argument as Hydra reads it; a value that its grammar has no form for is a text, or YAML in brackets.
+    """Parse an argument with Hydra; a value outside its grammar is read as text, or as YAML if bracketed.
 
-    Raises `ConfigError` for what can be read in neither way.
+    Raises `ConfigError` if neither succeeds.
     """
     name, equals, value = argument.partition("=")
     if key_of(argument) in PROMPTS:
@@ -750,7 +750,7 @@ def read(argument: str) -> Override:
 
 
 def readable(argument: str) -> str:
-    """The argument as Hydra's own parser takes it; raises as `read`."""
+    """Return the argument in a form that Hydra's parser accepts; raises as `read` does."""
     override = read(argument)
     line = override.input_line or argument
     return line if _parsed(line) is not None else f"{line.partition('=')[0]}={spelled(override.value())}"
@@ -769,18 +769,18 @@ def _parsed(argument: str) -> Override | None:
 
 
 def _is_slip(value: str) -> bool:
-    """Whether a value that cannot be read was meant in another way than as a text."""
+    """Whether an unreadable value was probably not meant as text."""
     return value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
 
 
 def _is_bracketed(value: str) -> bool:
-    """Whether it is meant as a list or a dictionary; `[a] b.txt` is a text."""
+    """Whether a value is a bracketed list or dictionary; `[a] b.txt` is text."""
     closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
     return value[0] in "[{" and (value[-1] in "]}" or not closed)
 
 
 def _flow(text: str) -> Any:
-    """A list or dictionary in YAML's form with brackets; None where it is none."""
+    """Parse a list or dictionary in YAML's flow style; None if it is neither."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError):
@@ -788,7 +788,7 @@ def _flow(text: str) -> Any:
 
 
 def _unreadable(argument: str) -> str:
-    """The sentence for an argument with an equals sign that cannot be read."""
+    """Return the sentence for an unreadable argument with an equals sign."""
     name, _, value = argument.partition("=")
     key = nearest_key(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
     if key is not None and key != name.lstrip("+~"):
@@ -804,7 +804,7 @@ def _unreadable(argument: str) -> str:
 
 
 def check_one_value(given: Sequence[Override]) -> None:
-    """Raise `ConfigError` where arguments give one key two different values, of which Hydra would take the last."""
+    """Raise `ConfigError` if arguments give a key two different values, of which Hydra would take the last."""
     found: dict[str, tuple[str, Override]] = {}
     for override in (override for override in given if not override.is_delete()):
         for key, value in _leaves(override.key_or_group, override.value()):
@@ -822,10 +822,9 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = False) -> None:
-    """Set, add and take away keys in nested `values`, in the order in which they are given; raises `ConfigError`.
+    """Set, add and delete keys in nested `values`, in the given order; raises `ConfigError`.
 
-    again: `values` may be what the same arguments made before: what is to be added may be there, and what is to be
-    taken away may be gone.
+    `again`: the arguments may have been applied before: keys to add may exist, keys to delete may be missing.
     """
     blocks = list(values)
     for override in given:
@@ -851,7 +850,7 @@ def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = Fa
 
 
 def _place(values: dict[str, Any], names: Sequence[str], key: str) -> dict[str, Any]:
-    """The dictionary that has, or shall have, the last part of `key`."""
+    """Return the dictionary that holds or will hold the last part of `key`."""
     place = values
     for name in names:
         if place.get(name) is None:
@@ -869,7 +868,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
-    """Have `~KEY` leave the default of a key, and no entry of a dictionary."""
+    """Apply `~KEY`: restore the default of a key, or delete an entry of a dictionary."""
     key, value = override.key_or_group, override.value()
     if key in ("algorithm", "algorithm.name"):
         raise ConfigError(f"~{key}: a run has one algorithm; choose another with algorithm=NAME")
@@ -890,5 +889,5 @@ def _take_away(values: dict[str, Any], override: Override, again: bool) -> None:
 
 
 def no_such_key(key: str) -> ConfigError:
-    """The error for a key that there is none of."""
+    """Return the error for an unknown key."""
     return ConfigError(f"{key}: there is no such key{did_you_mean(key)}; {LISTED}")

@@ -1,4 +1,4 @@
-"""The form of arguments, `key=value`, and of the yaml files of users."""
+"""Check the form of arguments (`key=value`) and of the yaml files of users."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ from gerl.config import absent, is_foreign, other_name
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
-# --- Arguments in the style of other programs, and how they are written here: `key=value`
+# --- Arguments in the style of other programs and their form here: `key=value`
 
 Nearest = Callable[[str], str | None]
 
@@ -23,9 +23,8 @@ Nearest = Callable[[str], str | None]
 def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
     """Raise `ConfigError` for the first argument that has dashes, no equals sign, or spaces around it.
 
-    Keys of other programs are one error, with all that is to be written in their place.
-    nearest: the key that a name is or is near to; None where nothing is near. first: the key that a value alone
-    may be meant for. A `~key` of Hydra is left alone.
+    Keys of other programs are one error that lists the replacements. `nearest`: returns the key equal or similar to a
+    name, None if there is none. `first`: the key that a bare value may be meant for. Hydra's `~key` is accepted.
     """
     for i, argument in enumerate(arguments):
         before = arguments[i - 1] if i else ""
@@ -61,7 +60,7 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
 
 
 def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
-    """Raise `ConfigError` for keys of another program, with what is to be written for all of them."""
+    """Raise `ConfigError` for keys of another program, with the replacement of each."""
     pairs = [argument.lstrip("+").partition("=") for argument in arguments if not argument.startswith("~")]
     own_of_hydra = ("hydra.", "hydra/")  # a launcher's keys may be called like those of another program
     found = {n: value for n, _, value in pairs if not n.startswith(own_of_hydra) and _is_taken(n, nearest)}
@@ -71,7 +70,7 @@ def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
 
 
 def _is_taken(name: str, nearest: Nearest) -> bool:
-    """Whether a command knows an answer for the name of another program: it takes the keys that are meant."""
+    """Whether a command has the keys that replace a key of another program."""
     if not is_foreign(name):
         return False
     if absent(name):
@@ -84,7 +83,7 @@ def _is_assignment(argument: str) -> bool:
 
 
 def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> str:
-    """The sentence for arguments with dashes, from `start` on: what is to be written for all that have."""
+    """Return the sentence for arguments with dashes, from `start` on, with the replacement of each."""
     given: list[str] = []
     written: list[str] = []
     foreign: dict[str, str] = {}
@@ -117,12 +116,12 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
 
 
 def _values(arguments: Sequence[str]) -> list[str]:
-    """The values behind an option with dashes."""
+    """Return the values after an option with dashes."""
     return list(takewhile(_is_value, arguments))
 
 
 def _is_value(argument: str) -> bool:
-    """Whether it may be the value of the argument before it."""
+    """Whether an argument may be the value of the previous one."""
     return argument != "" and not _is_assignment(argument) and not argument.startswith("--")
 
 
@@ -131,7 +130,7 @@ def _write(name: str, value: str) -> str:
 
 
 def _written(keys: str, value: str) -> str:
-    """The arguments that set each of `keys`, which have a space between them."""
+    """Return the arguments that set each of `keys`, separated by spaces."""
     return " ".join(shlex.quote(f"{key}={value}") for key in keys.split())
 
 
@@ -139,7 +138,7 @@ def _written(keys: str, value: str) -> str:
 
 
 def read_yaml(path: Path, where: str) -> DictConfig:
-    """The keys in a yaml file; raises `ConfigError` beginning with `where`."""
+    """Read the keys of a yaml file; raises `ConfigError` beginning with `where`."""
     try:
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
@@ -154,10 +153,10 @@ def read_yaml(path: Path, where: str) -> DictConfig:
 
 
 def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
-    """Line, column and what is wrong there."""
+    """Return line, column and problem of a yaml error."""
     mark = error.problem_mark or error.context_mark
     problem = " ".join((error.problem or error.context or "it is not yaml").split())
-    if mark is not None and _character(path, mark.line, mark.column) == "\t":  # the parser in C does not name it
+    if mark is not None and _character(path, mark.line, mark.column) == "\t":  # the C parser does not name it
         problem = "a tab, where yaml expects spaces"
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
@@ -168,12 +167,12 @@ def _character(path: Path, line: int, column: int) -> str:
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """At most three of `names` that are near to `name`: by its words, else spelt alike, or that it is a part of."""
+    """Return at most three of `names` similar to `name`: by words, else by spelling, or containing it."""
     words = _words(name)
     same = [known for known in names if words and "".join(words) == "".join(_words(known))]
     if same := same or [known for known in names if words and _has(words, _words(known))]:
         return same[:3]
-    numbers = {word for word in words if len(word) > 1 and word.isdigit()}  # another number is another thing
+    numbers = {word for word in words if len(word) > 1 and word.isdigit()}  # another number, another thing
     near = [k for k in difflib.get_close_matches(name.lower(), names, n=3) if numbers <= set(_words(k))]
     return near or [known for known in names if name and name.lower() in known][:3]
 
@@ -183,12 +182,12 @@ def _words(name: str) -> list[str]:
 
 
 def _has(words: Sequence[str], known: Sequence[str]) -> bool:
-    """Whether `known` has all of `words`, or words that begin so, in their order."""
+    """Whether `known` contains all of `words` or words beginning with them, in order."""
     rest = iter(known)
     return all(any(other.startswith(word) for other in rest) for word in words)
 
 
 def either(names: Sequence[str]) -> str:
-    """Names as a sentence offers them: 'a', 'b' or 'c'."""
+    """Join names for a sentence: 'a', 'b' or 'c'."""
     *others, last = map(repr, names)
     return f"{', '.join(others)} or {last}" if others else last

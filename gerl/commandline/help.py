@@ -1,4 +1,4 @@
-"""The help of training: the most used keys, or all of them."""
+"""The help text of training: the most used keys, or all keys."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ Field = dataclasses.Field[Any]
 
 
 def help_text(program: str, arguments: Sequence[str] = ()) -> str:
-    """The most used keys with type, default and explanation, of the preset that `arguments` choose by `algorithm=NAME`.
+    """Return the most used keys with type, default and explanation, for the preset of `algorithm=NAME`.
 
     With the argument `all`: every key of every algorithm, and which algorithms read it.
     """
@@ -52,13 +52,13 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _choices(kind: Any) -> str:
-    """The values of a `Literal`, or of the entries of a list of it, in brackets; empty for other types."""
+    """Return the values of a `Literal`, or of a list of it, in brackets; empty for other types."""
     entry = get_args(kind)[0] if get_origin(kind) is list else kind
     return f" ({'|'.join(get_args(entry))})" if get_origin(entry) is Literal else ""
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
-    """Key, field, default under `preset` and no readers."""
+    """Return key, field and default under `preset`; no readers."""
     config = compose_run(["experiment=plain", preset]).config
     for name, f in keys(type(config.algorithm)):
         block, _, leaf = name.partition(".")
@@ -67,7 +67,7 @@ def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
 
 
 def _every_key() -> Iterator[tuple[str, Field, object, str]]:
-    """Key, field, default and readers; a key that algorithms explain or set differently comes several times."""
+    """Return key, field, default and readers, repeated for algorithms with another default or explanation."""
     for name, f in keys():
         block, _, leaf = name.partition(".")
         if block != "algorithm" or leaf == "name":

@@ -1,4 +1,4 @@
-"""The HTTP side that the servers of gerl share: the gate of their pages, and their connections."""
+"""HTTP parts shared by gerl's servers: access control and limits of connections."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gerl.commandline.command import host_name, is_foreign, is_loopback
 
-# --- The gate of the pages that gerl serves: tokens, requests of other sites, headers that keep a page to itself
+# --- Access control of served pages: tokens, requests of other sites, security headers
 
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",  # addresses may have tokens in them
+    "Referrer-Policy": "no-referrer",  # addresses may contain tokens
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -32,7 +32,7 @@ NOBODY = secrets.token_urlsafe(24)
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that may come in, of at most `most` bytes: by whom, for which path, and headers of its answer."""
+    """An admitted request of at most `most` bytes: its visitor, path, and headers of the answer."""
 
     path: str
     most: int
@@ -42,10 +42,9 @@ class Visit:
 
 @dataclass(frozen=True)
 class Gate:
-    """ASGI middleware: lets in what `admit` does, and tells the application who it is (`request.state.visitor`).
+    """ASGI middleware: admits requests by `admit` and passes the visitor on (`request.state.visitor`).
 
-    local: only requests that name this machine itself are answered; a page elsewhere can have a name of its own point
-    here, and would read along.
+    `local`: only requests whose Host is this machine are answered, against DNS rebinding.
     """
 
     app: ASGIApp
@@ -74,7 +73,7 @@ class Gate:
         await answer(scope, receive, with_headers)
 
     def _elsewhere(self, request: Request) -> Response | None:
-        """Refuse what another site sends, also by a name of its own for this machine."""
+        """Refuse requests of another site, also under another name for this machine."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.local and not is_loopback(host_name(host)):
             return refused(403, f"the host {host!r:.80} is not this machine: use 127.0.0.1 or localhost")
@@ -84,7 +83,7 @@ class Gate:
 
 
 def _wrong_body(request: Request, most: int) -> Response | None:
-    """Refuse a body that is too large, or of a kind that a form of another site could send."""
+    """Refuse a body that is too large, or of a content type that a form of another site could send."""
     if request.method in ("GET", "HEAD"):
         return None
     length = request.headers.get("content-length", "")
@@ -98,36 +97,36 @@ def _wrong_body(request: Request, most: int) -> Response | None:
 
 
 def is_token(given: str | None, wanted: str | None) -> bool:
-    """Whether the right token came; takes as long for any, and there is no right one where none is `wanted`."""
+    """Compare tokens in constant time; False if none is `wanted`."""
     return hmac.compare_digest((given or "").encode(), (wanted or NOBODY).encode())
 
 
 def bearer(headers: Headers) -> str | None:
-    """The token in `Authorization`, if there is one."""
+    """Return the bearer token in `Authorization`, if any."""
     kind, _, given = headers.get("authorization", "").partition(" ")
     return given.strip() if kind.lower() == "bearer" else None
 
 
 def refused(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An answer that says why there is no other."""
+    """Return an answer that explains the refusal."""
     return JSONResponse({"error": sentence}, status, headers)
 
 
-# --- HTTP connections of the servers of gerl: whoever opens one and asks for nothing must not keep others out
+# --- Connections: idle ones must not block others
 
 HEAD = 20.0  # seconds for the head of a request to arrive
 MOST = 1000  # connections at a time
-SPARE = 64  # files that a server needs besides
+SPARE = 64  # files that a server needs otherwise
 
 
 def most() -> int:
-    """Connections that are kept open at a time: as many as the process may have files."""
+    """Return the limit of open connections, from the process's limit of files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(8, min(MOST, soft - SPARE))
 
 
 class Connection(H11Protocol):
-    """Closes a connection on which no request arrives in time, and one of too many, that which has waited longest.
+    """A connection that is closed if no request arrives in time; of too many, the one idle longest is closed.
 
     For `uvicorn.Config(http=Connection)`.
     """

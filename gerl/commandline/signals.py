@@ -1,8 +1,7 @@
 """Signals that end a command: the first ends it in order, a second one at once.
 
-They are SIGINT, SIGTERM, that of a closed terminal (SIGHUP), and those by which a scheduler says that the time is
-nearly over (SIGUSR1, SIGUSR2, SIGXCPU); the latter four only where they would end the process without a word: nohup
-ignores SIGHUP, and a program may have a handler of its own.
+Handled are SIGINT, SIGTERM, SIGHUP (closed terminal), and the warnings of schedulers (SIGUSR1, SIGUSR2, SIGXCPU); the
+latter four only if their default would end the process: nohup ignores SIGHUP, and a program may have its own handler.
 
 A process has one set of signal handlers, so this is a module and not an object: `run_command` sets them before anything
 heavy is imported. Outside the main thread, and where no command runs, nothing is set and nothing here has an effect.
@@ -24,20 +23,20 @@ from gerl.errors import Interrupted
 
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 NUMBERS = (SIGINT, SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-SAME = 1.0  # seconds in which a further signal is the same one: timeout(1) sends it to the process, then to its group
-AGAIN = 0.1  # seconds after which an interruption that somebody swallowed comes again
+SAME = 1.0  # seconds within which a repeated signal counts once: timeout(1) signals the process, then its group
+AGAIN = 0.1  # seconds after which a swallowed interruption is raised again
 
 
 @dataclass
 class _State:
-    process: int = 0  # that the handlers are for: a fork has them too, but is not the command
+    process: int = 0  # the process of the command: forks inherit the handlers
     received: int | None = None
     since: float = 0.0
     deferred: int = 0
-    answered: bool = False  # the command is ending: nothing is left to be interrupted
-    late: bool = False  # the signal came after that, so that something else ends the command
+    answered: bool = False  # the command is ending
+    late: bool = False  # the signal came after that: the command ends for another reason
     previous: dict[int, Any] = field(default_factory=dict)
-    last: list[Callable[[], None]] = field(default_factory=list)  # before a process ends at once
+    last: list[Callable[[], None]] = field(default_factory=list)  # called before exiting at once
 
 
 _state = _State()
@@ -45,9 +44,9 @@ _state = _State()
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """A block in which these signals raise `Interrupted` in the main thread, or after the `deferred` block.
+    """Raise `Interrupted` in the main thread on a signal during the block, or after a `deferred` block.
 
-    A second signal ends the process at once, after what `before_leaving` was given.
+    A second signal ends the process at once, after the calls of `before_leaving`.
     """
     global _state
     if threading.current_thread() is not threading.main_thread() or _state.process == os.getpid():  # or set already
@@ -74,18 +73,18 @@ def _is_heard(number: int, handler: Any) -> bool:
 
 
 def received() -> int | None:
-    """The number of the signal that ends this command, or None."""
+    """Return the number of the signal that ends this command, or None."""
     return _state.received
 
 
 def came_late() -> bool:
-    """Whether the signal came when the command was already ending, and so is not the reason that it ends."""
+    """Whether the signal arrived while the command was already ending for another reason."""
     return _state.late
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """A block that a first signal does not interrupt; `Interrupted` is raised when it ends."""
+    """Defer a first signal: `Interrupted` is raised after the block."""
     state = _state
     state.deferred += 1
     try:
@@ -97,19 +96,19 @@ def deferred() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise `Interrupted` if a signal has arrived, also where a library has swallowed the first exception."""
+    """Raise `Interrupted` if a signal has arrived, even if a library swallowed the first exception."""
     if _state.received is not None and not _state.answered:
         raise Interrupted(_state.received)
 
 
 def answered() -> None:
-    """Say that the command is ending: `deferred` blocks end without an exception from now on."""
+    """Mark the command as ending: `deferred` blocks no longer raise."""
     _state.answered = True
 
 
 @contextlib.contextmanager
 def before_leaving(end: Callable[[], None]) -> Iterator[None]:
-    """A block in which a second signal calls `end` before the process is gone."""
+    """Call `end` before the process exits on a second signal during the block."""
     state = _state
     state.last.append(end)
     try:
@@ -120,7 +119,7 @@ def before_leaving(end: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """A block in which no library replaces the handlers: Ray sets one for SIGTERM when it starts, and one in C."""
+    """Keep the handlers during the block, in Python and in C: Ray replaces the one of SIGTERM when it starts."""
     replace = signal.signal
 
     def refuse(number: int, handler: Any) -> Any:
@@ -140,7 +139,7 @@ def kept() -> Iterator[None]:
 def _handle(number: int, frame: FrameType | None) -> None:
     del frame
     state = _state
-    if os.getpid() != state.process:  # a fork of a library or of a scorer, which knows nothing of this command
+    if os.getpid() != state.process:  # a fork by a library or a scorer
         signal.signal(number, state.previous.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
     elif state.received is None:
@@ -152,7 +151,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def leave(number: int) -> None:
-    """End the process at once, with a sentence and the exit code of the signal."""
+    """Exit at once, with a sentence and the exit code of the signal."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nstopped immediately by a second {name(number)}: work in progress is lost\n".encode())
     try:
@@ -163,7 +162,7 @@ def leave(number: int) -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process, whose work is done, with this exit code; a signal meanwhile only ends it sooner."""
+    """Exit with this code after the work is done; a signal meanwhile does not change the code."""
 
     with contextlib.suppress(OSError):  # Python tries it again and says what is wrong
         sys.stdout.flush()
@@ -171,7 +170,7 @@ def exit_with(code: int) -> NoReturn:
     for number in NUMBERS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(code))
-    if code > 128:  # threads of C++ may have been stopped half-way through their start: teardown would run into them
+    if code > 128:  # C++ threads may have been interrupted during their start: teardown would crash
         atexit._run_exitfuncs()
         os._exit(code)
     sys.exit(code)
@@ -182,13 +181,13 @@ _exit_codes: list[int] = []
 
 @atexit.register  # before all others, and so the last to be called
 def _ignore() -> None:
-    """Once modules are torn down, Python takes handlers of its own away, and a signal would be the exit code."""
+    """Ignore signals at teardown, when Python removes its handlers and a signal would change the exit code."""
     for number in NUMBERS if _exit_codes else ():
         signal.signal(number, signal.SIG_IGN)
 
 
 def name(number: int) -> str:
-    """SIGTERM, for example."""
+    """Return the name of a signal, such as SIGTERM."""
     return signal.Signals(number).name
 
 
@@ -199,7 +198,7 @@ def _unraisable(hook: Callable[[Any], object]) -> Callable[[Any], object]:
             os.kill(os.getpid(), number)
 
     def report(unraisable: Any) -> None:
-        """An exception in a finalizer or a callback is printed and lost; an interruption must not be."""
+        """Keep an interruption raised in a finalizer or callback, where Python would only print it."""
         if not isinstance(unraisable.exc_value, Interrupted):
             hook(unraisable)
             return
