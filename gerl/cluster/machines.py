@@ -1,4 +1,4 @@
-"""The cluster of a command: a Ray of its own, one that is joined, or this process; and where its processes run."""
+"""The cluster of a command (embedded Ray, joined Ray, or this process) and the placement of its processes."""
 
 import contextlib
 import logging
@@ -21,21 +21,21 @@ from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
 
-# --- The cluster of a command: a Ray of its own, one that is joined, or this process
+# --- The cluster of a command: embedded Ray, joined Ray, or this process
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")  # the class of a worker
 
 
 class Cluster:
-    """A Ray session or this process; as a context manager it ends what it started, and nothing else.
+    """A Ray session or this process; as a context manager it ends only what it started.
 
-    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, otherwise starts an embedded one. What a
-    cluster that is joined consists of is known once it is entered.
+    Joins the Ray cluster at the environment variable RAY_ADDRESS if set, otherwise starts an embedded one. The
+    resources of a joined cluster are known once it is entered.
     """
 
     def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
-        """`scorers`: the share of a GPU that each of their processes takes."""
+        """`scorers`: the GPU share of each of their processes."""
         self.config = config
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
@@ -52,7 +52,7 @@ class Cluster:
             self._count()
 
     def _count(self) -> None:
-        """Choose the device and the number of workers by what there is."""
+        """Choose the device and the number of workers by the available resources."""
         self.device = self._device()
         self.num_workers = self.config.workers or self._default_workers()
         if self.config.layout == "split" and self.device == "cuda" and not self.remote:
@@ -67,19 +67,19 @@ class Cluster:
             )
 
     def words(self) -> str:
-        """Workers and device, for the record of a run that begins."""
+        """Describe workers and device for the log of a starting run."""
         if self.joined:
             return f"{self.config.workers or 'as many as there are GPUs'} on a Ray cluster"
         return f"{self.num_workers} on {self.device}, {self.config.launcher}"
 
     @property
     def training(self) -> int:
-        """The processes of workers that train: the first of all."""
+        """Number of processes that train: those of the first workers."""
         return self.config.roles(self.num_workers)[0] * self.ranks
 
     @property
     def processes(self) -> int:
-        """Processes of all workers: rank `r` of worker `w` is number `w * ranks + r`."""
+        """Number of processes of all workers; rank `r` of worker `w` is number `w * ranks + r`."""
         return self.num_workers * self.ranks
 
     def _default_workers(self) -> int:
@@ -91,7 +91,7 @@ class Cluster:
                     "choose another value, or leave some GPUs unused with cluster.num_workers"
                 )
             return workers
-        # on a CPU two processes beat one with as many threads, which wait for each other at every operation
+        # on a CPU two processes are faster than one with twice the threads, which synchronise at every operation
         most = min(2 * self._resources["nodes"], self._resources["CPU"])
         least = 2 if self.config.layout == "split" else 1
         return max(least, int(most) // self.ranks) if self.remote else least
@@ -129,21 +129,21 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with signals.deferred():  # a process must not be left
+        with signals.deferred():  # no process may be left behind
             self._ends.__exit__(kind, error, trace)
 
     @property
     def own(self) -> bool:
-        """Whether Ray is one that this command started."""
+        """Whether this command started Ray."""
         return self.remote and not self.joined
 
     @property
     def alive(self) -> bool:
-        """Whether workers can be asked: this process is with Ray, if it needs one."""
+        """Whether workers can be called: this process is connected to Ray, if it uses Ray."""
         return not self.remote or bool(ray.is_initialized())
 
     def start_anew(self, error: Exception) -> None:
-        """Start the Ray of this command once more, which has died by `error`; workers are for others to start."""
+        """Restart the embedded Ray, which died with `error`; the caller starts the workers."""
         with signals.deferred():
             for places in self._places:
                 places.forget()
@@ -154,14 +154,14 @@ class Cluster:
                 self._ends.callback(places.close)
 
     def _leave(self) -> None:
-        """Leave a cluster that is not ours, without our workers on it."""
+        """End our workers and disconnect from a joined cluster."""
         for actor in self._actors if health.lives() else ():
             ray.kill(actor)
         self._actors = []
         ray.shutdown()
 
     def _warn_of_spinning(self) -> None:
-        """Say that threads of this process will be slow, where gerl came too late to do something about it."""
+        """Warn of slow spinning threads if OpenMP was initialised before gerl could configure it."""
         load = os.getloadavg()[0]
         if self.device == "cpu" and self.threads > 1 and load > _cores() and "OMP_WAIT_POLICY" not in os.environ:
             logger.warning(
@@ -192,22 +192,22 @@ class Cluster:
             self.gpus = worker_share(devices, self.processes, self.scorers)
 
     def worker_device(self, rank: int) -> str:
-        """The torch device of worker `rank`; Ray shows each worker its own GPU only."""
+        """Return the torch device of worker `rank`; under Ray each worker sees only its own GPU."""
         return "cuda" if self.device == "cuda" and self.remote else f"cuda:{rank}" if self.device == "cuda" else "cpu"
 
     @property
     def threads(self) -> int:
-        """CPU threads of one process of a rollout and actor worker; without Ray at most what torch has been set to."""
+        """Return the CPU threads of a worker's process; without Ray at most torch's setting."""
         share = max(1, int(self._resources["CPU"]) // self.processes)
         return self.config.threads_per_worker or min(share, _threads(self.remote))
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
-        """Let `functions` go to workers as they are, unless an installed package has them: those import by its name."""
+        """Pickle `functions` by value for the workers; those of installed packages are imported by name."""
         for function in functions if self.remote else ():
             module = sys.modules.get(getattr(function, "__module__", None) or "__main__", None)
             file = getattr(module, "__file__", None)
             installed = file is None or {"site-packages", "dist-packages"} & set(Path(file).parts)
-            if module is not None and not installed and module.__name__ != "__main__":  # whose functions go so anyhow
+            if module is not None and not installed and module.__name__ != "__main__":  # pickled by value anyway
                 ray.cloudpickle.register_pickle_by_value(module)
 
     def workers(
@@ -224,10 +224,10 @@ class Cluster:
     ) -> WorkerGroup[W]:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
-        `gpus` is the share where there are GPUs; without one a worker sees none. `together`: so many that follow each
-        other are placed as one, see `place_group`. `environment`: of Python, see `worker_group.runtime_env`.
-        Constructors must be light: Ray reports what they raise as a dead worker, without the exception. Raises
-        `ClusterError` if there is no room for a worker, or its environment cannot be made.
+        `gpus`: the GPU share of each; without a share a worker sees no GPU. `together`: consecutive workers placed on
+        one node if possible, see `Places`. `environment`: of Python, see `worker_group.runtime_env`. Constructors must
+        be light: Ray reports their errors as a dead worker, without the exception. Raises `ClusterError` if a worker
+        has no room or its environment cannot be created.
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
@@ -239,11 +239,11 @@ class Cluster:
         if gpus and self.device == "cuda":
             options["num_gpus"] = needs["GPU"] = gpus
         else:
-            variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves that to the machine
+            variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray would not hide the GPUs
         actor_class = ray.remote(**options)(local_ray.unshielded(cls))
         places: Places | None = None
-        spread = together == 1 and "GPU" not in needs  # Ray would fill one node after the other
-        if together > 1 or self.joined:  # in a Ray of its own there is room for one
+        spread = together == 1 and "GPU" not in needs  # Ray would fill one node after another
+        if together > 1 or self.joined:  # single processes always fit an embedded Ray
             places = Places(name, count, needs, count, ("SPREAD",)) if spread else Places(name, count, needs, together)
             self._ends.callback(places.close)
             self._places.append(places)
@@ -255,7 +255,7 @@ class Cluster:
             return cast(W, actor)
 
         def end(actor: W) -> None:
-            if actor in self._actors:  # one that hangs is ended before it is replaced
+            if actor in self._actors:  # a hanging worker is ended before it is replaced
                 self._actors.remove(actor)
                 ray.kill(actor)
 
@@ -264,9 +264,9 @@ class Cluster:
         return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back, has_room)
 
     def _cpu_share(self) -> float:
-        """The share of a CPU that each process takes: so little that the smallest machine has room for all of them.
+        """Return the CPU share of each process, small enough for all of them to fit on the smallest machine.
 
-        The CPU is shared by design; Ray's accounting must leave no process without a place, also where machines die.
+        The CPU is shared by design; Ray's accounting must not leave a process without room, even after machines died.
         """
         nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
         least = min((cpus for cpus in nodes if cpus), default=1.0)
@@ -274,7 +274,7 @@ class Cluster:
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
-    """The share of a GPU for each of `workers`, one a GPU, so that processes with the shares `scorers` find a place.
+    """Return the GPU share of each of `workers`, one per GPU, that leaves room for the shares `scorers`.
 
     Raises `ClusterError` if scorers would have to take half a GPU or more from a worker.
     """
@@ -292,25 +292,25 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
 
 
 def own_host() -> str:
-    """The address at which Ray reaches this machine: the loopback if it is an embedded one."""
+    """Return the address at which Ray reaches this machine; the loopback for an embedded Ray."""
     return str(ray.util.get_node_ip_address())
 
 
 def _gpus() -> int:
-    import torch  # not for all who import this package: a scorer's process may need none of it
+    import torch  # imported here: a scorer's process may not need it
 
     return torch.cuda.device_count()
 
 
 def _keep_threads(ends: contextlib.ExitStack) -> None:
-    """Let `ends` give torch the threads back that it has now: workers of this process change them."""
+    """Restore torch's current number of threads at the end: workers in this process change it."""
     import torch
 
     ends.callback(torch.set_num_threads, torch.get_num_threads())
 
 
 def _threads(remote: bool) -> int:
-    """The most threads of a process that the user allows: OMP_NUM_THREADS or, in this process, what torch has."""
+    """Return the user's limit of threads per process: OMP_NUM_THREADS or, in this process, torch's setting."""
     if not remote:
         import torch
 
@@ -328,7 +328,7 @@ def join(address: str, options: dict[str, object]) -> None:
     try:
         check_reachable(address)
         local_ray.initialize(**options)
-    except Exception as error:  # Ray raises what its many parts raise
+    except Exception as error:  # Ray has no common exception for this
         reason = " ".join(str(error).split())
         raise ClusterError(
             f"RAY_ADDRESS={address}: this Ray cluster cannot be joined ({reason}); start it, unset RAY_ADDRESS to "
@@ -337,30 +337,30 @@ def join(address: str, options: dict[str, object]) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens at `host:port`, where Ray would wait for minutes."""
+    """Raise `OSError` if nothing listens at `host:port`; Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-# --- Where processes run: the ranks of a worker together on a node if one has room for them, by Ray's placement groups
+# --- Placement: ranks of a worker on one node if it has room for them, by Ray's placement groups
 
-PATIENCE = 5.0  # seconds in which Ray finds room that is there
-TOGETHER = ("STRICT_PACK", "PACK")  # on one node, or, where none has room for all of them, on as few as possible
+PATIENCE = 5.0  # seconds in which Ray creates a group that fits
+TOGETHER = ("STRICT_PACK", "PACK")  # on one node, else on as few as possible
 
 
 Strategies = Sequence[str]
 
 
 class Places:
-    """Room for processes of a kind, which take `share` of Ray's resources each: one for all, or one for every few."""
+    """Placement groups for processes that take `share` of Ray's resources each: one group for all, or one per few."""
 
     def __init__(
         self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Strategies = TOGETHER
     ) -> None:
-        """`together`: so many that follow each other are placed as one.
+        """`together`: consecutive processes per placement group.
 
-        Raises `ClusterError` within seconds if there is no room for all of the `count` processes.
+        Raises `ClusterError` within seconds if there is no room for all `count` processes.
         """
         self.share, self.together, self.strategies = dict(share), together, strategies
         self._groups: dict[int, PlacementGroup] = {}
@@ -369,29 +369,29 @@ class Places:
             self._groups[number] = self._place(label)
 
     def of(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """Where a process is to run; room that was given back is asked for again, but not waited for."""
+        """Return the placement of a process; released room is requested again without waiting."""
         number, index = divmod(process, self.together)
         if number not in self._groups:
             self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
         return PlacementGroupSchedulingStrategy(self._groups[number], index)
 
     def has_room(self, process: int) -> bool:
-        """Whether a process has its resources: its placement group is created, though it may still be starting."""
+        """Whether the placement group of a process is created; the process may still be starting."""
         group = self._groups.get(process // self.together)
         return group is not None and placement_group_table(group)["state"] == "CREATED"
 
     def give_back(self, process: int) -> None:
-        """Release the resources of a process and of those that are placed with it."""
+        """Release the placement group of a process."""
         if group := self._groups.pop(process // self.together, None):
             remove_placement_group(group)
 
     def close(self) -> None:
-        """Leave all room to others; that of a Ray that is gone is gone with it."""
+        """Release all placement groups; those of a dead Ray are gone already."""
         for number in list(self._groups) if health.lives() else ():
             self.give_back(number * self.together)
 
     def forget(self) -> None:
-        """Know of no room: the Ray that had it is gone."""
+        """Forget all placement groups of a dead Ray."""
         self._groups.clear()
 
     def _place(self, label: str) -> PlacementGroup:
@@ -405,7 +405,7 @@ class Places:
 
 
 def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
-    """In words, what `count` processes that take `share` each ask for, and what Ray has left."""
+    """Describe what `count` processes with `share` each ask for, and what is free."""
     asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
     free = ray.available_resources()
     left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)

@@ -1,7 +1,7 @@
-"""The processes of an embedded Ray, found by a mark in their environment, and ended with the command.
+"""End the processes of an embedded Ray, found by a mark in their environment, with the command.
 
-Also a program, which waits until its standard input ends: that of a command that is gone, however it ended, after
-which some processes of Ray would stay for a minute. It uses nothing but the standard library, to start quickly.
+Also a program that waits until its standard input closes because the command is gone, however it ended; some processes
+of Ray would otherwise stay for a minute. It only imports the standard library, to start quickly.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-MARK = "GERL_RAY"  # the environment variable that all processes of an embedded Ray have, and no other
-GONE = 10.0  # seconds in which processes that were killed are gone
+MARK = "GERL_RAY"  # environment variable that marks the processes of an embedded Ray
+GONE = 10.0  # seconds until killed processes are gone
 
 
 def kill(mark: str) -> None:
@@ -26,10 +26,10 @@ def kill(mark: str) -> None:
 
 
 def processes(mark: str) -> list[int]:
-    """The processes that were started with this `mark` and live, but for this one; none where there is no /proc."""
+    """Return the live processes started with this `mark`, except this one; empty without /proc."""
     wanted, found = f"{MARK}={mark}\0".encode(), list[int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is not ours
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
             if wanted in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
     return found

@@ -1,4 +1,4 @@
-"""Groups of workers: their calls, what those raise in words of gerl, and Python environments of their own."""
+"""Groups of workers: calls, errors of calls as errors of gerl, and Python environments of workers."""
 
 import contextlib
 import importlib.util
@@ -17,20 +17,20 @@ import ray
 from gerl.cluster import health
 from gerl.errors import ClusterError, GerlError, WorkerDied
 
-# --- Calls of workers: submitted, waited for, and what they raise in words of gerl
+# --- Calls of workers: submit, wait, translate errors
 
 W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # what a call returns
 P = ParamSpec("P")
-SLICE = 2.0  # seconds of a wait after which Ray itself is looked at
-AGAIN = "restart the command"  # what to do about it, at the end of a sentence
-LAST_WORDS = 15.0  # seconds in which a worker that failed may turn out to have lost another one
-GRACE = 0.005  # seconds for answers that come at the same time: each look at those that miss takes time for each
-FRAMES = 8  # of a worker's traceback that are shown
+SLICE = 2.0  # seconds of a wait after which Ray itself is probed
+AGAIN = "restart the command"  # remedy, at the end of a sentence
+LAST_WORDS = 15.0  # seconds in which the failure of a worker may turn out to be the death of another
+GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
+FRAMES = 8  # shown frames of a worker's traceback
 
 
 class Pending(Generic[R]):
-    """The result of a submitted call, or the exception it raised; `later` passes it on to another call."""
+    """The result or exception of a submitted call; `later` passes it to another call."""
 
     def __init__(
         self,
@@ -46,26 +46,26 @@ class Pending(Generic[R]):
         if call is not None:
             try:
                 self._value = call()
-            except Exception as error:  # noqa: BLE001 - any error belongs to whoever asks for the result
+            except Exception as error:  # noqa: BLE001 - any error is raised by `result`
                 self._error = error
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the call has ended, or for `timeout` seconds, without fetching what it returned."""
+        """Wait until the call has ended or `timeout` seconds have passed, without fetching the result."""
         return bool(wait_any([self], timeout))
 
     def later(self) -> R:
-        """The result as an argument of another call, which gets the value when it is there; nothing waits here."""
+        """Return the future result as an argument of another call; does not wait."""
         return cast(R, self)
 
     def result(self) -> R:
-        """Wait for the call and return what it returned; raise what it raised, or that it hangs."""
+        """Wait for the call and return its result; raises its exception, or `WorkerDied` if it hangs."""
         if self.reference is not None and not self.wait(self.hang_after):
             assert self.hang_after is not None
             raise silence([self], self.hang_after)
         return self.ended()
 
     def ended(self) -> R:
-        """As `result`, of a call that is known to have ended."""
+        """Return the `result` of a call that is known to have ended."""
         if self.reference is None:
             if self._error is not None:
                 raise self._error
@@ -75,24 +75,24 @@ class Pending(Generic[R]):
             return cast(R, ray.get(self.reference))
         except ray.exceptions.RayError as error:
             raised = _translated(self.worker, error)
-            # the log keeps the traceback of the other process; an error of no known kind has it in a note
+            # the debug log has the remote traceback; unexpected errors have it in a note
             raise raised from (error if isinstance(raised, GerlError) else None)
 
 
 def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
-    """The exception that a call raised, as one of gerl or of the worker's code."""
+    """Translate the exception of a call into one of gerl or of the worker's code."""
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
         return _lost(worker, error)
     cause = error.cause
     if not isinstance(cause, Exception) or isinstance(cause, ray.exceptions.RayError):
         return error
     if not isinstance(cause, GerlError):
-        cause.add_note(f"in {worker}:\n{_last_frames(str(error))}")  # the text is the traceback of the other process
+        cause.add_note(f"in {worker}:\n{_last_frames(str(error))}")  # the text is the remote traceback
     return cause
 
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
-    """The sentence for a call that Ray could not bring to an end."""
+    """Return the sentence for a call that Ray could not finish."""
     said, again = _first_clause(error), AGAIN
     match error:
         case ray.exceptions.OutOfMemoryError():
@@ -110,36 +110,36 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
             return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
         case ray.exceptions.RuntimeEnvSetupError():
             return ClusterError(failure(worker, str(error)))
-        case ray.exceptions.RayActorError():  # also where the call only depends on one of a dead worker
+        case ray.exceptions.RayActorError():  # also if the call only depends on a call of a dead worker
             killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
-        case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # the machine that had it is gone
+        case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # its machine is gone
             return WorkerDied(f"the answer of {worker} was lost with its machine ({said}): {again}")
         case _:
             return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
 
 
 def _first_clause(error: ray.exceptions.RayError) -> str:
-    """The type of Ray's exception and how its text begins: the rest is ids, hints for developers, and RPC errors."""
+    """Return type and first clause of Ray's exception: the rest is ids, hints for developers and RPC errors."""
     text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
     clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
     return ": ".join(filter(None, (type(error).__name__, clause)))
 
 
 def _last_frames(text: str) -> str:
-    """The end of a traceback: its last frames, and the exception."""
+    """Return the last frames of a traceback and its exception."""
     lines = text.rstrip().splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     return "\n".join(lines[frames[-FRAMES:][0] :] if frames else lines[-FRAMES:])
 
 
 def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grace: float = 0.0) -> list[Pending[Any]]:
-    """Wait until one of the calls has ended, or for `timeout` seconds; returns those that have, in order.
+    """Wait until a call has ended or `timeout` seconds have passed; returns the ended calls in order.
 
-    `grace`: seconds that the others get after the first one. Raises `ClusterError` if Ray itself is gone.
+    `grace`: further seconds for the other calls. Raises `ClusterError` if Ray itself is gone.
     """
     references = [p.reference for p in pending if p.reference is not None]
-    if len(references) < len(pending) or not references:  # what ran in this process has ended
+    if len(references) < len(pending) or not references:  # calls in this process have ended
         return [p for p in pending if p.reference is None]
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -157,8 +157,8 @@ def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grac
 class WorkerGroup(Generic[W]):
     """Workers of one plain class; calls are queued per worker in the order they are submitted.
 
-    A call is given as the method of the class, `group.submit(0, Worker.method, argument)`: its arguments and its result
-    have types, over Ray too.
+    A call names the method of the class, `group.submit(0, Worker.method, argument)`, so arguments and results are
+    typed, over Ray too.
     """
 
     def __init__(
@@ -172,16 +172,16 @@ class WorkerGroup(Generic[W]):
         give_back: Callable[[int], None] | None = None,
         has_room: Callable[[int], bool] | None = None,
     ) -> None:
-        """`hang_after`: seconds for which `run` waits for an answer of any of them, `Pending.result` for its own.
+        """`hang_after`: seconds that `run` waits for an answer of any worker, `Pending.result` for its own.
 
-        `needs`: what each takes of Ray's resources. `give_back`: leaves the room of one that was ended to others.
-        `has_room`: whether one has its resources, though it may still be starting.
+        `needs`: Ray's resources of each. `give_back`: releases the resources of an ended worker. `has_room`: whether a
+        worker has its resources; it may still be starting.
         """
         self.hang_after, self.needs, self._give_back, self._has_room = hang_after, needs, give_back, has_room
         self.name, self._start, self._end = name, start, end
         self.remote = end is not None
-        self._count, self.numbers = count, list(range(count))  # of those there are: some may be left out for a while
-        self.workers = [start(number) for number in self.numbers]  # over Ray: the handles of actors of that class
+        self._count, self.numbers = count, list(range(count))  # numbers of the present workers
+        self.workers = [start(number) for number in self.numbers]  # over Ray: actor handles
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -191,7 +191,7 @@ class WorkerGroup(Generic[W]):
     ) -> Pending[R]:
         """Queue `method(*args)` on worker `index`; an argument that is `Pending.later()` arrives as its value.
 
-        `method`: of the class, or a function of a worker, which its method `call` gets.
+        `method`: of the class, or a function of a worker, which is passed to its method `call`.
         """
         return self._submit(self.numbers[index], self.workers[index], method, *args, **kwargs)
 
@@ -199,7 +199,7 @@ class WorkerGroup(Generic[W]):
         self, number: int, worker: W, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         label, bound = f"{self.name} {number}", getattr(worker, method.__name__, None)
-        if bound is None:  # a function of the worker, which is no method of it
+        if bound is None:  # a function of the worker, not a method
             bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
             reference = bound.remote(*map(_reference, args), **kwargs)
@@ -207,31 +207,31 @@ class WorkerGroup(Generic[W]):
         return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
 
     def part(self, numbers: range) -> "WorkerGroup[W]":
-        """Those of the workers that have one of these numbers, whichever are there at the time."""
+        """Return a view of the workers with these numbers that are present."""
         return _Part(self, numbers)
 
     def restart(self, index: int) -> None:
-        """`end` worker `index` and start it anew."""
+        """End worker `index` and start it again."""
         self.end(index)
         if self._end is not None:
             self.workers[index] = self._start(self.numbers[index])
 
     def end(self, index: int) -> None:
-        """End worker `index`, whatever it is doing: what waits for it raises. In this process nothing is to end."""
+        """End worker `index`; calls waiting for it raise. Does nothing for workers of this process."""
         if self._end is not None:
             self._end(self.workers[index])
 
     def has_room(self, index: int) -> bool:
-        """Whether worker `index` has its resources: it may still be starting."""
+        """Whether worker `index` has its resources; it may still be starting."""
         return self._has_room is not None and self._has_room(self.numbers[index])
 
     def forget(self) -> None:
-        """Know of no worker, as the Ray that had them is gone: all are to be started by `restart`."""
+        """Forget all workers of a dead Ray; `restart` starts them."""
         self.numbers = list(range(self._count))
         self.workers = [cast(W, None)] * self._count
 
     def leave_out(self, index: int) -> int:
-        """Go on without worker `index`, which is ended and whose room is left to others; returns its number."""
+        """Continue without worker `index`: end it and release its room; returns its number."""
         self.end(index)
         number, _ = self.numbers.pop(index), self.workers.pop(index)
         if self._give_back is not None:
@@ -241,21 +241,21 @@ class WorkerGroup(Generic[W]):
     def start_beside(
         self, number: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[W, Pending[R]]:
-        """Start a worker that was left out, when there is room for it, with a first call; `take_in` takes it."""
+        """Start a worker that was left out, once it has room, with a first call; `take_in` adds it."""
         worker = self._start(number)
         return worker, self._submit(number, worker, method, *args, **kwargs)
 
     def take_in(self, number: int, worker: W) -> int:
-        """Go on with a `worker` of `start_beside`, at its old place among the others; returns its index."""
+        """Add a `worker` of `start_beside` at its old position; returns its index."""
         index = sum(other < number for other in self.numbers)
         self.numbers.insert(index, number)
         self.workers.insert(index, worker)
         return index
 
     def run(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Run `method(*args)` on all workers at once and return what they returned, in order, as `wait_all` does.
+        """Run `method(*args)` on all workers concurrently and return the results in order, as `wait_all` does.
 
-        What they all get is packed and sent once, from one machine to the other, and not once for each of them.
+        Common arguments are serialised and sent once per machine, not once per worker.
         """
         if self.remote:
             health.check(now=True)
@@ -285,10 +285,10 @@ class _Part(WorkerGroup[W]):
 def wait_all(
     pending: Sequence[Pending[R]], hang_after: float | None = None, progress: Callable[[], object] | None = None
 ) -> list[R]:
-    """Wait for calls that workers make at once; returns what they returned, in order.
+    """Wait for concurrent calls and return their results in order.
 
-    Raises the first exception that comes; where a worker died, that it did, and not what others say who miss it. If
-    none of them answers for `hang_after` seconds, and what `progress` returns is still the same, they count as dead.
+    Raises the first exception; if a worker died, its death rather than the errors of workers that wait for it. Workers
+    count as dead if none answers for `hang_after` seconds while `progress` stays the same.
     """
     left, error, found = list(pending), None, dict[Pending[R], R]()
     before = progress() if progress is not None else None
@@ -319,7 +319,7 @@ def wait_all(
 
 
 def _fetch(ended: Sequence[Pending[Any]]) -> None:
-    """Get what calls returned all at once, in less time than one by one; if one failed, that is for `ended` to say."""
+    """Fetch all results in one request, which is faster; if a call failed, `ended` raises its error."""
     remote = [call for call in ended if call.reference is not None]
     if len(remote) > 1:
         with contextlib.suppress(Exception):
@@ -328,7 +328,7 @@ def _fetch(ended: Sequence[Pending[Any]]) -> None:
 
 
 def silence(pending: Sequence[Pending[Any]], hang_after: float) -> WorkerDied:
-    """The error for workers that did not answer for `hang_after` seconds."""
+    """Return the error for workers that did not answer for `hang_after` seconds."""
     names = " and ".join(dict.fromkeys(call.worker for call in pending))
     return WorkerDied(f"no answer from {names} for {hang_after:g} s; raise cluster.hang_after if they need longer")
 
@@ -338,7 +338,7 @@ def _value(argument: object) -> object:
 
 
 def _shared(argument: object) -> object:
-    """An argument that many calls have, in Ray's store unless it is a mere number or word."""
+    """Put an argument of many calls into Ray's store, unless it is a number or a string."""
     plain = argument is None or isinstance(argument, int | float | str | Pending)
     return argument if plain else ray.put(argument)
 
@@ -349,20 +349,20 @@ def _reference(argument: object) -> object:
     return _value(argument)
 
 
-# --- Python environments of their own for workers, which Ray makes on each machine (`runtime_env`), and why one fails
+# --- Python environments of workers, created by Ray on each machine (`runtime_env`)
 
 PROBE = "import sys, gerl, ray; print(sys.version.split()[0], ray.__version__)"
-SHOWN = 400  # characters of what the installer said
+SHOWN = 400  # shown characters of the installer's output
 KEY = "reward.scorers.NAME.env"
 
 
 def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool) -> dict[str, object]:
-    """The part of Ray's `runtime_env` for `{pip: [...]}`, `{uv: [...]}` or `{python: PATH}`; empty for none.
+    """Return Ray's `runtime_env` for `{pip: [...]}`, `{uv: [...]}` or `{python: PATH}`; empty for none.
 
-    `seconds`: time for making it. `joined`: on machines of a Ray cluster, which this one need not be like.
+    `seconds`: timeout of its creation. `joined`: for machines of a joined cluster, which may differ from this one.
 
     Raises:
-        ClusterError: a package that makes environments is not installed, or `python` cannot run a worker.
+        ClusterError: the package that creates environments is missing, or `python` cannot run a worker.
     """
     if not environment:
         return {}
@@ -371,7 +371,7 @@ def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool)
     made: dict[str, object] = {"config": {"setup_timeout_seconds": max(1, int(seconds))}}
     for kind, value in environment.items():
         match kind:
-            # Ray's own defaults switch the caches of both off, and every run would download everything anew.
+            # Ray's defaults disable the caches of both, and every run would download everything again.
             case "pip":
                 made["pip"] = {"packages": value, "pip_install_options": ["--disable-pip-version-check"]}
             case "uv":
@@ -382,7 +382,7 @@ def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool)
 
 
 def check(environment: Mapping[str, object]) -> None:
-    """Raise `ClusterError` if this machine cannot make the environment, or run a worker in it."""
+    """Raise `ClusterError` if this machine cannot create the environment or run a worker in it."""
     if "python" in environment:
         _check_python(str(environment["python"]))
     elif importlib.util.find_spec("virtualenv") is None:
@@ -415,7 +415,7 @@ def _check_python(path: str) -> None:
 
 
 def failure(worker: str, text: str) -> str:
-    """The sentence for an environment that Ray could not make, from the `text` of its exception."""
+    """Return the sentence for a failed environment, from the `text` of Ray's exception."""
     said = text.rpartition("lines of stdout:")[2].strip().splitlines()
     errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
     reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]

@@ -1,1 +1,1 @@
-"""The program `gerl`: the commands by name, their overview, recipes and versions."""
+"""The program `gerl`: its commands, their overview, recipes and versions."""

@@ -1,6 +1,6 @@
 """The program `gerl` and its commands: `gerl COMMAND [key=value ...]`.
 
-The overview and a wrong name are answered before anything is imported but this.
+The overview and unknown names are answered before anything else is imported.
 """
 
 import sys
@@ -18,7 +18,7 @@ WIDTH = 110  # characters of a line of the overview
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module with its `main`, and a sentence that says what it does."""
+    """A command: the module of its `main` and a one-sentence summary."""
 
     module: str
     sentence: str
@@ -52,7 +52,7 @@ VERSION = ("-V", "--version")
 
 
 def program() -> None:
-    """The entry point: run the command line of the process, and end it."""
+    """Run the command line of the process and exit (entry point)."""
     signals.exit_with(main())
 
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview() -> str:
-    """The commands with a sentence each."""
+    """Return the overview: each command with its summary."""
     width = max(map(len, COMMANDS)) + 2
     lines = ["usage: gerl COMMAND [key=value ...]", "", "Reinforcement learning for diffusion models.", ""]
     for name, command in COMMANDS.items():
@@ -81,7 +81,7 @@ def overview() -> str:
 
 
 def _refuse(name: str, arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for a command that there is none of."""
+    """Raise `ConfigError` for an unknown command."""
     if "=" in name or name.startswith("-"):
         given = " ".join([name, *arguments])
         raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")

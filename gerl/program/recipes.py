@@ -36,7 +36,7 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A shipped experiment, by its columns, and the sentence that its file begins with."""
+    """A row of the table of recipes: a shipped experiment and the first sentence of its file."""
 
     name: str
     model: str
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def text_of(name: str) -> str:
-    """The file of a shipped experiment; raises `ConfigError` where there is none."""
+    """Read the file of a shipped experiment; raises `ConfigError` for an unknown name."""
     if name not in experiments():
         near = near_names(name, experiments())
         hint = f"did you mean {either(near)}?" if near else f"choose one of {', '.join(experiments())}"
@@ -66,7 +66,7 @@ def text_of(name: str) -> str:
 
 
 def recipe(name: str) -> Recipe:
-    """A shipped experiment as it is composed; its sentence is the first one of its file's comment."""
+    """Compose a shipped experiment into a row; its sentence is the first one of the file's comment."""
     composed = compose_run([f"experiment={name}"])
     reward = ", ".join(composed.config.reward.scorers)
     lines = iter(text_of(name).splitlines()[1:])  # behind @package
@@ -80,7 +80,7 @@ def recipe(name: str) -> Recipe:
 
 
 def table(recipes: Sequence[Recipe]) -> str:
-    """A row and, below it, the sentence of each."""
+    """Format a row for each recipe, with its sentence below."""
     cells = [COLUMNS, *([getattr(recipe, column) for column in COLUMNS] for recipe in recipes)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

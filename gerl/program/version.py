@@ -1,4 +1,4 @@
-"""Everything that a bug report needs: `gerl version`."""
+"""`gerl version`: the facts that a bug report needs."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.run.card import hardware, software, version_of
 
-# besides those of the run card: what reads and composes, and what is optional
+# besides those of the run card: readers of configuration and data, and optional packages
 OTHERS = (
     "accelerate", "hydra-core", "omegaconf", "pydantic", "safetensors", "onnxruntime", "rapidocr", "bitsandbytes",
     "torchao", "open-clip-torch", "tensorboard", "hydra-optuna-sweeper", "hydra-submitit-launcher",
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Name and version, or description, of gerl, Python, packages, CUDA, the system and the machine."""
+    """Return name and version, or description, of gerl, Python, packages, CUDA, the system and the machine."""
     code, machine = software(), hardware()
     commit = code["gerl"].get("commit")
     changed = " with changes" if code["gerl"].get("dirty") else ""
@@ -74,7 +74,7 @@ def facts() -> dict[str, str]:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA (or ROCm) that torch was built with, read from its file: to import it takes seconds."""
+    """Return the CUDA (or ROCm) version torch was built with, read from its file: importing torch takes seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

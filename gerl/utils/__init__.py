@@ -1,1 +1,1 @@
-"""Helpers for every package: seeds, prompt files, condition images, logs."""
+"""Helpers for all packages: seeds, condition images, files, tensors as bytes."""

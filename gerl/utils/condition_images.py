@@ -1,4 +1,4 @@
-"""Pictures that belong to a prompt: to be edited, inpainted, followed. Columns of the prompt file name their files."""
+"""Condition images of a prompt (to edit, inpaint, follow); columns of the prompt file name their files."""
 
 import inspect
 import struct
@@ -12,16 +12,16 @@ from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.utils.files import reason
 
-# Columns that become the pipeline's arguments of the same name: the path of a picture, or a list of paths.
+# Columns passed to the pipeline as arguments of the same name: the path of an image, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # of a damaged file
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
-    """`metadata` of a prompt, the pictures in it as absolute paths, seen from `folder`.
+    """Return the `metadata` of a prompt with the paths of condition images made absolute, relative to `folder`.
 
-    A picture is given by a path or a file:// URL. Raises `DataError`, which begins with `where`, for one that is not
-    there or is no picture; only the beginning of its file is read.
+    An image is a path or a file:// URL. Raises `DataError` beginning with `where` for a file that is missing or not an
+    image; only its header is read.
     """
     found = dict(metadata)
     for name in COLUMNS:
@@ -39,7 +39,7 @@ def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str
 
 
 def absolute_picture(value: str, folder: Path, what: str) -> str:
-    """The absolute path of a picture, seen from `folder`; `DataError`, which begins with `what`, where it is none."""
+    """Return the absolute path of an image relative to `folder`; raises `DataError` beginning with `what`."""
     try:
         url = urlsplit(value)
         path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()
@@ -59,10 +59,10 @@ def absolute_picture(value: str, folder: Path, what: str) -> str:
 
 
 def pictures_of(prompt: Prompt) -> tuple[str, ...]:
-    """The files of a prompt's pictures: prompts that differ in them are never drawn in one micro-batch.
+    """Return the files of a prompt's images; prompts with different images never share a micro-batch.
 
-    Pipelines disagree whether a list of pictures is one for each prompt or all for every prompt; a single prompt's
-    pictures mean the same to all.
+    Pipelines disagree whether a list of images is one per prompt or all for every prompt; for a single prompt the
+    meaning is the same.
     """
     paths: list[str] = []
     for name in COLUMNS:
@@ -72,10 +72,10 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
 
 
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
-    """The pipeline's arguments that the prompt has pictures for, read from their files.
+    """Read the prompt's images for the pipeline's arguments of the same names.
 
-    A column that is no argument of the pipeline remains what scorers see. Raises `DataError`, which names the prompt,
-    for a file that is no image.
+    Columns that are not arguments of the pipeline are left to the scorers. Raises `DataError` naming the prompt for a
+    file that is not an image.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
@@ -89,15 +89,15 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """The picture in RGB, turned upright; transparency is dropped, as pipelines do. Errors as in `open_picture`."""
+    """Read an image as RGB, upright (EXIF); alpha is dropped, as in pipelines. Raises as `open_picture`."""
     return open_picture(path).convert("RGB")
 
 
 def open_picture(path: str | Path) -> Image.Image:
-    """The picture as it is in its file, turned upright.
+    """Open an image with EXIF orientation applied.
 
     Raises:
-        DataError: it is missing, cannot be read, or has more than 8 bits a channel.
+        DataError: the file is missing, unreadable, or has more than 8 bits per channel.
     """
     try:
         with Image.open(path) as image:

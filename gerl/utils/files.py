@@ -1,4 +1,4 @@
-"""Files and folders that are written completely or not at all, and log records as values."""
+"""Atomic writes of files and folders, and log records as values."""
 
 import contextlib
 import csv
@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 
 from gerl.errors import ConfigError, GerlError
 
-# --- Files and folders that are written completely or not at all, and the tables and numbers in them
+# --- Atomic writes of files and folders; tables and numbers in them
 
 
 def reason(error: Exception) -> str:
-    """An error's own words on one line; of the operating system, without number and path, which the sentence has."""
+    """Return the message of an error on one line; for an `OSError` without errno and path."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or " ".join(str(error).split()) or type(error).__name__
 
@@ -36,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write `path` complete or not at all, text as UTF-8; raises `GerlError` if it cannot be written."""
+    """Write `path` atomically, text as UTF-8; raises `GerlError` if it cannot be written."""
     part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")  # other processes may write the same file
     try:
         with writing(path):
@@ -48,7 +48,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
-    """A table with a header; a value that is None is an empty cell."""
+    """Format a table with a header as CSV; None is an empty cell."""
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
@@ -57,7 +57,7 @@ def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> st
 
 
 def finite(value: Any) -> Any:
-    """A nested value as JSON has it: null for NaN and infinities, lists for tuples."""
+    """Convert a nested value to JSON's types: None for NaN and infinities, lists for tuples."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -66,7 +66,7 @@ def finite(value: Any) -> Any:
 
 
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
-    """Let `fill` write into a folder inside `out`, then move what it wrote up, so that no half-written file is left.
+    """Let `fill` write into a temporary folder inside `out`, then move its files into `out`: no partial file is left.
 
     Returns the files; raises `ConfigError` if they cannot be written.
     """
@@ -83,11 +83,11 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
     return [out / file for file in files]
 
 
-# --- Log records of a worker as values: nobody reads the log of its process, so they travel with its answers
+# --- Log records of a worker as values: its process has no visible log, so they are returned with its results
 
 
 def pass_on_logs(name: str, level: int, say: Callable[[str], None]) -> None:
-    """Hand the messages that the loggers below `name` give from `level` on to `say`, as long as this process lives."""
+    """Pass messages of the loggers below `name`, from `level` on, to `say` until the process ends."""
     logger, handler = logging.getLogger(name), logging.Handler(level)
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
@@ -96,7 +96,7 @@ def pass_on_logs(name: str, level: int, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def capture_logs(name: str, level: int) -> Iterator[list[str]]:
-    """Collect the messages that the loggers below `name` give from `level` on, instead of passing them on."""
+    """Collect messages of the loggers below `name`, from `level` on, instead of emitting them."""
     messages: list[str] = []
     logger, handler = logging.getLogger(name), logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

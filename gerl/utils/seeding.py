@@ -1,4 +1,4 @@
-"""Seeds from what they are for: no generator state to save, and the same draws on one worker or eight."""
+"""Seeds derived from their purpose: no generator state to save, the same samples on any number of workers."""
 
 import hashlib
 import random
@@ -9,13 +9,13 @@ import torch
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all `parts`, their order and nothing else."""
+    """Derive a 63-bit seed from `parts` and their order."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def seed_everything(*parts: int | str) -> None:
-    """Seed the global generators of Python, NumPy and torch, for code that draws from them (a user's scorer, say)."""
+    """Seed the global generators of Python, NumPy and torch, for code that uses them (such as a user's scorer)."""
     seed = derive_seed(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -23,10 +23,10 @@ def seed_everything(*parts: int | str) -> None:
 
 
 def sample_generators(seeds: list[int]) -> list[torch.Generator]:
-    """One CPU generator per sample: the same noise on any device, and other noise for every seed.
+    """Return a CPU generator per sample: the same noise on any device, different noise for every seed.
 
-    `manual_seed` reads the lower 32 bits of a seed, so that of a hundred thousand samples two may draw the same noise.
-    Here all words of the generator's Mersenne Twister come from the whole seed.
+    `manual_seed` uses the lower 32 bits of a seed, so two of a hundred thousand samples could have the same noise. Here
+    all words of the Mersenne Twister derive from the whole seed.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for generator, seed in zip(generators, seeds, strict=True):
@@ -39,7 +39,7 @@ def sample_generators(seeds: list[int]) -> list[torch.Generator]:
 
 @cache
 def _first_word() -> int:
-    """Where in the state of torch's generator the words begin: those of NumPy's old one, which is seeded alike."""
+    """Return the offset of the words in the state of torch's generator, found by NumPy's MT19937 with the same seed."""
     words = np.random.RandomState(0).get_state(legacy=False)["state"]["key"].astype(np.uint64)
     place = torch.Generator().manual_seed(0).get_state().numpy().tobytes().find(words.tobytes())
     if place < 0:
