@@ -13,15 +13,21 @@ from diffusers import DiffusionPipeline, ModelMixin
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import check_components, inject, lora_disabled, lora_file, read_lora
 from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
-from gerl.model.shards import local
 from gerl.model.teachers import TeacherModel, adapter_active, fake_active
 from gerl.utils.files import reason
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that is here, which shares its memory; all of it where it is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 # --- Exponential moving averages of the trained weights: what validation draws with, and the old policies
 

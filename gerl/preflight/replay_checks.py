@@ -17,8 +17,7 @@ from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators
-from gerl.workers.call_format import CallFormat
-from gerl.workers.rollout import Rollout, find_images
+from gerl.workers.rollout import CallFormat, Rollout, find_images
 from gerl.workers.worker import PolicyWorker
 
 LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision

@@ -21,7 +21,7 @@ from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, 
 from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
-from gerl.workers.checkpointing import Held, writers
+from gerl.workers.fleet import Held, writers
 from gerl.workers.recovery import NoCapacity
 from gerl.workers.worker import PolicyWorker, State
 

@@ -46,8 +46,7 @@ from gerl.trainer.step import Metrics, Step
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
-from gerl.workers.checkpointing import CheckpointWriter, Held
-from gerl.workers.fleet import LocalFleet, fleet_of
+from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,11 @@
 """The actor of a worker: trajectories and credit in, an update of the LoRA or of all weights out."""
 
+import contextlib
 import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,12 +20,12 @@ from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.errors import is_full, release
-from gerl.model.policy import EMA, Policy
-from gerl.model.shards import local
+from gerl.model.policy import EMA, Policy, local
+from gerl.model.shards import Part, part_of
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.checkpoint import ScheduleState, WorkerState
-from gerl.workers.call_format import half
 from gerl.workers.collective import Ranks
+from gerl.workers.rollout import half
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -436,3 +438,83 @@ def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
+
+
+# --- Snapshots: copies of the state after the last finished step
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Snapshots:
+    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None  # the finished step of the copy
+        self._copy: Future[tuple[Tensors, WorkerState]] | None = None
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+
+    def begin(self, step: int) -> None:
+        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
+        if self.step == step:
+            return
+        into = {} if self._copy is None else self._copy.result()[0]
+        self._copy = self.step = None
+        tensors, numbers = self.actor.state()
+        # at once: sampling with other weights puts these in the place of the trained ones for a while
+        trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
+        first, device = copied(trained, into), next(iter(trained.values())).device
+        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            beside = torch.cuda.stream(stream)
+
+        def rest() -> tuple[Tensors, WorkerState]:
+            with beside:
+                both = first | copied({name: t for name, t in tensors.items() if name not in first}, into)
+            return {name: both[name] for name in tensors}, numbers
+
+        self._copy, self.step = self._executor.submit(rest), step
+
+    def take(self, step: int) -> tuple[Tensors, WorkerState]:
+        """The state after `step`, the last that was finished: copied now if that was not begun."""
+        self.begin(step)
+        assert self._copy is not None
+        return self._copy.result()
+
+
+class PartSnapshots:
+    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None
+        self._copy: tuple[dict[str, Part], WorkerState] | None = None
+
+    def begin(self, step: int) -> None:
+        """Nothing is copied beside the sampling: it would take the memory that sampling needs."""
+
+    def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
+        """The parts after `step`, the last that was finished."""
+        if self._copy is None or self.step != step:
+            parts, numbers = parts_of(self.actor)
+            self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
+        return self._copy
+
+
+def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
+    """The parts of the exact state that are here, and its numbers."""
+    tensors, numbers = actor.state()
+    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
+
+
+@torch.no_grad()
+def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
+    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
+    found = {}
+    for name, tensor in tensors.items():
+        place = into.get(name)
+        alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
+    return found

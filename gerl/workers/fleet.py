@@ -4,7 +4,16 @@
 are replaced when they die; `SplitFleet` has dedicated samplers, which get the weights of the trainers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -14,15 +23,14 @@ from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.command import importing, waiting
 from gerl.config import Config
-from gerl.errors import ConfigError, ModelError
+from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
-from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, StepEnd, StepResult, UpdateStats
-from gerl.run.checkpoint import Checkpoint, WorkerState
+from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepEnd, StepResult, UpdateStats
+from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
 from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
-from gerl.workers.checkpointing import Held, hold_parts, writers
-from gerl.workers.placement import Placement, call_pattern, place
 from gerl.workers.recovery import Recovery
+from gerl.workers.rollout import shared_prefixes
 from gerl.workers.worker import Groups, PolicyWorker, State, end_step, padding_id
 
 if TYPE_CHECKING:
@@ -32,7 +40,94 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Workers = WorkerGroup[PolicyWorker]
 Credit = dict[int, torch.Tensor]  # task id -> [B, T]
+POLL_S = 0.05  # between questions whether a file is written
 STARTING = 600.0  # seconds, at least, for a worker to start, or to load the model from a slow disk
+
+
+# --- Placement: micro-batches to processes; ranks in lockstep all make the same calls of the model.
+#
+# Ranks of a worker hold parts of the weights (model.shard) or of the tokens of a call (cluster.context) and exchange
+# them in every call, so a rank with nothing left to sample repeats another one's micro-batch as padding.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The process of each of M micro-batches, and in lockstep the groups that are processed at the same time.
+
+    Example: five micro-batches of one kind on two workers of two ranks are the lockstep groups `[[0, 1], [2, 3], [4]]`
+    on the processes `[0, 1, 2, 3, 0]`; process 1 repeats micro-batch 4.
+    """
+
+    processes: list[int]  # [M]
+    groups: list[list[int]] = field(default_factory=list)  # micro-batches processed at the same time; lockstep only
+    padding: list[tuple[int, int]] = field(default_factory=list)  # (micro-batch, process that repeats it)
+    context: int = 1  # processes that share the tokens of a call: the one in `processes` and those after it
+
+    def peers(self, number: int) -> range:
+        """The processes that share the tokens of micro-batch `number` with its own."""
+        first = self.processes[number]
+        return range(first + 1, first + self.context)
+
+    def padded(self, number: int) -> list[int]:
+        """The processes that repeat micro-batch `number` as padding."""
+        return self._padded.get(number, [])
+
+    def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
+        """The further calls after micro-batch `number`: (micro-batch, process, whether it is padding).
+
+        Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
+        """
+        yield from ((number, process, False) for process in self.peers(number))
+        first = self._firsts.get(number)
+        if first is not None:
+            yield from ((first, process, True) for process in self.padded(first))
+
+    @cached_property
+    def _firsts(self) -> dict[int, int]:
+        """Last micro-batch of a lockstep group -> its first, which is repeated."""
+        return {members[-1]: members[0] for members in self.groups}
+
+    @cached_property
+    def _padded(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, process in self.padding:
+            found.setdefault(number, []).append(process)
+        return found
+
+
+def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:
+    """Assign micro-batches to `processes` by their `kinds`, which are equal where they need the same calls."""
+    if not config.lockstep:
+        return Placement([i % processes for i in range(len(kinds))])
+    ranks, context, found = config.lockstep_ranks, config.cluster.context, Placement([], context=config.cluster.context)
+    for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
+        members = list(alike)
+        for start in range(0, len(members), ranks // context):
+            chosen = members[start : start + ranks // context]
+            first = len(found.groups) * ranks % processes  # the first of the ranks in lockstep
+            idle = first + len(chosen) * context
+            found.groups.append(chosen)
+            found.processes.extend(range(first, idle, context))
+            found.padding.extend((chosen[0], process) for process in range(idle, first + ranks))
+    return found
+
+
+def call_pattern(task: RolloutTask) -> Hashable:
+    """Equal for tasks that make the same calls of the model.
+
+    That depends on their segments, the rows and trained steps of each, and on whether rows share a prefix, which is
+    probed once with a pipeline that cannot branch.
+    """
+
+    def shares(s: Segment) -> bool:
+        return s.parent is None and len(shared_prefixes([task.samples[leaf] for leaf in s.leaves])[0]) < len(s.leaves)
+
+    return tuple(
+        (len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained), shares(s)) for s in task.segments
+    )
+
+
+# --- The fleet of a run
 
 
 class Dispatch(Protocol):
@@ -94,7 +189,7 @@ class LocalFleet:
 
     # --- sample
 
-    def sample(self, tasks: Sequence[RolloutTask]) -> "Sampling":
+    def sample(self, tasks: Sequence[RolloutTask]) -> Sampling:
         """Sample micro-batches; their trajectories stay on the process that will train them."""
         return Sampling(self, tasks)
 
@@ -340,7 +435,7 @@ class SplitFleet(RayFleet):
         """Samplers make collective calls only in lockstep."""
         return [self.trainers, self.samplers] if self.config.lockstep else [self.trainers]
 
-    def sample(self, tasks: Sequence[RolloutTask]) -> "Transfer":
+    def sample(self, tasks: Sequence[RolloutTask]) -> Transfer:
         return Transfer(self, tasks)
 
     def sampled(self, step: int) -> None:
@@ -408,6 +503,116 @@ def _kept_id(task: RolloutTask, padding: bool) -> int:
     return padding_id(task.id) if padding else task.id
 
 
+# --- Checkpoints: a LoRA's is written at once, that of full fine-tuning beside the training by those that hold it.
+#
+# A checkpoint is complete or absent. A step of full fine-tuning pays for a copy of the state in main memory.
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of a finished step, from which a checkpoint is written.
+
+    `write`: writes its files into a folder. `check`: raises `ClusterError` if those who write hang. `at_once`: writing
+    waits for no process.
+    """
+
+    numbers: WorkerState
+    write: Callable[[Path], None]
+    check: Callable[[], object] = bool
+    at_once: bool = True
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes], numbers: WorkerState) -> Held:
+        """The state of a LoRA, whose files are here."""
+
+        def write(folder: Path) -> None:
+            for name, content in files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+        return cls(numbers, write)
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[None] | None = None
+        self._check: Callable[[], object] = bool
+        self._every: float | None = None
+
+    def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
+        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises.
+
+        `check` raises `ClusterError` if those who write it hang; who waits calls it `every` so many seconds.
+        """
+        self.finish()
+        self._last, self._check, self._every = self._executor.submit(write), check, every
+
+    def poll(self) -> None:
+        """Raise `CheckpointError` if a checkpoint could not be written, without waiting for one that is not ready."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun; raises `CheckpointError` once if it cannot be written, and what `check` raises."""
+        last, self._last = self._last, None
+        if last is not None:
+            while not wait([last], self._every).done:
+                self._check()
+            last.result()
+
+
+def writers(config: Config, process: int) -> list[int]:
+    """The processes that write a checkpoint together: the ranks of a worker, that of `process`, or this one alone."""
+    if not config.lockstep:
+        return [process]
+    ranks = config.cluster.ranks_per_worker
+    first = process - process % ranks
+    return list(range(first, first + ranks))
+
+
+def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step: int) -> Held:
+    """Let processes keep their parts of the state after `step`, and train while these are written."""
+    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # these import diffusers
+
+    pending = [workers.submit(process, hold_state, step) for process in members]
+    numbers = [call.result() for call in pending]
+
+    def wait_until_written(processes: Sequence[int]) -> None:
+        for process in processes:
+            while True:
+                call = workers.submit(process, written)
+                call.wait()  # for however long: the steps that it trains meanwhile come first
+                if call.ended():
+                    break
+                time.sleep(POLL_S)
+
+    def write(folder: Path) -> None:
+        place = folder.resolve()
+        try:
+            for number, process in enumerate(members):
+                workers.submit(process, start_state, place, number)
+            wait_until_written(members)
+            found = len(list((place / PARTS).glob("*.safetensors")))
+            if found != len(members):
+                raise CheckpointError(
+                    f"{len(members)} processes wrote a checkpoint, of which {found} are in {folder.parent}: use a run "
+                    "folder (hydra.run.dir) shared by all machines"
+                )
+            workers.submit(members[0], start_denoisers, place)
+            wait_until_written(members[:1])
+        finally:
+            shutil.rmtree(place / FROZEN, ignore_errors=True)
+
+    def check() -> None:
+        for call in [workers.submit(process, written) for process in members]:
+            call.result()
+
+    return Held(numbers[0], write, check, at_once=False)
+
+
 # --- functions of a worker
 
 
@@ -441,24 +646,24 @@ def sample_copy(worker: PolicyWorker, task: RolloutTask, kept: int) -> None:
     worker.trajectories[kept] = worker.rollout.generate(task, worker.algorithm, worker.rank)[1]
 
 
-def release(worker: PolicyWorker, task_id: int) -> "Trajectory":
+def release(worker: PolicyWorker, task_id: int) -> Trajectory:
     """Hand over a trajectory that this worker sampled and another trains on."""
     return worker.trajectories.pop(task_id)
 
 
-def receive(worker: PolicyWorker, trajectory: "Trajectory", task_id: int) -> None:
+def receive(worker: PolicyWorker, trajectory: Trajectory, task_id: int) -> None:
     """Keep a trajectory that another worker sampled."""
     worker.trajectories[task_id] = trajectory
 
 
-def copy_weights(worker: PolicyWorker, earlier: bool) -> "Weights":
+def copy_weights(worker: PolicyWorker, earlier: bool) -> Weights:
     """The weights of a trainer for samplers; `earlier`: with those of earlier steps, after a run was resumed."""
     from gerl.workers.state import weights_of  # in here: the driver does without diffusers
 
     return weights_of(worker.policy, earlier)
 
 
-def load_weights(worker: PolicyWorker, weights: "Weights") -> None:
+def load_weights(worker: PolicyWorker, weights: Weights) -> None:
     """Sample with the `weights` of a trainer from here on."""
     from gerl.workers.state import take_weights  # in here: the driver does without diffusers
 

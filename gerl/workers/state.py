@@ -1,10 +1,9 @@
-"""The state of a worker: snapshots, checkpoints, and weights on their way to samplers."""
+"""The state of a worker as files of a checkpoint, and as weights on their way to samplers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,89 +16,17 @@ from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from gerl.model.paths import WEIGHTS
-from gerl.model.policy import Policy, class_of, kept_in_fp32
-from gerl.model.shards import Part, Shards, local, part_of, write_parts
+from gerl.model.policy import Policy, class_of, kept_in_fp32, local
+from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
-from gerl.workers.actor import ADAMW, OPTIMIZER, Actor
+from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of
 
 if TYPE_CHECKING:
     from gerl.workers.worker import PolicyWorker, State
 
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
 TRAINED = "trained"
-Tensors = dict[str, torch.Tensor]
-
-# --- snapshots
-
-
-class Snapshots:
-    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.step: int | None = None  # the finished step of the copy
-        self._copy: Future[tuple[Tensors, WorkerState]] | None = None
-        self._executor = ThreadPoolExecutor(1, "snapshot")
-
-    def begin(self, step: int) -> None:
-        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
-        if self.step == step:
-            return
-        into = {} if self._copy is None else self._copy.result()[0]
-        self._copy = self.step = None
-        tensors, numbers = self.actor.state()
-        # at once: sampling with other weights puts these in the place of the trained ones for a while
-        trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
-        first, device = copied(trained, into), next(iter(trained.values())).device
-        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            beside = torch.cuda.stream(stream)
-
-        def rest() -> tuple[Tensors, WorkerState]:
-            with beside:
-                both = first | copied({name: t for name, t in tensors.items() if name not in first}, into)
-            return {name: both[name] for name in tensors}, numbers
-
-        self._copy, self.step = self._executor.submit(rest), step
-
-    def take(self, step: int) -> tuple[Tensors, WorkerState]:
-        """The state after `step`, the last that was finished: copied now if that was not begun."""
-        self.begin(step)
-        assert self._copy is not None
-        return self._copy.result()
-
-
-class PartSnapshots:
-    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.step: int | None = None
-        self._copy: tuple[dict[str, Part], WorkerState] | None = None
-
-    def begin(self, step: int) -> None:
-        """Nothing is copied beside the sampling: it would take the memory that sampling needs."""
-
-    def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
-        """The parts after `step`, the last that was finished."""
-        if self._copy is None or self.step != step:
-            parts, numbers = parts_of(self.actor)
-            self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
-        return self._copy
-
-
-@torch.no_grad()
-def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
-    found = {}
-    for name, tensor in tensors.items():
-        place = into.get(name)
-        alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
-        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
-    return found
 
 
 # --- checkpoints
@@ -139,12 +66,6 @@ def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
             actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
     shards.read_into(parts_of(actor)[0])
     actor.load_numbers(numbers)
-
-
-def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
-    """The parts of the exact state that are here, and its numbers."""
-    tensors, numbers = actor.state()
-    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
 
 
 def frozen_parts(policy: Policy) -> dict[str, Part]:

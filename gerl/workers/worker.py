@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample, StepResult
     from gerl.run.checkpoint import WorkerState
-    from gerl.workers.actor import Actor
-    from gerl.workers.state import PartSnapshots, Snapshots, Writing
+    from gerl.workers.actor import Actor, PartSnapshots, Snapshots
+    from gerl.workers.state import Writing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -102,9 +102,8 @@ class PolicyWorker:
             from torch.distributed.tensor import DTensor
 
             from gerl.model.denoisers import quiet_libraries
-            from gerl.workers.actor import Actor, check_optimizer
+            from gerl.workers.actor import Actor, PartSnapshots, Snapshots, check_optimizer
             from gerl.workers.setup import give_reward, load_worker_policy, model_facts
-            from gerl.workers.state import PartSnapshots, Snapshots
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
