@@ -16,7 +16,7 @@ from gerl.config import Config
 from gerl.config.algorithms import NAME, DMDRConfig, OPDConfig, Teacher
 from gerl.config.blocks import StepDistance
 from gerl.engine import ReplayedStep, Tape, record_structure, replay
-from gerl.engine.kernels import Rule
+from gerl.engine.transitions import Rule
 from gerl.errors import ModelError
 from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators

@@ -33,7 +33,7 @@ from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config import Config
 from gerl.config.algorithms import FDFOConfig
 from gerl.engine import ReplayedStep, replay
-from gerl.engine.batching import unwritten
+from gerl.engine.transitions import unwritten
 from gerl.protocol import RolloutTask, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed
 

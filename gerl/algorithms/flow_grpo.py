@@ -14,7 +14,7 @@ from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
 from gerl.config.algorithms import ChainConfig, FlowDPPOConfig, FlowGRPOConfig, GRPOGuardConfig
 from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import Rule
+from gerl.engine.transitions import Rule
 from gerl.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import BestOfNConfig, ForwardProcessConfig, RWRConfig, SFTConfig
 from gerl.engine import ReplayedStep, record_structure, replay
-from gerl.engine.batching import unwritten
-from gerl.engine.kernels import Rule
+from gerl.engine.transitions import Rule, unwritten
 from gerl.protocol import Sample, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators
 

@@ -48,7 +48,7 @@ from gerl.config.algorithms import (
     SRPOConfig,
 )
 from gerl.engine import ReplayedStep, Tape
-from gerl.engine.kernels import FlowRule, leap
+from gerl.engine.transitions import FlowRule, leap
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, Sample, StepFacts, UpdateStats
 from gerl.utils.seeding import derive_seed, sample_generators

@@ -22,7 +22,7 @@ from gerl.algorithms.core_algos import (
 from gerl.config import Config
 from gerl.config.algorithms import PolicyGradientConfig
 from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import Rule, with_noise
+from gerl.engine.transitions import Rule, with_noise
 from gerl.protocol import StepFacts, UpdateStats
 
 if TYPE_CHECKING:

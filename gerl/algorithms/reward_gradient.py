@@ -15,7 +15,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config.algorithms import RewardGradientConfig
 from gerl.engine import ReplayedStep, Tape, backprop_step, decoded, replay
-from gerl.engine.kernels import FlowRule
+from gerl.engine.transitions import FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
 from gerl.utils.seeding import derive_seed

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import FeatureCacheName
-from gerl.engine.batching import Tree, shapes
+from gerl.engine.tape import Tree, shapes
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:

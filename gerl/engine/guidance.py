@@ -8,8 +8,6 @@ running the pipeline's own arithmetic on the recorded outputs (made nearly equal
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
-import contextlib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -18,19 +16,29 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import CfgMode
-from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
-from gerl.engine.hooks import StopPipeline, routed, unguided
-from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape
-from gerl.engine.transitions import Timestep, advance
+from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.tape import (
+    Arguments,
+    ComponentCall,
+    Nested,
+    Structure,
+    Tape,
+    Tree,
+    call_structure,
+    detached_copy,
+    has_roles,
+    leading,
+    looped_calls,
+    take,
+)
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 # of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
 Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
 Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern
-Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
 NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
@@ -47,9 +55,9 @@ def guidance_roles(
     and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
     """
     found = _FOUND.setdefault(pipe, {})
-    calls = _looped_calls(tape)
-    structures = {k: _structure(tape, calls[k]) for k in steps}
-    found.update({structure: {} for structure in structures.values() if not _has_roles(structure)})
+    calls = looped_calls(tape)
+    structures = {k: call_structure(tape, calls[k]) for k in steps}
+    found.update({structure: {} for structure in structures.values() if not has_roles(structure)})
     new = {structure: k for k, structure in structures.items() if structure not in found}
     if new:
         influence = _influence(pipe, tape, set(new.values()))
@@ -100,7 +108,7 @@ def guided(
 
 def has_list_rows(output: Tree) -> bool:
     """Whether a denoiser's output is a list with an entry per row (Z-Image) rather than a tensor."""
-    return isinstance(_leading(output), list)
+    return isinstance(leading(output), list)
 
 
 def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None:
@@ -115,12 +123,6 @@ def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None
         )
 
 
-def _leading(output: Tree) -> torch.Tensor | list[object]:
-    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
-    values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
-    return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
-
-
 def _halves(
     tree: Arguments, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]
 ) -> tuple[Arguments, Arguments]:
@@ -131,7 +133,7 @@ def _halves(
     """
     total = 2 * half
     for call in alike:
-        count = len(_leading(call.output))
+        count = len(leading(call.output))
         if call.inputs is not None and count and count != total:
             rows = (range(half), range(half, total))
             one, other = (take(tree, call.inputs, part, total, count, graph=True) for part in rows)
@@ -186,30 +188,6 @@ def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree
 
     joined: Tree = tree_map(join, first, second, is_leaf=is_row_list)
     return joined
-
-
-def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
-    """The calls in the denoising loop, by step."""
-    looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
-    for call in tape.component_calls:
-        if call.component in looped:
-            calls.setdefault(call.step, []).append(call)
-    return calls
-
-
-def _structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
-    return tuple((c.component, len(_leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
-
-
-def _has_roles(structure: Structure) -> bool:
-    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
-    return [rows for _, rows in structure] != [1.0]
-
-
-def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
-    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
-    calls = _looped_calls(tape)
-    return any(_has_roles(_structure(tape, calls[k])) for k in steps)
 
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
@@ -281,41 +259,31 @@ def _inspected(
 ) -> dict[int, list[torch.Tensor | None]]:
     """The gradients that `_influence` describes; `apart`: how far the outputs are, of their standard deviation."""
     head = _Inspector(tape, steps, apart)
-    undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
-    with torch.enable_grad(), routed(pipe, head), contextlib.suppress(StopPipeline):
-        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    with torch.enable_grad():
+        rerun(pipe, head)
     if missing := steps - head.influence.keys():
         raise ReplayError(f"no gradient of the denoiser's outputs reaches the model output at step {min(missing)}")
     return head.influence
 
 
-class _Inspector(SecondaryFromTape):
-    """The head of a pass in which everything, the denoiser included, answers from the tape: see `hooks.Head`."""
+class _Inspector(TapeHead):
+    """The head of a pass in which everything, the denoiser included, answers from the tape."""
 
     def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
-        self.tape, self.steps, self.apart = tape, steps, apart
-        self.answers = iter(tape.answers)
-        self.calls = _looped_calls(tape)
-        self.looped = tape.looped_components()
-        self.step = 0
+        super().__init__(tape)
+        self.steps, self.apart = steps, apart
+        self.by_step = looped_calls(tape)
         self.served = -1  # step of the latest calls: several scheduler streams may share them
         self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
         self.generator = torch.Generator().manual_seed(0)  # leaves the global generator as it is
-
-    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        answer = next(self.answers, None)
-        if answer is None or answer.method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        return detached_copy(answer.value)
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
             return forward(*args, **kwargs)
         if self.served != self.step:
             self.served, self.outputs = self.step, []
-        recorded = self.calls.get(self.step, [])[len(self.outputs) :]
+        recorded = self.by_step.get(self.step, [])[len(self.outputs) :]
         if not recorded or recorded[0].component != name:
             raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not")
 
@@ -328,11 +296,8 @@ class _Inspector(SecondaryFromTape):
         self.outputs.append(tree_map(leaf, output))
         return self.outputs[-1]
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         del sample
-        advance(scheduler, timestep)
         if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
             row = model_output[0].float()
             projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()
@@ -353,7 +318,7 @@ class _Inspector(SecondaryFromTape):
         """
         half = len(self.tape.steps[self.step].x)
         first = next((o for o in self.outputs if _shapes(o) == _shapes(output)), None)
-        if first is None and len(_leading(output)) != 2 * half:
+        if first is None and len(leading(output)) != 2 * half:
             return output
 
         def near(value: object, other: object) -> object:
@@ -375,7 +340,7 @@ class _Inspector(SecondaryFromTape):
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         noise = torch.randn(value.shape, generator=self.generator)
-        return noise.to(value.dtype).to(self.tape.steps[0].x.device)
+        return noise.to(value.dtype).to(self.device)
 
 
 def _shapes(tree: Tree) -> list[object]:
@@ -384,9 +349,9 @@ def _shapes(tree: Tree) -> list[object]:
 
 def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:
     """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
-    leading, in_list = _leading(output), has_list_rows(output)
-    leaves = [v for v in tree_leaves(leading if in_list else output) if torch.is_tensor(v) and v.requires_grad]
-    rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(leading)]
+    first, in_list = leading(output), has_list_rows(output)
+    leaves = [v for v in tree_leaves(first if in_list else output) if torch.is_tensor(v) and v.requires_grad]
+    rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(first)]
     grads = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True) if rows else ()
     if all(g is None for g in grads):
         return None

@@ -3,19 +3,16 @@
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
-from gerl.engine.hooks import StopPipeline, _put, routed
-from gerl.engine.record import Recorder
-from gerl.engine.skipping import StructureOnly
-from gerl.engine.tape import SecondaryFromTape, Tape
-from gerl.engine.transitions import SamplingPlan, Timestep, advance
+from gerl.engine.hooks import StopPipeline, TapeHead, put, rerun
+from gerl.engine.record import DETERMINISTIC, Recorder, StructureOnly, fixed_generators
+from gerl.engine.tape import Tape, Tree, detached_copy, materialised
+from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
@@ -54,9 +51,8 @@ def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict
 
 def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
     tracer = _Tracer(tape)
-    undecorated = inspect.unwrap(type(pipe).__call__)
-    with torch.enable_grad(), routed(pipe, tracer), contextlib.suppress(StopPipeline):
-        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    with torch.enable_grad():
+        rerun(pipe, tracer)
     sample = tracer.sample
     if sample is None or not sample.requires_grad or sample.shape != given.shape:
         raise ReplayError(UNTRACEABLE)
@@ -97,22 +93,17 @@ def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
     return (~torch.stack(written).any(0)).to(sample) if written else None
 
 
-class _Tracer:
-    """The head of a pass up to the first step that answers with tensors to differentiate by: see `hooks.Head`."""
+class _Tracer(TapeHead):
+    """The head of a pass up to the first step that answers with tensors to differentiate by."""
 
     def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+        super().__init__(tape)
         self.leaves: list[tuple[int, torch.Tensor]] = []  # position of the answer, tensor in it
         self.values: list[Tree] = []  # of the answers, with these tensors
         self.sample: torch.Tensor | None = None
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        position = len(self.values)
-        if position == len(self.tape.answers) or self.tape.answers[position].method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        position, answer = self.answered, detached_copy(self.next_answer(name))
 
         def leaf(value: object) -> object:
             if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
@@ -120,25 +111,21 @@ class _Tracer:
             self.leaves.append((position, value.requires_grad_()))
             return value
 
-        self.values.append(tree_map(leaf, detached_copy(self.tape.answers[position].value)))
+        self.values.append(tree_map(leaf, answer))
         # no leaf itself: pipelines write into what they get
         return tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, self.values[position])
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.tape.steps[0].x.device)
+        return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del scheduler, model_output, timestep
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         self.sample = sample
         raise StopPipeline
 
-    on_secondary_step = on_scheduler_step
+    def on_secondary_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor:
+        return self.next_latents(model_output, sample)
 
 
 # --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
@@ -157,13 +144,11 @@ def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch
     `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
     """
     decoder = Decoder(tape, latents)
-    call = select_call(tape.call, range(tape.batch_size)) | {"output_type": "pt"}
-    undecorated = inspect.unwrap(type(pipe).__call__)
     _recompute(pipe)
     # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
-    with torch.no_grad(), routed(pipe, decoder):
+    with torch.no_grad():
         try:
-            output = undecorated(pipe, **call)
+            output = rerun(pipe, decoder, output_type="pt")
         except RuntimeError as error:
             if "requires grad" not in str(error):  # of torch, where a pipeline goes on in numpy
                 raise
@@ -183,43 +168,26 @@ def _undifferentiable(pipe: DiffusionPipeline) -> str:
     )
 
 
-class Decoder(SecondaryFromTape):
-    """The head of a decoding: see `hooks.Head`."""
+class Decoder(TapeHead):
+    """The head of a decoding."""
 
     hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
 
     def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
-        self.tape, self.latents = tape, latents
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
-        self.step = 0
-        self.answered = 0
+        super().__init__(tape)
+        self.latents, self.device = latents, latents.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"when decoding, the pipeline calls {name}, which the rollout did not call at this point")
-        self.answered += 1
         # a value that was not kept can be read before the latents are replaced only
-        return materialised(detached_copy(self.tape.answers[self.answered - 1].value), self.latents.device)
+        return materialised(super().on_method(name, method), self.device)
 
-    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.latents.device)
-
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output, sample
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         if self.step == len(self.tape.steps):
             raise ReplayError(f"when decoding, the pipeline takes more than the {self.step} steps of the rollout")
-        advance(scheduler, timestep)
         recorded = self.tape.steps[self.step]
         self.step += 1
         if self.step < len(self.tape.steps):
-            return materialised(recorded.x_next, self.latents.device)
+            return materialised(recorded.x_next, self.device)
         if self.latents.shape != recorded.x_next.shape:
             raise ReplayError(
                 f"latents to decode have shape {list(self.latents.shape)}, those of the rollout "
@@ -271,14 +239,11 @@ def record_decoding(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape
     The denoiser runs where a step calls it otherwise than the step before, mostly once, and nothing is decoded. Raises
     `ModelError` where the pipeline does not decode with `vae`.
     """
-    n = batch_size(call)
-    arguments = {name: value for name, value in call.items() if name != "generator"}
-    tape = Tape(select_call(arguments, range(n)), n)
-    recorder = _Loop(tape, SamplingPlan("ode", 0.0, window=frozenset()), None)
+    tape = Tape.of(call)
+    recorder = _Loop(tape, DETERMINISTIC, None)
     recorder.skipping = StructureOnly(ENDLESS)
-    given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     with _decoding(pipe, lambda z: None):
-        recorder.run(pipe, select_call(arguments, range(n)), given)
+        recorder.run(pipe, fixed_generators(tape.batch_size))
     return tape
 
 
@@ -345,41 +310,29 @@ class _Loop(Recorder):
         raise ModelError(NOT_DECODED)
 
 
-class _Tail:
-    """The head of a pass that ends with given latents and lets nothing be computed before: see `hooks.Head`."""
+class _Tail(TapeHead):
+    """The head of a pass that ends with given latents and lets nothing be computed before."""
 
     def __init__(self, tape: Tape, given: torch.Tensor) -> None:
-        self.tape, self.given = tape, given
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
-        self.answered = self.taken = 0
+        super().__init__(tape)
+        self.given, self.device = given, given.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         answers = self.tape.answers
         if self.answered < len(answers) and answers[self.answered].method == name:
-            self.answered += 1
-            return materialised(detached_copy(answers[self.answered - 1].value), self.given.device)
+            return materialised(super().on_method(name, method), self.device)
         return method(*args, **kwargs)
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.given.device)
+        return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output, sample
-        advance(scheduler, timestep)
-        self.taken += 1
-        return self.given if self.taken == len(self.tape.steps) else self.tape.steps[self.taken - 1].x_next
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.given if self.step == len(self.tape.steps) else self.tape.steps[self.step - 1].x_next
 
     def on_secondary_step(
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
-        del model_output
         advance(scheduler, timestep)
         return sample
 
@@ -387,11 +340,8 @@ class _Tail:
 def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
     """The input of `vae.decode` if the last step ended at `latents`, with gradient; None where it is not reached."""
     found: list[torch.Tensor] = []
-    undecorated = inspect.unwrap(type(pipe).__call__)
-    call = select_call(tape.call, range(tape.batch_size))
-    stopped = contextlib.suppress(StopPipeline)
-    with torch.enable_grad(), _decoding(pipe, found.append), routed(pipe, _Tail(tape, latents)), stopped:
-        undecorated(pipe, **call)
+    with torch.enable_grad(), _decoding(pipe, found.append):
+        rerun(pipe, _Tail(tape, latents))
     return found[0] if found and torch.is_tensor(found[0]) else None
 
 
@@ -406,10 +356,6 @@ def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -
         take(z)
         raise StopPipeline
 
-    undo: list[Callable[[], object]] = []
-    try:
-        _put(undo, vae, "decode", stop)
+    with contextlib.ExitStack() as undo:
+        put(undo, vae, "decode", stop)
         yield
-    finally:
-        for restore in undo:
-            restore()

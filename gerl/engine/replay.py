@@ -1,14 +1,9 @@
-"""Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
-
-Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
-stacking of steps into one pass, and the gradient of the latents that a step began with.
-"""
+"""Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,31 +14,30 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import (
+from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
+from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.latents import started_at
+from gerl.engine.record import record_batch_probe
+from gerl.engine.tape import (
     Arguments,
+    ComponentCall,
+    Tape,
+    TapeStep,
     Tree,
     batch_dim,
     detached_copy,
     entries,
     map_rows,
-    materialised,
     pairs,
+    probed_call,
     same,
-    select_call,
     take,
-    unwritten,
-)
-from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
-from gerl.engine.hooks import StopPipeline, routed, unguided
-from gerl.engine.kernels import Rule, gaussian_log_prob
-from gerl.engine.latents import started_at
-from gerl.engine.record import record_batch_probe
-from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape, TapeStep, probed_call
-from gerl.engine.transitions import Timestep, advance
+)  # fmt: skip
+from gerl.engine.transitions import Rule, gaussian_log_prob, unwritten
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 
 # --- Loss scaling for denoisers in fp16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
@@ -214,11 +208,6 @@ def is_close(a: Tree, b: Tree) -> bool:
 
 # --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
 #
-# Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
-# stacking of steps into one pass, and the gradient of the latents that a step began with.
-
-# --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
-#
 # The whole denoising loop runs, so loop index, sigmas, guidance intervals and expert switching are as in the rollout.
 # Methods answer from the tape; the denoiser runs only where a trained step needs it and hands out its recorded output
 # elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's
@@ -278,15 +267,12 @@ def replay(
 def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> None:
     """Run the pipeline with `player` up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
-    call = select_call(player.tape.call, range(player.tape.batch_size))  # fresh: some pipelines write into their lists
-    # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
-    undecorated = inspect.unwrap(type(pipe).__call__)
     plainly = unguided(pipe) if player.cfg == "off" else contextlib.nullcontext()
-    with contextlib.suppress(StopPipeline), torch.set_grad_enabled(player.grad), routed(pipe, player), plainly:
-        undecorated(pipe, **call)
-        raise ReplayError(
-            f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
-        )
+    with torch.set_grad_enabled(player.grad), plainly:
+        if rerun(pipe, player) is not None:
+            raise ReplayError(
+                f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
+            )
 
 
 def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
@@ -375,8 +361,8 @@ OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
 OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
 
 
-class Replayer(SecondaryFromTape):
-    """The head of a replay: see `hooks.Head`."""
+class Replayer(TapeHead):
+    """The head of a replay."""
 
     def __init__(
         self,
@@ -387,8 +373,8 @@ class Replayer(SecondaryFromTape):
         grad: bool,
         cfg: CfgMode,
     ) -> None:
-        self.tape, self.on_step, self.latents, self.grad = tape, on_step, latents, grad
-        self.cfg = cfg
+        super().__init__(tape)
+        self.on_step, self.latents, self.grad, self.cfg = on_step, latents, grad, cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
@@ -405,16 +391,11 @@ class Replayer(SecondaryFromTape):
                 )
         self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.overwrites = any([step.written is not None for step in tape.steps])
-        self.step = 0
-        self.answered = 0
-        self.looped = tape.looped_components()
-        loop = [c for c in tape.component_calls if c.component in self.looped]
-        if not loop:
+        if not self.looped:
             raise ReplayError(
                 "the pipeline called none of its components in the denoising loop: there is nothing to train"
             )
         self.live_at = tape.live_at(self.trained)
-        self.calls = iter(loop)
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
@@ -427,11 +408,8 @@ class Replayer(SecondaryFromTape):
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
-        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        value = self.start.get(self.answered, self.tape.answers[self.answered].value)
-        self.answered += 1
-        return detached_copy(value)
+        recorded = self.next_answer(name)
+        return detached_copy(self.start.get(self.answered - 1, recorded))
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
@@ -442,11 +420,8 @@ class Replayer(SecondaryFromTape):
         nth = self.position[1] + 1 if self.position[0] == self.step else 0
         self.position = (self.step, nth)
         if self.step not in self.live_at:
-            return self._recorded(recorded)
+            return self.recorded(recorded)
         return self._run(name, forward, recorded, args, kwargs)
-
-    def _recorded(self, call: ComponentCall) -> object:
-        return materialised(detached_copy(call.output), self.tape.steps[0].x.device)
 
     def _run(
         self,
@@ -510,9 +485,7 @@ class Replayer(SecondaryFromTape):
         self.cuts.append((self.step, cut))
         return found
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         k, recorded = self.step, self.tape.steps[self.step]
         x, written = self._arrived(k, recorded, sample)
         if self.answered != recorded.num_answers:
@@ -520,7 +493,6 @@ class Replayer(SecondaryFromTape):
                 f"the pipeline had {self.answered} outputs at step {k}, {recorded.num_answers} in the rollout: it "
                 "samples noise once per sample and can only be replayed in whole batches"
             )
-        advance(scheduler, timestep)
         if k in self.trained:
             self._train(k, x, model_output, written)
         self.step += 1
@@ -701,7 +673,7 @@ class CallCollector(Replayer):
         if not is_trained(self.components[name]):
             return forward(*args, **kwargs)
         self.gathered[self.position] = (name, detached_copy((args, kwargs)))
-        return self._recorded(recorded)
+        return self.recorded(recorded)
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         del k, x, model_output, written

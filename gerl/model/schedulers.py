@@ -26,7 +26,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from gerl.config import Config
 from gerl.config.algorithms import ForwardProcessConfig
-from gerl.engine.transitions import Timestep, is_flow_matching
+from gerl.engine.transitions import FLOW, Timestep, family
 from gerl.errors import ModelError
 
 # --- A scheduler with a transition kernel in place of one that has none: Euler for flow matching and EDM, DDIM else
@@ -58,7 +58,7 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
         return _of_one_size(scheduler)
     if isinstance(scheduler, EDMDPMSolverMultistepScheduler):
         return _edm_euler(scheduler)
-    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or is_flow_matching(scheduler)
+    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or family(scheduler) in FLOW
     if not flow:
         return _ddim(scheduler)
     if _arguments(scheduler) <= USUAL:

@@ -11,7 +11,7 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config.algorithms import WeightedConfig
 from gerl.engine import ReplayedStep, Trajectory, replay
-from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.engine.transitions import EDMRule, FlowRule
 from gerl.model.errors import model_errors
 from gerl.protocol import SamplingProbe
 

@@ -30,7 +30,7 @@ from gerl.algorithms.reward_gradient import (
     two_steps,
 )
 from gerl.config import from_mapping
-from gerl.engine.record import compact
+from gerl.engine.tape import compact
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
 from gerl.workers import rollout
