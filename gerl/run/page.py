@@ -19,12 +19,21 @@ from gerl.errors import GerlError
 from gerl.pages.page import enlarge
 from gerl.run import session
 from gerl.run.card import redact
-from gerl.run.charts import TIMING_TOTALS, Rows, timing_parts
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
-from gerl.run.settings import changes, difference, explanation, get, labels, learning_rate, read_config, scorers
+from gerl.run.settings import (
+    changes,
+    difference,
+    explanation,
+    get,
+    learning_rate,
+    read_config,
+    scorers,
+    training_label,
+)
+from gerl.run.tracking import Rows
 from gerl.run.validation import load_validation, mean, standard_error, validation_steps
 
 # --- The metrics of a run by column: read as they are written, and thinned out for a page
@@ -208,7 +217,7 @@ class RunData:
             "step_seconds": seconds,
             "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
-            "label": labels(config).training,
+            "label": training_label(config),
             "explanation": explanation(config),
             "names": names,
             "scorers": scorers(config),
@@ -539,15 +548,16 @@ def _by_prompt(row: dict[str, Any]) -> list[float | None]:
     return [mean(values) for values in groups.values()]
 
 
-# --- Pairs of name and value that say in short which run it is
+# --- Facts of a run: pairs of name and value
+
+TIMING_TOTALS = ("timing/step_s", "timing/total_s")
 
 
 def _seconds(rows: Rows) -> float:
-    """Time of all steps: a step's total where it has one, else the sum of its parts."""
-    parts = timing_parts(rows)
+    """Time of all steps: a step's total if recorded, else the sum of its parts."""
     totals = [next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None) for row in rows]
-    added = [sum(row.get(name) or 0.0 for name in parts) for row in rows]
-    return float(sum(a if total is None else total for total, a in zip(totals, added, strict=True)))
+    parts = [sum(row[n] or 0.0 for n in row if n.startswith("timing/") and n.endswith("_s")) for row in rows]
+    return float(sum(part if total is None else total for total, part in zip(totals, parts, strict=True)))
 
 
 def _duration(seconds: float) -> str:

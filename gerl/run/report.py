@@ -25,14 +25,13 @@ from gerl.commandline.command import run_command
 from gerl.errors import GerlError
 from gerl.pages.page import page_assets, render
 from gerl.run.card import CARD, read_sessions
-from gerl.run.charts import Rows, best_step, reward_charts, series, small_charts
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
-from gerl.run.settings import changes, explanation, labels, read_config
-from gerl.run.tracking import read_metrics
+from gerl.run.settings import changes, read_config
+from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
-from gerl.run.validation import BeforeAfter, estimate, load_validations, mean, standard_error
+from gerl.run.validation import BeforeAfter, estimate, load_validations, mean
 from gerl.utils.files import write_file
 
 log = logging.getLogger(__name__)
@@ -53,18 +52,12 @@ def write_report(run_dir: Path) -> Path:
     validations = load_validations(run_dir)
     compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
-    errors = {v.step: e for v in validations if (e := standard_error(v.by_prompt(v.rewards))) is not None}
-    charts, constants = small_charts(rows, labels(config))
     html = render(
         "report.html.j2",
         title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
         facts=facts(rows, config),
         headline=_headline(rows, compared),
-        main=reward_charts(rows, labels(config), errors),
-        explanation=explanation(config),
-        charts=charts,
-        constants=constants,
         compared=compared,
         warnings=_warnings(run_dir, rows, config),
         code=usage(run_dir, config, validations),

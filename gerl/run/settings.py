@@ -14,7 +14,6 @@ from gerl.config import Config, ScorerConfig
 from gerl.config.algorithms import BY_NAME
 from gerl.config.blocks import FULL
 from gerl.errors import ConfigError
-from gerl.run.charts import Labels
 
 log = logging.getLogger(__name__)
 Values = Mapping[str, Any]
@@ -90,10 +89,9 @@ def _defaults(algorithm: str) -> Config:
     return compose_run(["experiment=plain", preset]).config
 
 
-def labels(config: Values) -> Labels:
-    """The names of the curves: noise is mentioned where there is some."""
-    training = "training, with exploration noise" if is_stochastic(config) else "training"
-    return Labels(training, scorers=scorers(config))
+def training_label(config: Values) -> str:
+    """Name of the training curve; exploration noise is mentioned where there is some."""
+    return "training, with exploration noise" if is_stochastic(config) else "training"
 
 
 def scorers(config: Values) -> list[str]:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from PIL import Image
 
@@ -17,6 +18,7 @@ from gerl.run.trackers import TrackedRun
 from gerl.utils.files import reason, write_file, writing
 
 METRICS = "metrics.jsonl"
+Rows = list[dict[str, Any]]
 
 
 class MetricsLog:
@@ -105,7 +107,7 @@ def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> Tracked
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> Rows:
     """The rows of a `metrics.jsonl`, empty if there is none.
 
     A last line that a killed process left half-written is passed over; `GerlError` names any other line that is wrong.
@@ -129,3 +131,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from None
         rows.append(row)
     return rows
+
+
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the rows that have the metric `name`; null becomes NaN."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    x = np.array([step for step, _ in found], dtype=float)
+    y = np.array([v if isinstance(v, int | float) else np.nan for _, v in found], dtype=float)
+    return x, y
+
+
+def best_step(rows: Rows) -> tuple[int, float] | None:
+    """The step with the highest held-out reward, the last one of equals; None with fewer than two measurements."""
+    x, y = series(rows, "val/reward/mean")
+    known = [(float(value), int(step)) for step, value in zip(x, y, strict=True) if np.isfinite(value)]
+    return max(known)[::-1] if len(known) > 1 else None
