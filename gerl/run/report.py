@@ -1,11 +1,10 @@
-"""`report.html` of a run: reward before and after, curves, a gallery and how to draw its pictures, in one file.
+"""`report.html` of a run in one file: reward before and after, curves, a gallery, and code that samples an image again.
 
-It is made from what lies in the run folder: at the end of a run, or at any time with
-`python -m gerl.run.report run=FOLDER`.
+Written from the run folder at the end of a run, or at any time with `python -m gerl.run.report run=FOLDER`.
 """
 
 if __name__ == "__main__":
-    # the imports below take most of a second: signals are heard before
+    # the imports below take most of a second: handle signals before
     from gerl.commandline import signals
     from gerl.commandline.command import start
 
@@ -38,10 +37,9 @@ log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` from whatever the run has left so far and return its path.
+    """Write `run_dir/report.html` from the files so far and return its path.
 
-    What is damaged is left out, which the log says. Raises `GerlError` if `run_dir` is no run folder or cannot be
-    written.
+    Damaged files are omitted with a warning. Raises `GerlError` if `run_dir` is not a run folder or cannot be written.
     """
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "validation")):
         raise GerlError(
@@ -73,7 +71,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """The latest sentence of each kind about what kept the run from learning, and of the guard."""
+    """Return the latest finding of each kind, of the health checks and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)
@@ -84,25 +82,25 @@ def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the run as its card has it; `rows` are pairs of name and value, nested names joined by a space."""
+    """A session of the run card; `rows` are pairs of name and value, nested names joined by a space."""
 
     title: str
     rows: list[tuple[str, str]]
 
 
 def _starts(path: Path) -> list[Start]:
-    """The starts on the run card, the latest first; empty where there is no card or it is damaged."""
+    """Return the sessions of the run card, latest first; empty if the card is missing or damaged."""
     found = []
     for number, session in enumerate(read_sessions(path), start=1):
         rows: list[tuple[str, str]] = []
         for name, value in session.items():
             nested = value.items() if isinstance(value, dict) else [("", value)]
-            # the end of a run that still goes on is not known, and a folder may be in no repository
+            # the end of a running run is unknown, and a folder may be in no repository
             rows += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested if value is not None]
         words = [str(session[key]) for key in ("started", "command") if session.get(key)]
         found.append(Start(": ".join(words) or f"start {number}", rows))
     if not found and path.exists():
-        log.warning("%s has no readable start of a run: the report omits it", path)
+        log.warning("%s has no readable session: the report omits it", path)
     return found[::-1]
 
 
@@ -113,7 +111,7 @@ def _words(value: Any) -> str:
 
 
 def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]:
-    """The figures on top: what was measured, before, after, how sure the gain is, and the best step."""
+    """Return the figures at the top: what was measured, before, after, the gain with its interval, the best step."""
     best = best_step(rows)
     if compared is not None and compared.last is not None:
         first, last = compared.first, compared.last
