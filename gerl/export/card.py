@@ -24,9 +24,8 @@ from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
 from gerl.pages.page import grid, still
 from gerl.run.card import CARD, read_sessions, redact, version_of
-from gerl.run.charts import Rows, series
 from gerl.run.settings import changes, get
-from gerl.run.tracking import read_metrics
+from gerl.run.tracking import Rows, read_metrics, series
 from gerl.run.usage import ASSETS, program
 from gerl.run.validation import (
     BeforeAfter,

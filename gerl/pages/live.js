@@ -7,14 +7,18 @@ const COLOURS = [0, 1, 2, 3, 4, 5, 6, 7].map((i) => `var(--c${i})`);
 const KINDS = { load: 7, draw: 0, score: 2, update: 1, validate: 3, save: 4 };
 const SIGNALS = [
   ["standard deviation of the step's rewards", "reward/std"],
-  ["groups with equal rewards, share", "group/zero_std_fraction"],
-  ["distance to the base model", "actor/kl"],
-  ["share of pairs that are clipped", "actor/clip_fraction"],
-  ["norm of the gradient", "actor/grad_norm"],
-  ["largest weight of the LoRA", "actor/lora_max"],
+  ["groups with equal rewards, share (no signal)", "group/zero_std_fraction"],
+  ["KL to the base model, mean per latent value", "actor/kl"],
+  ["clipped, share of (image, timestep) pairs", "actor/clip_fraction"],
+  ["outside the clip range, share of off-policy pairs", "actor/off_policy/outside_fraction"],
+  ["mean log-ratio, per latent value", "actor/log_ratio_mean"],
+  ["max |ratio - 1| on policy", "actor/ratio_deviation"],
+  ["gradient norm before clipping", "actor/grad_norm"],
+  ["largest share of a timestep in the squared gradient", "actor/step_grad_share"],
+  ["largest LoRA weight", "actor/lora_max"],
   ["learning rate", "actor/lr"],
   ["GPU memory, peak of the fullest worker (GB)", "gpu/memory_gb"],
-  ["weight of the KL as the guard has set it", "guard/kl_coef"],
+  ["KL weight set by the guard", "guard/kl_coef"],
   ["rollbacks by the guard", "guard/rollbacks"],
 ];
 // a report has its data in it; the page of `gerl watch` asks for them
