@@ -79,7 +79,7 @@ class TapeHead:
     def next_answer(self, name: str) -> Tree:
         """The recorded value of the method `name`, which is called next; raises `ReplayError` if it was not then."""
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"the pipeline calls {name}, which the rollout did not call at this point")
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
         self.answered += 1
         return self.tape.answers[self.answered - 1].value
 

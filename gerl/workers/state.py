@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,13 @@ from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
+from gerl.errors import ClusterError
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy, class_of, kept_in_fp32, local
 from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
-from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of
+from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of, snapshots_of
 
 if TYPE_CHECKING:
     from gerl.workers.worker import PolicyWorker, State
@@ -32,8 +33,15 @@ TRAINED = "trained"
 # --- checkpoints
 
 
+def check_has(worker: PolicyWorker, step: int) -> None:
+    """Raise `ClusterError` unless the state after trainer step `step` is here."""
+    if worker.ended is None or step not in (worker.ended, worker.snapshots.step):
+        raise ClusterError(f"rank {worker.rank} was restarted and does not have the state of step {step}")
+
+
 def checkpoint_files(worker: PolicyWorker, step: int) -> State:
-    """The files of a LoRA's checkpoint after `step`, and its numbers."""
+    """The files of a LoRA's checkpoint after `step`, and its numbers; raises as `check_has`."""
+    check_has(worker, step)  # if there is no snapshot, nothing has changed since
     assert isinstance(worker.snapshots, Snapshots)
     tensors, numbers = worker.snapshots.take(step)
     average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
@@ -46,11 +54,10 @@ def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState)
 
     Raises `CheckpointError`, before anything is changed, unless it is exactly that of these weights and averages.
     """
+    worker.snapshots = snapshots_of(worker.actor)
     if isinstance(source, Path):
-        worker.snapshots = PartSnapshots(worker.actor)
         _load_parts(worker.actor, source, numbers)
     else:
-        worker.snapshots = Snapshots(worker.actor)
         worker.actor.load_state(unpack_tensors(source), numbers)
 
 
@@ -84,7 +91,7 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
 
 def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
     """Keep what is here of the checkpoint of `step`, to be written beside the training; returns its numbers."""
-    worker.check_has(step)
+    check_has(worker, step)
     assert isinstance(worker.snapshots, PartSnapshots)
     parts, numbers = worker.snapshots.take(step)
     worker.writing = Writing(worker.policy, parts)
@@ -93,12 +100,12 @@ def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
 
 def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
     """Begin to write what is held into the `folder` of a checkpoint, as process `number` of those that do."""
-    worker.writing.start_state(folder, number)
+    worker.writing.start(worker.writing.write_state, folder, number)
 
 
 def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
     """Begin to write the averaged denoisers into `folder`, where all have written what they hold."""
-    worker.writing.start_denoisers(folder)
+    worker.writing.start(worker.writing.write_denoisers, folder)
 
 
 def written(worker: PolicyWorker) -> bool:
@@ -107,40 +114,33 @@ def written(worker: PolicyWorker) -> bool:
 
 
 class Writing:
-    """A checkpoint that this process writes beside the training, which changes nothing of what it has here.
-
-    `parts`: what is here of the state, as copies.
-    """
+    """A checkpoint that this process writes beside the training; `parts`: copies of what is here of the state."""
 
     def __init__(self, policy: Policy, parts: dict[str, Part]) -> None:
         self._parts, self._frozen = parts, frozen_parts(policy)
-        # in the thread of the training: while a call of the model goes on, divided weights must not be looked at
+        # in the thread of the training: sharded weights must not be read while a call of the model runs
         self._denoisers = {name: _Stored.of(name, denoiser, policy) for name, denoiser in policy.denoisers.items()}
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None]
 
-    def start_state(self, folder: Path, number: int) -> None:
-        """Begin to write what is here of the checkpoint into its `folder`, as process `number` of those that do."""
-        self._writing = self._executor.submit(self.write_state, folder, number)
-
-    def start_denoisers(self, folder: Path) -> None:
-        """Begin to write the averaged denoisers into `folder`, where all processes have written their state."""
-        self._writing = self._executor.submit(self.write_denoisers, folder)
+    def start(self, write: Callable[..., None], *arguments: object) -> None:
+        """Begin one of the two methods below."""
+        self._writing = self._executor.submit(write, *arguments)
 
     def written(self) -> bool:
         """Whether what was begun is written; raises what it raised."""
         return self._writing.done() and self._writing.result() is None
 
     def write_state(self, folder: Path, number: int) -> None:
-        """Write what is here of the checkpoint."""
-        # what is not divided is the same everywhere: the first process writes it
+        """Write what is here of the checkpoint into its `folder`, as process `number` of those that write."""
+        # what is not sharded is the same everywhere: the first process writes it
         own = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
         write_parts(folder / PARTS, number, own)
         if self._frozen:
             write_parts(folder / FROZEN, number, self._frozen)
 
     def write_denoisers(self, folder: Path) -> None:
-        """Write the averaged denoisers."""
+        """Write the averaged denoisers into `folder`, where all processes have written their state."""
         state = Shards(folder / PARTS)
         frozen = Shards(folder / FROZEN) if (folder / FROZEN).is_dir() else None
         for name, stored in self._denoisers.items():
@@ -174,17 +174,15 @@ class _Stored:
         )
 
     def write(self, folder: Path, state: Shards, frozen: Shards | None) -> None:
-        def value(full: str, own: torch.Tensor | None) -> torch.Tensor:
-            if own is not None:
-                return own.cpu()
-            if full in self.trained:
-                return state.whole(f"ema/{full}")
-            assert frozen is not None
-            return frozen.whole(full)
-
         stored = {}
         for key, (full, own) in self.places.items():
-            tensor = value(full, own)
+            if own is not None:
+                tensor = own.cpu()
+            elif full in self.trained:
+                tensor = state.whole(f"ema/{full}")
+            else:
+                assert frozen is not None
+                tensor = frozen.whole(full)
             half = tensor.is_floating_point() and key not in self.in_fp32
             stored[key] = (tensor.to(self.dtype) if half else tensor).contiguous()
         folder.mkdir()
