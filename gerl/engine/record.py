@@ -59,12 +59,6 @@ class SamplingPlan:
     stop: int | None = None  # leave the pipeline where it is about to take this step
     noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of single steps
 
-    def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise ValueError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
-        if not 0 < self.compression <= 1:
-            raise ValueError(f"compression must be above 0 and at most 1, got {self.compression}")
-
 
 DETERMINISTIC = SamplingPlan("ode", 0.0, window=frozenset())
 
@@ -115,9 +109,20 @@ def record(
     Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache does not support the
     pipeline, `window` or `stop` name a step that it does not take, or its noise cannot be mixed.
     """
-    stochastic = None if window is None else frozenset(window)
-    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return record_plan(pipe, call, plan, generators, probe, InitialNoise(init_generators, init_spread))
+
+
+def _checked_plan(
+    kernel: str, noise_level: float, solver: str, compression: float, cache: FeatureCache, window: Iterable[int] | None,
+    stop: int | None, noise_at: Mapping[int, float] | None,
+) -> SamplingPlan:  # fmt: skip
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
+    if not 0 < compression <= 1:
+        raise ValueError(f"compression must be above 0 and at most 1, got {compression}")
+    stochastic = None if window is None else frozenset(window)
+    return SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
 
 
 def record_plan(
@@ -577,8 +582,7 @@ def branch(
     Raises `ReplayError` where `tape` cannot be branched at `step` or the pipeline does not do what it did in the
     recording, `ModelError` where `window` or `stop` name a step that cannot be.
     """
-    stochastic = None if window is None else frozenset(window)
-    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return branch_plan(pipe, tape, step, index, plan, generators)
 
 

@@ -194,15 +194,17 @@ class Rollout:
         lockstep: bool = False,
     ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
-        check_scheduler(policy.pipe.scheduler, SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver))
+        cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
+        self.plan = SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver, sampling.compression, cache)
+        check_scheduler(policy.pipe.scheduler, self.plan)
         check_sigmas(policy.pipe.scheduler, sampling)
+        self.sigmas = training_sigmas(sampling)
         self._picture_each = False
-        self._sizes: set[tuple[int | None, int | None]] = set()  # asked for, and not sampled
+        self._sizes: set[tuple[int | None, int | None]] = set()  # requested, but not sampled
         self.format = CallFormatFinder(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
-        self.cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
-        self.branched_at: frozenset[int] = frozenset()  # of the segment that is drawn: steps from which others go on
+        self.branched_at: frozenset[int] = frozenset()  # steps of the current segment from which others branch
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -239,8 +241,8 @@ class Rollout:
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
         """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
 
-        Its segments are smaller where the pipeline takes one prompt a call, or where the memory does not hold more and
-        the task is `divisible`. `old`: the old policy draws.
+        Its segments are smaller where the pipeline takes one prompt per call, or where memory is full and the task is
+        `divisible`. `old`: with the old policy.
         """
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
@@ -268,9 +270,9 @@ class Rollout:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
         if samples[0].given is not None:
-            return self.called(partial(self._read, samples), samples, form, sigmas=training_sigmas(self.sampling))
+            return self.called(partial(self._read, samples), samples, form, sigmas=self.sigmas)
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
-            self._probes = self.called(self._both_probes, samples, form, sigmas=training_sigmas(self.sampling))
+            self._probes = self.called(self._both_probes, samples, form, sigmas=self.sigmas)
         first, rows = shared_prefixes(samples)
         if not (self.shares and segment.window and len(first) < len(samples)):
             return self._record(samples, segment, form)
@@ -295,7 +297,7 @@ class Rollout:
             generators, probe = sample_generators(list(segment.seeds)), self._probes.get(several, True)
             return record_plan(self.policy.pipe, call, self._plan(segment), generators, probe, initial)
 
-        output, tape = self.called(record, samples, form, sigmas=training_sigmas(self.sampling))
+        output, tape = self.called(record, samples, form, sigmas=self.sigmas)
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
@@ -327,17 +329,10 @@ class Rollout:
 
     def _plan(self, segment: Segment) -> SamplingPlan:
         """How the denoising steps of `segment` are taken."""
-        sampling, cache = self.sampling, self.cache
-        return SamplingPlan(
-            sampling.kernel,
-            sampling.noise_level,
-            sampling.solver,
-            sampling.compression,
-            cache if cache.name == "none" else replace(cache, exact=self.branched_at),
-            frozenset(segment.window),
-            segment.stop,
-            dict(segment.noise),
-        )
+        cache, window, noise = self.plan.cache, frozenset(segment.window), dict(segment.noise)
+        if cache.name != "none":
+            cache = replace(cache, exact=self.branched_at)
+        return replace(self.plan, cache=cache, window=window, stop=segment.stop, noise_at=noise)
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Sample with the plain pipeline (ODE) and the averaged weights: images `[B, H, W, 3]` uint8."""
@@ -346,7 +341,7 @@ class Rollout:
 
         def drawn(form: CallFormat) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
-                # as a report has it, for whoever draws them again with diffusers alone
+                # as in the report, so that plain diffusers samples the same images
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
                 given = {"generator": generators[0] if form.text else generators}
 
@@ -409,10 +404,9 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments for samples of one call, which share their images, if any.
+        """Call `draw` with the pipeline's arguments for samples of one call, which share their condition images.
 
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline refuses
-        them.
+        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if it refuses them.
         """
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
@@ -428,11 +422,12 @@ class Rollout:
     ) -> T:
         """Call `draw` with `call` and the images that the samples are conditioned on.
 
-        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried and
-        kept.
+        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried.
         """
-        pipe, count = self.policy.pipe, len(samples)
-        given = picture_arguments(pipe, samples[0].prompt)
+        count, prompt = len(samples), samples[0].prompt
+        if not prompt.metadata:
+            return draw(call)
+        given = picture_arguments(self.policy.pipe, prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
         if count == 1 or not each or self._picture_each:
             return draw(call | given | (each if count > 1 else {}))
@@ -477,12 +472,12 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
 
 def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
     """Number of images `[..., 3]` of a single colour, as a decoder makes them that overflowed."""
-    return sum(_is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
+    def is_blank(colours: np.ndarray) -> bool:
+        some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
+        return bool((some == some[0]).all() and (colours == colours[0]).all())
 
-def _is_blank(colours: np.ndarray) -> bool:
-    some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
-    return bool((some == some[0]).all() and (colours == colours[0]).all())
+    return sum(is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
 
 def find_images(output: BaseOutput) -> np.ndarray:
