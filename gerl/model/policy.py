@@ -21,7 +21,7 @@ from gerl.model.lora import check_components, inject, lora_disabled, lora_file, 
 from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
 from gerl.model.teachers import TeacherModel, adapter_active, fake_active
-from gerl.utils.files import reason
+from gerl.utils.files import first_line, reason
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -404,9 +404,9 @@ def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
     try:
         load(str(file.parent), weight_name=file.name, adapter_name=name, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({reason}): use the model it was trained on"
+            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({first_line(error)}): use the model it was "
+            "trained on"
         ) from error
     if not any(name in layer._all_available_adapter_names() for layer in _layers(pipe)):
         raise ModelError(f"{file} has no weights for {type(pipe).__name__}: use the model it was trained on")

@@ -55,7 +55,13 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     if isinstance(scheduler, KEPT):
         return scheduler
     if isinstance(scheduler, FlowMatchLCMScheduler):
-        return _of_one_size(scheduler)
+        if scheduler.config.get("scale_factors"):
+            raise ModelError(
+                f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps "
+                f"(scale_factors={scheduler.config.scale_factors}), but a transition keeps their size: set "
+                "scale_factors=None"
+            )
+        return scheduler
     if isinstance(scheduler, EDMDPMSolverMultistepScheduler):
         return _edm_euler(scheduler)
     flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or family(scheduler) in FLOW
@@ -150,17 +156,6 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
 def _arguments(scheduler: SchedulerMixin) -> set[str]:
     return set(inspect.signature(scheduler.set_timesteps).parameters)
-
-
-def _of_one_size(scheduler: FlowMatchLCMScheduler) -> FlowMatchLCMScheduler:
-    """`scheduler`, whose latents keep their size along the steps."""
-    if scheduler.config.get("scale_factors"):
-        raise ModelError(
-            f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps "
-            f"(scale_factors={scheduler.config.scale_factors}), but a transition keeps their size: set "
-            "scale_factors=None"
-        )
-    return scheduler
 
 
 def _edm_euler(scheduler: EDMDPMSolverMultistepScheduler) -> EDMEulerScheduler:
