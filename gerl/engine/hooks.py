@@ -14,9 +14,9 @@ import torch
 
 from gerl.engine.tape import ComponentCall, Tape, Tree, detached_copy, materialised
 from gerl.engine.transitions import (
+    COUNTS_STEPS,
     GIVES_MODEL_DTYPE,
     Timestep,
-    advance,
     family,
     lcm_clean,
     predicts_clean,
@@ -47,7 +47,7 @@ class StopPipeline(BaseException):
 
 
 class Head(Protocol):
-    """Receiver of routed calls: a rollout, a branch or a replay."""
+    """Receiver of routed calls: a rollout or a branch. Those that answer from a tape are a `TapeHead`."""
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
@@ -99,20 +99,10 @@ class TapeHead:
         call = next(self.calls, None) if name in self.looped else None
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        advance(scheduler, timestep)
-        return self.next_latents(model_output, sample)
-
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
         """The latents after a step of the modality that goes along; `ReplayError` where it starts elsewhere."""
-        recorded = self.tape.companion(self.accompanied, sample)
         self.accompanied += 1
-        advance(scheduler, timestep)
-        return recorded.x_next
+        return self.tape.companion(self.accompanied - 1, sample).x_next
 
 
 def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:
@@ -131,7 +121,7 @@ class _Step:
     copies are its companions: they belong to the modality that goes along.
     """
 
-    def __init__(self, head: Head, scheduler: SchedulerMixin) -> None:
+    def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
         self.family = family(scheduler)
@@ -192,6 +182,13 @@ class _Step:
         if not self.first:
             self.first.append(self.scheduler)
         goes_along = self.first[0] is self.own is not self.scheduler
+        if isinstance(self.head, TapeHead):
+            # pipelines that noise an image for the next step (inpainting) look its sigma up by the step index
+            if self.family in COUNTS_STEPS:
+                if self.scheduler.step_index is None:
+                    self.scheduler._init_step_index(timestep)
+                self.scheduler._step_index += 1
+            return self.head.next_secondary(sample) if goes_along else self.head.next_latents(model_output, sample)
         step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
         return step(self.scheduler, model_output, timestep, sample)
 
@@ -249,7 +246,7 @@ class LazySchedulerOutput:
 
 
 @contextlib.contextmanager
-def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
+def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'

@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.engine.hooks import StopPipeline, TapeHead, put, rerun
 from gerl.engine.record import DETERMINISTIC, Recorder, StructureOnly, fixed_generators
 from gerl.engine.tape import Tape, Tree, detached_copy, materialised
-from gerl.engine.transitions import Timestep, advance
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 
 # --- Initial latents given by the caller, put where the pipeline takes its own from.
@@ -122,10 +121,8 @@ class _Tracer(TapeHead):
         self.sample = sample
         raise StopPipeline
 
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        return self.next_latents(model_output, sample)
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.next_latents(sample, sample)
 
 
 # --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
@@ -330,10 +327,7 @@ class _Tail(TapeHead):
         self.step += 1
         return self.given if self.step == len(self.tape.steps) else self.tape.steps[self.step - 1].x_next
 
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        advance(scheduler, timestep)
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
         return sample
 
 

@@ -24,7 +24,6 @@ from gerl.engine.tape import (
     Tree,
     detached_copy,
     materialised,
-    num_elements,
     select_call,
     shapes,
 )  # fmt: skip
@@ -281,7 +280,7 @@ class Recorder:
             nth = sum((c.step, c.component) == (k, name) for c in self.tape.component_calls)
             output = self.cached.run(name, nth, exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
-        self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
+        self.tape.add_call(name, output, (args, kwargs))
         return output
 
     def on_scheduler_step(
@@ -347,7 +346,7 @@ class Recorder:
         # a rollout that is stopped is branched from, and a branch reads the output of the denoiser, called last
         kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
         for call in calls:
-            if call.component not in kept and num_elements(call.output) > MAX_KEPT_OUTPUT * sample.numel():
+            if call.component not in kept and call.elements > MAX_KEPT_OUTPUT * sample.numel():
                 call.output = shapes(call.output)
         if k == 0:
             self.skipping.begin(lambda: self.transitions.num_steps(scheduler, timestep))

@@ -239,6 +239,7 @@ class ComponentCall:
     component: str
     output: Tree
     inputs: Tree = None
+    elements: int = 0  # in the tensors of the output, while it is recorded
 
 
 def probed_call(
@@ -314,6 +315,11 @@ class Tape:
     def fresh_call(self) -> dict[str, object]:
         """The call with lists of its own: some pipelines write into theirs."""
         return select_call(self.call, range(self.batch_size))
+
+    def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
+        """Record a component's call after the steps so far."""
+        kept, elements = detached_copy(output), num_elements(output)
+        self.component_calls.append(ComponentCall(len(self.steps), component, kept, shapes(inputs), elements))
 
     @property
     def stochastic_steps(self) -> list[int]:

@@ -63,6 +63,11 @@ class Placement:
     padding: list[tuple[int, int]] = field(default_factory=list)  # (micro-batch, process that repeats it)
     context: int = 1  # processes that share the tokens of a call: the one in `processes` and those after it
 
+    @classmethod
+    def in_turn(cls, count: int, processes: int) -> Placement:
+        """Of `count` micro-batches, one process after the other."""
+        return cls([i % processes for i in range(count)])
+
     def peers(self, number: int) -> range:
         """The processes that share the tokens of micro-batch `number` with its own."""
         first = self.processes[number]
@@ -98,7 +103,7 @@ class Placement:
 def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:
     """Assign micro-batches to `processes` by their `kinds`, which are equal where they need the same calls."""
     if not config.lockstep:
-        return Placement([i % processes for i in range(len(kinds))])
+        return Placement.in_turn(len(kinds), processes)
     ranks, context, found = config.lockstep_ranks, config.cluster.context, Placement([], context=config.cluster.context)
     for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
         members = list(alike)
@@ -166,6 +171,7 @@ class LocalFleet:
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         self.config, self.cluster, self.workers, self.timeline = config, cluster, workers, timeline
         self.trainers = self.samplers = workers
+        self.lockstep = config.lockstep
         self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the step that is trained
         self.pools = build_algorithm(config).pools
         self.recovery: Recovery
@@ -209,6 +215,10 @@ class LocalFleet:
     def forget_sync(self) -> None:
         """All workers have begun again, with the same weights."""
 
+    def place(self, kinds: Sequence[Hashable], processes: int) -> Placement:
+        """Assign micro-batches of these `kinds` to `processes`."""
+        return place(kinds, self.config, processes) if self.lockstep else Placement.in_turn(len(kinds), processes)
+
     # --- train
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
@@ -249,7 +259,7 @@ class LocalFleet:
 
     def lockstep_groups(self, credit: Mapping[int, torch.Tensor]) -> list[list[int]] | None:
         """The ids of the tasks of each lockstep group with some of `credit`; None: not in lockstep."""
-        if not self.config.lockstep:
+        if not self.lockstep:
             return None
         groups = [[tasks[i].id for i in members] for tasks, place in self.held for members in place.groups]
         return [members for members in groups if not credit.keys().isdisjoint(members)]
@@ -319,8 +329,8 @@ class Sampling:
 
     def __init__(self, fleet: LocalFleet, tasks: Sequence[RolloutTask]) -> None:
         self.fleet, self.tasks = fleet, tasks
-        self.patterns = [call_pattern(task) for task in tasks] if fleet.config.lockstep else [None] * len(tasks)
-        self.placement = place(self.patterns, fleet.config, len(fleet.samplers))
+        self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
+        self.placement = fleet.place(self.patterns, len(fleet.samplers))
         self.processes = self.placement.processes
         self.others: list[Pending[None]] = []  # copies in lockstep
 
@@ -349,7 +359,7 @@ class Validating:
 
     def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
         self.samplers, self.batches = fleet.samplers, batches
-        self.placement = place([len(batch) for batch in batches], fleet.config, len(fleet.samplers))
+        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers))
         self.processes = self.placement.processes
 
     def submit(self, number: int) -> Pending[Images]:
@@ -474,7 +484,7 @@ class Transfer(Sampling):
 
     def __init__(self, fleet: SplitFleet, tasks: Sequence[RolloutTask]) -> None:
         super().__init__(fleet, tasks)
-        self.holders = place(self.patterns, fleet.config, len(fleet.trainers))
+        self.holders = fleet.place(self.patterns, len(fleet.trainers))
         self.released: dict[int, Pending[Trajectory]] = {}
         self.received: list[Pending[None]] = []
 

@@ -23,7 +23,7 @@ from gerl.engine.tape import select_call
 from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
-from gerl.model.errors import CallRefused, is_full, model_errors, pipeline_errors, release
+from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
@@ -214,10 +214,12 @@ class Rollout:
         """
         algorithm = algorithm.of(task.samples)
         after, segments = algorithm.rollout_old_after, len(task.segments)
-        with model_errors("rollout", len(task.samples)):
-            pixels, tapes, task = self.draw(
-                task, after is not None and task.samples[0].step > after, not algorithm.needs_whole_batches
-            )
+        old = after is not None and task.samples[0].step > after
+        try:
+            pixels, tapes, task = self.draw(task, old, not algorithm.needs_whole_batches)
+        except (MemoryError, RuntimeError) as error:
+            raise_known(error, "rollout", len(task.samples))
+            raise
         if len(task.segments) > segments:
             if algorithm.settings.sampled_together(algorithm.config.rollout.n) > 1:
                 raise ModelError(
@@ -411,11 +413,14 @@ class Rollout:
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
-        keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
-        keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
-        keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
-        with pipeline_errors(pipe, {key: call[name] for name, key in keys.items()}):
+        try:
             return self._pictured(draw, call, samples)
+        except PIPELINE_ERRORS as error:
+            keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
+            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
+            keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
+            raise_refusal(error, pipe, {key: call[name] for name, key in keys.items()})
+            raise
 
     def _pictured(
         self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]

@@ -19,7 +19,7 @@ from gerl.commandline.command import importing
 from gerl.config import Config
 from gerl.config.algorithms import ForwardProcessConfig
 from gerl.model.call import check_arguments
-from gerl.model.errors import model_errors
+from gerl.model.errors import model_errors, raise_known
 from gerl.objects import Function
 from gerl.protocol import Images, StepEnd, UpdateStats
 from gerl.utils.files import capture_logs, pass_on_logs
@@ -189,8 +189,11 @@ class PolicyWorker:
         def work() -> UpdateStats:
             return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())
 
-        with model_errors("update"):
+        try:
             stats = self.actor.retry_on_oom(list(chain(*own.values())), work)
+        except (MemoryError, RuntimeError) as error:
+            raise_known(error, "update")
+            raise
         return stats if self.leads else UpdateStats()
 
     def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
