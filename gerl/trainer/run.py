@@ -21,7 +21,7 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.command import MOMENT, REMINDER, waiting
+from gerl.commandline.progress import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import requests
 
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.errors import GerlError
 from gerl.run.card import redact
 from gerl.utils.files import reason, write_file
