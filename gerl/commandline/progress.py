@@ -58,7 +58,13 @@ class Progress:
     """
 
     def __init__(
-        self, total: int, initial: int = 0, disable: bool = False, unit: str = "step", what: str = "", leave: bool = True
+        self,
+        total: int,
+        initial: int = 0,
+        disable: bool = False,
+        unit: str = "step",
+        what: str = "",
+        leave: bool = True,
     ) -> None:
         """`leave`: keep the bar when all is done."""
         self.total, self.done, self.unit = total, initial, unit

@@ -210,9 +210,12 @@ class Run:
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
         """Call the method `event` of all extensions and return their results."""
-        plain = getattr(Extension, event)
-        extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
-        return [getattr(extension, event)(self, *arguments) for extension in extensions]
+        return [getattr(extension, event)(self, *arguments) for extension in self.overriding(event).values()]
+
+    def overriding(self, method: str) -> dict[str, Extension]:
+        """Return the extensions that override `method`, by name."""
+        plain = getattr(Extension, method)
+        return {name: e for name, e in self.extensions.items() if getattr(type(e), method) is not plain}
 
     # --- start
 
@@ -449,7 +452,7 @@ class Run:
         state, step.taken, self.patience = self.state, True, REMINDER
         state.unlogged = step.metrics | step.watch.metrics()
         state.step, state.algorithm = step.number, self.algorithm.state()
-        state.extensions = {name: s for name, e in self.extensions.items() if (s := e.state()) is not None}
+        state.extensions = {name: s for name, e in self.overriding("state").items() if (s := e.state()) is not None}
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
@@ -544,7 +547,7 @@ class Run:
     def load_parts(self) -> None:
         """Load the state of the last finished step into algorithm and extensions."""
         self.algorithm.load_state(self.state.algorithm)
-        for name, extension in self.extensions.items():
+        for name, extension in self.overriding("load_state").items():
             extension.load_state(self.state.extensions.get(name))
 
     def set_kl_coef(self, coef: float | None) -> None:

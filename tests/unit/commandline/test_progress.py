@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from gerl.commandline import progress
 from gerl.commandline.progress import Progress
-from gerl.run import progress
 
 
 class Terminal(io.StringIO):
