@@ -22,7 +22,6 @@ from gerl.config import sources
 from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
-from gerl.pages.page import grid, still
 from gerl.run.card import CARD, read_sessions, redact, version_of
 from gerl.run.settings import changes, get
 from gerl.run.tracking import Rows, read_metrics, series
@@ -37,6 +36,7 @@ from gerl.run.validation import (
     standard_error,
 )
 from gerl.utils.files import reason
+from gerl.web.pages import grid, still
 
 # --- Facts of the base model for a model card, as far as they are at hand: its class, its licence, its name
 

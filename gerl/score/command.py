@@ -19,7 +19,6 @@ from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
-from gerl.pages.page import Card, Line, Picture, card_page, show, thumbnail
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.scorers import SCORERS
@@ -35,6 +34,7 @@ from gerl.rewards.total import (
 from gerl.run.progress import Progress
 from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
+from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail
 
 # --- Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column
 
