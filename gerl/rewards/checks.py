@@ -1,14 +1,14 @@
 """The check of the reward before any work, and of a step's samples for groups without all their scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
 from gerl.config.blocks import RunPart
 from gerl.data.preferences import check_groups, good_images
 from gerl.data.sources import check_mixture, given_images, held_out_of, load, named
-from gerl.errors import ConfigError, DataError, RewardError
-from gerl.protocol import Group, Prompt, Sample, ScorerFailure
+from gerl.errors import ConfigError, DataError
+from gerl.protocol import Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
 from gerl.rewards.total import applies, check_routes, looking
 
@@ -87,54 +87,3 @@ def without_people(config: RewardConfig) -> RewardConfig:
             "reward.scorers.clipscore.weight=1"
         )
     return replace(config, scorers=scorers)
-
-
-def usable_groups(
-    samples: Sequence[Sample],
-    totals: Sequence[float | None],
-    failures: Sequence[Sequence[ScorerFailure]],
-    config: RewardConfig,
-) -> tuple[list[bool], list[str]]:
-    """Which samples [B] can be trained on, and one sentence for each group that cannot.
-
-    A sample without a total takes its whole group with it: the group's mean and spread would be of other images than
-    intended. `samples`, `totals` and `failures` are those of a step, in one order.
-
-    Raises:
-        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
-            no group is left.
-    """
-    dropped: dict[Group, str] = {}
-    for sample, total, causes in zip(samples, totals, failures, strict=True):
-        if total is None and sample.group not in dropped:
-            dropped[sample.group] = unscored(f"image {sample.index} of {sample.prompt.text!r}", causes)
-    if dropped:
-        first = next(iter(dropped.values()))
-        check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
-    keep = [sample.group not in dropped for sample in samples]
-    if not any(keep):
-        raise RewardError(
-            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
-            f"failure: {next(iter(dropped.values()))}; fix the scorer"
-        )
-    return keep, [f"group dropped: {reason}" for reason in dropped.values()]
-
-
-def unscored(image: str, causes: Sequence[ScorerFailure]) -> str:
-    """Why an image has no total, by its first failure."""
-    return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
-
-
-def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
-    """Raise `RewardError` if too many of `totals` [B] are missing, or any is and `reward.on_error` is `stop`.
-
-    `first` is the first failure, `images` what was scored, `instead` what `reward.on_error=drop_group` would do.
-    """
-    failed = sum(total is None for total in totals) / len(totals)
-    if failed and config.on_error == "stop":
-        raise RewardError(f"{first}; fix the scorer, or {instead} with reward.on_error=drop_group")
-    if failed > config.max_failed:
-        raise RewardError(
-            f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
-            f"first failure: {first}; fix the scorer and resume with checkpoint.resume=auto"
-        )

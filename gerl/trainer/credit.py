@@ -12,8 +12,7 @@ from gerl.config import Config, ScorerConfig
 from gerl.config.algorithms import ShapedConfig
 from gerl.errors import RewardError
 from gerl.protocol import Sample, Scores
-from gerl.rewards.checks import usable_groups
-from gerl.rewards.total import shaped
+from gerl.rewards.total import shaped, usable_groups
 from gerl.trainer.step import Metrics, ScoreTable
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_scorers_found
-from gerl.rewards.manager import RewardManager, given, try_scorers
+from gerl.rewards.manager import RewardManager, functions_of, try_scorers
 from gerl.rewards.total import described
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
@@ -255,7 +255,7 @@ class Run:
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
-        functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
+        functions = functions_of(config.reward.scorers) if config.algorithm.differentiates else {}
         whole = trainer = with_scorers_found(replace(config, model=config.model.for_resume()) if checkpoint else config)
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
