@@ -205,9 +205,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The pipeline in memory gets back what training sets aside, and keeps the LoRA, its average.
+        """Restore what training changes in the pipeline in memory, but keep the LoRA (its average).
 
-        Where no step was finished it keeps none: another attempt would be refused for it.
+        Without a finished step the LoRA is removed, since another attempt would be refused because of it.
         """
         if self.pipe is None:
             yield

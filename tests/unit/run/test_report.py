@@ -180,7 +180,7 @@ def test_one_validation(run_dir: Path) -> None:
 
 def test_one_step(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1)
-    text, page = read(tmp_path)
+    text, _ = read(tmp_path)
     assert "measured once so far" in text
 
 
@@ -189,7 +189,7 @@ def test_no_metrics_yet(tmp_path: Path, content: str | None) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG if content is None else "not: [valid")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    text, page = read(tmp_path)
+    text, _ = read(tmp_path)
     assert "No reward measured yet" in text
 
 
