@@ -71,10 +71,7 @@ class Options:
     warm_up: bool = key("false: start without scoring that image", True)
 
     def __post_init__(self) -> None:
-        for all_name, one_name in (
-            ("max_in_flight_mb", "max_body_mb"),
-            ("max_in_flight_megapixels", "max_megapixels"),
-        ):
+        for all_name, one_name in (("max_in_flight_mb", "max_body_mb"), ("max_in_flight_megapixels", "max_megapixels")):
             whole, one = getattr(self, all_name), getattr(self, one_name)
             if whole < one:
                 raise ConfigError(f"{all_name}={whole} is less than {one_name}={one} of a single request: raise it")

@@ -32,8 +32,7 @@ class Options:
 
     model: str | None = key("the pipeline: Hub id, folder, or signs; default: that of the configuration")
     lora: list[tuple[str | None, str]] = key(
-        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results",
-        [],
+        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results", []
     )
     prompts: str | None = key(
         ".txt, .jsonl, .csv or .parquet file, the name of a built-in list, or hf:owner/name[split]; default: "

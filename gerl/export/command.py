@@ -53,8 +53,7 @@ class Request:
         low=1,
     )
     overwrite: bool = key(
-        "true: write into a non-empty folder or repository; files with the same name are replaced, others stay",
-        False,
+        "true: write into a non-empty folder or repository; files with the same name are replaced, others stay", False
     )
     push: str | None = key("owner/name: upload format=hub to the Hugging Face Hub; requires 'hf auth login'")
     private: bool = key("true: with push, create the repository as private", False)
