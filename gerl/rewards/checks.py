@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
 from gerl.config.blocks import RunPart
-from gerl.data.preferences import check_groups, good_images
-from gerl.data.sources import check_mixture, given_images, held_out_of, load, named
+from gerl.data.preferences import check_groups, images_to_imitate
+from gerl.data.sources import check_mixture, limit_prompts, load, rows_have_images, source_names
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
-from gerl.rewards.total import applies, check_routes, looking
+from gerl.rewards.total import active_scorers, applies, check_routes
 
 PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # of a run, by their key
 
@@ -41,17 +41,17 @@ def read_prompts(
     prompts = load(given, config.data, key)
     if key == "data.train":
         check_mixture(config, prompts[:most])
-        if given_images(config.data, key):
+        if rows_have_images(config.data, key):
             try:
                 check_groups(prompts, config.rollout.n, config.algorithm.groups_of_one, config.algorithm.name)
             except DataError as error:
-                raise DataError(f"{key}={named(given)}: {error}") from None
+                raise DataError(f"{key}={source_names(given)}: {error}") from None
     try:
-        prompts = held_out_of(arrange(prompts), most, given)
-        scorers = looking(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
+        prompts = limit_prompts(arrange(prompts), most, given)
+        scorers = active_scorers(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
         check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
-        raise DataError(f"{key}={named(given)}: {error}") from None
+        raise DataError(f"{key}={source_names(given)}: {error}") from None
     return prompts
 
 
@@ -66,10 +66,10 @@ def read_regularising(config: Config) -> list[Prompt]:
             )
         return []
     try:
-        return good_images(load(given, config.data, key))
+        return images_to_imitate(load(given, config.data, key))
     except DataError as error:
         said = str(error)
-        raise DataError(said if said.startswith(key) else f"{key}={named(given)}: {said}") from None
+        raise DataError(said if said.startswith(key) else f"{key}={source_names(given)}: {said}") from None
 
 
 def without_people(config: RewardConfig) -> RewardConfig:

@@ -23,7 +23,7 @@ from gerl.objects import PREFIX, Function, function
 from gerl.protocol import FeedbackRequest, Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
-from gerl.rewards.total import applies, looking, total
+from gerl.rewards.total import active_scorers, applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 from gerl.timeline import Timeline
 
@@ -70,10 +70,10 @@ class Pool:
     def start(self, process: int, until: float | None = None) -> None:
         """Have a new process build its scorers, as soon as it has room."""
         if not self.workers.remote:
-            self.starting[self.workers.submit(process, RewardWorker.ready)] = Start(process)
+            self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
         until = time.perf_counter() + self.patience if until is None else until
-        self.starting[self.workers.submit(process, RewardWorker.here)] = Start(process, until)
+        self.starting[self.workers.submit(process, RewardWorker.ping)] = Start(process, until)
 
     def start_all(self) -> None:
         """Start all processes anew: the Ray that had them is gone."""
@@ -109,22 +109,22 @@ class Pool:
             self.renew(process)
             return
         if until is not None:
-            self.starting[self.workers.submit(process, RewardWorker.ready)] = Start(process)
+            self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
         self.died.discard(process)
         self.idle.append(process)
 
     @property
-    def late(self) -> dict[Pending[None], Start]:
+    def without_room(self) -> dict[Pending[None], Start]:
         """The processes that have no room yet."""
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
-    def look_for_room(self) -> None:
+    def check_room(self) -> None:
         """Go on without processes for which there was no room in time; they join the others when there is some.
 
         Raises `RewardError` if no process has room.
         """
-        now, late, count = time.perf_counter(), self.late, len(self.workers)
+        now, late, count = time.perf_counter(), self.without_room, len(self.workers)
         for pending, start in late.items():
             if start.until is None or start.until > now or self._starts_slowly(pending, start.process):
                 continue
@@ -134,7 +134,7 @@ class Pool:
             logger.warning("Ray has no room for %s: the run continues with %d of %d processes", name, left, count)
             self.starting[pending] = Start(start.process, math.inf)
 
-    def begin(self, process: int) -> None:
+    def wait_until_ready(self, process: int) -> None:
         """Wait until a process has built its scorers; raises `RewardError` if it cannot, or has no room."""
         while pending := [pending for pending, start in self.starting.items() if start.process == process]:
             until = self.starting[pending[0]].until or math.inf
@@ -326,7 +326,7 @@ class RewardManager:
 
         `held_out`: images of a validation, about which people are not asked.
         """
-        part = looking(self.config.scorers, "validation" if held_out else "training")
+        part = active_scorers(self.config.scorers, "validation" if held_out else "training")
         scorers = {name: scorer for name, scorer in part.items() if not (held_out and name in self.people)}
         return ScoringRound(self, samples, scorers)
 
@@ -350,7 +350,7 @@ class RewardManager:
     @property
     def wants_room(self) -> bool:
         """Whether a process waits for Ray to place it."""
-        return any(pool.late for pool in self.distinct_pools)
+        return any(pool.without_room for pool in self.distinct_pools)
 
     @property
     def capacity(self) -> int:
@@ -380,7 +380,7 @@ class RewardManager:
         starting = [pending for pool in self.distinct_pools for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
         deadlines += [job.wake for job in self.feedback_queue]
-        starts = [start for pool in self.distinct_pools for start in pool.late.values()]
+        starts = [start for pool in self.distinct_pools for start in pool.without_room.values()]
         deadlines += [start.until for start in starts if start.until and start.until < math.inf]
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
@@ -395,7 +395,7 @@ class RewardManager:
         for pool in self.distinct_pools:
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)
-            pool.look_for_room()
+            pool.check_room()
         now = time.perf_counter()
         for answer, call in list(self.running.items()):
             if answer in ended:
@@ -410,7 +410,7 @@ class RewardManager:
         try:
             answer = pending.ended()
         except WorkerDied:
-            lost = job.round.lost(job)  # if it was the worker that samples who died
+            lost = job.round.sampling_error(job)  # if it was the worker that samples who died
             if lost is None:
                 self._renew(call, "its process died")
                 return
@@ -437,7 +437,7 @@ class RewardManager:
             logger.warning("scorer %s: %s", job.scorer, message)
         for reason in answer.retried:
             logger.warning("scorer %s was called again after it failed for %s", job.scorer, reason)
-        job.round.take(job, answer.rows)
+        job.round.store(job, answer.rows)
 
     def _renew(self, call: Call, reason: str) -> None:
         """Restart a process that died or hangs, and repeat its call, or give it up."""
@@ -457,7 +457,7 @@ class RewardManager:
             load.retries += 1
             call.pool.queue.appendleft(job)
             return
-        job.round.take(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
+        job.round.store(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
 
     def metrics(self) -> dict[str, float]:
         """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
@@ -538,7 +538,7 @@ class ScoringRound:
             return pool.workers.submit(process, RewardWorker.ask, *arguments, *images)
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
-    def take(self, job: Job, rows: Sequence[Row]) -> None:
+    def store(self, job: Job, rows: Sequence[Row]) -> None:
         """Keep the rows that the call of `job` has brought."""
         self.left -= 1
         for (i, row), found in zip(job.places, rows, strict=True):
@@ -548,7 +548,7 @@ class ScoringRound:
         """The prompts of `job`, each once."""
         return list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
 
-    def lost(self, job: Job) -> Exception | None:
+    def sampling_error(self, job: Job) -> Exception | None:
         """Why the images of `job` are not there; None if they are."""
         for i in {i for i, _ in job.places}:
             try:
@@ -604,7 +604,7 @@ def try_scorers(
     if not config.reward.trial:
         return
     for pool in manager.distinct_pools:
-        pool.begin(0)
+        pool.wait_until_ready(0)
     calls: dict[str, Pending[Answer] | str] = {}
     for name, scorer in config.reward.scorers.items():
         known = held_out if scorer.during == "validation" else prompts

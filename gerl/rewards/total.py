@@ -22,17 +22,17 @@ def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
 
-def looking(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
+def active_scorers(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
     """The scorers that look at the images of a `part` of a run (`reward.scorers.NAME.during`)."""
     return {name: scorer for name, scorer in scorers.items() if scorer.during in ("both", part)}
 
 
-def looking_always(config: RewardConfig) -> RewardConfig:
+def with_all_active(config: RewardConfig) -> RewardConfig:
     """The reward where nothing is trained, as in `gerl.score`: every scorer looks at all images."""
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
-def shaped(scorer: ScorerConfig, score: float) -> float:
+def rescaled(scorer: ScorerConfig, score: float) -> float:
     """`clip(scale * score + offset)`: a score on the scale on which it counts."""
     value = scorer.scale * score + scorer.offset
     low, high = scorer.clip or (-math.inf, math.inf)
@@ -54,7 +54,7 @@ def total(
         score = scores[name]
         if isinstance(score, ScorerFailure):
             return None
-        counted = shaped(scorer, score)
+        counted = rescaled(scorer, score)
         parts[name] = scorer.weight * counted
         if max(abs(counted), abs(parts[name])) > LARGEST:
             return _too_large(name, counted if abs(counted) > abs(parts[name]) else parts[name])
@@ -70,7 +70,7 @@ def _too_large(name: str, value: float) -> ScorerFailure:
     )
 
 
-def described(scorers: Mapping[str, ScorerConfig]) -> str:
+def describe_reward(scorers: Mapping[str, ScorerConfig]) -> str:
     """Which scorers count how much, in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
     parts = [f"{scorer.weight:g} x {name}{_notes(scorer)}" for name, scorer in scorers.items() if scorer.weight]
     only = {"both": "", "training": " (in training)", "validation": " (in validation)"}
@@ -116,7 +116,7 @@ class Row(Protocol):
     def failure(self) -> str: ...
 
 
-def row_of(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
+def score_row(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
     """Values by column, and why some are missing, of image `i` of a micro-batch."""
     causes = dict.fromkeys(f"{failure.scorer}: {failure.reason}" for failure in scores.failures[i])
     return {TOTAL: scores.totals[i]} | {name: column[i] for name, column in scores.by_scorer.items()}, "; ".join(causes)
@@ -176,7 +176,7 @@ def usable_groups(
     dropped: dict[Group, str] = {}
     for sample, total, causes in zip(samples, totals, failures, strict=True):
         if total is None and sample.group not in dropped:
-            dropped[sample.group] = unscored(f"image {sample.index} of {sample.prompt.text!r}", causes)
+            dropped[sample.group] = failure_text(f"image {sample.index} of {sample.prompt.text!r}", causes)
     if dropped:
         first = next(iter(dropped.values()))
         check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
@@ -189,7 +189,7 @@ def usable_groups(
     return keep, [f"group dropped: {reason}" for reason in dropped.values()]
 
 
-def unscored(image: str, causes: Sequence[ScorerFailure]) -> str:
+def failure_text(image: str, causes: Sequence[ScorerFailure]) -> str:
     """Why an image has no total, by its first failure."""
     return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
 

@@ -153,7 +153,7 @@ def test_a_worker_gets_its_functions_and_names_the_line_that_raised() -> None:
         functions = functions_of(scorers)
         assert functions == {"f": fails}
         worker = RewardWorker({"f": scorers["f"]}, 0, ".", functions)
-        worker.ready()
+        worker.build()
         answer = worker.score("f", [(0, 0)], ["a"], [{}], Images(0, np.zeros((1, 2, 2, 3), np.uint8), 0.0))
     reason = answer.rows[0]["f"].reason  # type: ignore[union-attr]
     assert "ValueError: no" in reason and "test_custom.py, line" in reason and 'raise ValueError("no")' in reason
