@@ -17,12 +17,12 @@ from PIL import Image
 
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
-from gerl.pages.page import grid, thumbnail, to_data_uri
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import write_file
+from gerl.web.pages import grid, thumbnail, to_data_uri
 
 # --- A run as an object: its metrics, images and LoRA, read from its folder
 

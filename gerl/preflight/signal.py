@@ -15,7 +15,7 @@ from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.config.algorithms import WeightedConfig
 from gerl.config.blocks import StepWeighting

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.pages.page import still
 from gerl.timeline import DRIVER, Span
 from gerl.utils.files import finite, write_file, writing
+from gerl.web.pages import still
 
 # --- `live/`: training images with their scores, one sheet for each of the latest and some earlier steps
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.pages.page import enlarge
 from gerl.run import session
 from gerl.run.card import redact
 from gerl.run.checkpoint import alive_since, checkpoint_paths
@@ -35,6 +34,7 @@ from gerl.run.settings import (
 )
 from gerl.run.tracking import Rows
 from gerl.run.validation import load_validation, mean, standard_error, validation_steps
+from gerl.web.pages import enlarge
 
 # --- Metrics by column, read incrementally and downsampled for a page
 

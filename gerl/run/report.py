@@ -22,7 +22,6 @@ from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import GerlError
-from gerl.pages.page import page_assets, render
 from gerl.run.card import CARD, read_sessions
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
@@ -32,6 +31,7 @@ from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
 from gerl.run.validation import BeforeAfter, estimate, load_validations, mean
 from gerl.utils.files import write_file
+from gerl.web.pages import page_assets, render
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
-from gerl.pages.page import Card, Picture, thumbnail
 from gerl.utils.files import finite, write_file, writing
+from gerl.web.pages import Card, Picture, thumbnail
 
 # --- Means with bootstrap confidence intervals
 

@@ -21,7 +21,7 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.command import MOMENT, REMINDER, waiting
+from gerl.commandline.progress import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
@@ -29,9 +29,9 @@ from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
-from gerl.rewards.gradients import with_scorers_found
-from gerl.rewards.manager import RewardManager, given, try_scorers
-from gerl.rewards.total import described
+from gerl.rewards.gradients import with_absolute_paths
+from gerl.rewards.manager import RewardManager, functions_of, try_scorers
+from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
@@ -209,9 +209,12 @@ class Run:
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
         """Call the method `event` of all extensions and return their results."""
-        plain = getattr(Extension, event)
-        extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
-        return [getattr(extension, event)(self, *arguments) for extension in extensions]
+        return [getattr(extension, event)(self, *arguments) for extension in self.overriding(event).values()]
+
+    def overriding(self, method: str) -> dict[str, Extension]:
+        """Return the extensions that override `method`, by name."""
+        plain = getattr(Extension, method)
+        return {name: e for name, e in self.extensions.items() if getattr(type(e), method) is not plain}
 
     # --- start
 
@@ -234,7 +237,7 @@ class Run:
         self.state.step = checkpoint.step if checkpoint else 0  # named in the message of a request to stop
         self.notify("stepping")
         name = "/".join(self.run_dir.absolute().parts[-2:])
-        logger.info("reward: %s", described(config.reward.scorers))
+        logger.info("reward: %s", describe_reward(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
         self.fleet = self.start_fleet(checkpoint)
         try:
@@ -254,8 +257,10 @@ class Run:
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
-        functions = given(config.reward.scorers) if config.algorithm.differentiates else {}
-        whole = trainer = with_scorers_found(replace(config, model=config.model.for_resume()) if checkpoint else config)
+        functions = functions_of(config.reward.scorers) if config.algorithm.differentiates else {}
+        whole = trainer = with_absolute_paths(
+            replace(config, model=config.model.for_resume()) if checkpoint else config
+        )
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))
@@ -448,7 +453,7 @@ class Run:
         state, step.taken, self.patience = self.state, True, REMINDER
         state.unlogged = step.metrics | step.watch.metrics()
         state.step, state.algorithm = step.number, self.algorithm.state()
-        state.extensions = {name: s for name, e in self.extensions.items() if (s := e.state()) is not None}
+        state.extensions = {name: s for name, e in self.overriding("state").items() if (s := e.state()) is not None}
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
@@ -543,7 +548,7 @@ class Run:
     def load_parts(self) -> None:
         """Load the state of the last finished step into algorithm and extensions."""
         self.algorithm.load_state(self.state.algorithm)
-        for name, extension in self.extensions.items():
+        for name, extension in self.overriding("load_state").items():
             extension.load_state(self.state.extensions.get(name))
 
     def set_kl_coef(self, coef: float | None) -> None:

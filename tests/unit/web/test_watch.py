@@ -13,7 +13,7 @@ from watching import make_run
 
 from gerl.commandline.command import PAGE
 from gerl.errors import ConfigError
-from gerl.watch.command import addresses, main, opened
+from gerl.web.watch import addresses, main, opened
 
 
 @pytest.mark.parametrize(

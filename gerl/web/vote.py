@@ -16,13 +16,12 @@ from pathlib import Path
 
 from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import is_loopback, listen, run_command
+from gerl.commandline.command import is_loopback, listen, require, run_command
 from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run, hydra_options
 from gerl.errors import ConfigError, Interrupted, TrainingError
-from gerl.rewards.scorers import require
 from gerl.run.session import VOTES
 from gerl.trainer.run_folder import folder_to_resume, read_configuration
-from gerl.vote import reaper
+from gerl.web import reaper
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
@@ -108,14 +107,15 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
         raise ConfigError(
             "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
         )
-    _require()
-    from gerl.vote.app import Tokens, address, serving
-    from gerl.vote.ballots import Ballots, Rules
+    require("vote", "fastapi", "uvicorn")
+    from gerl.web.ballots import Ballots, Rules
+    from gerl.web.server import address
+    from gerl.web.voting import Tokens, voting
 
     tokens = Tokens.of(options.folder, options.host, names)
     ballots = Ballots(options.folder, Rules(options.votes, options.lease, options.undo))
     listener = listen(options.host, options.port)
-    with serving(listener, ballots, tokens) as server:
+    with voting(listener, ballots, tokens) as server:
         tokens.keep()
         _say(tokens.links(address(listener, _public(options.host))))
         url, token = address(listener, _public(options.host)), ""
@@ -129,15 +129,16 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
 def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> None:
     """Serve, and train on the votes."""
     run_dir, steps, given = prepare(overrides)
-    _require()
-    from gerl.vote.app import Tokens, address, serving
-    from gerl.vote.ballots import Ballots, Rules
+    require("vote", "fastapi", "uvicorn")
+    from gerl.web.ballots import Ballots, Rules
+    from gerl.web.server import address
+    from gerl.web.voting import Tokens, voting
 
     folder = run_dir / VOTES
     tokens = Tokens.of(folder, options.host, names)
     ballots = Ballots(folder, Rules(options.votes, options.lease, options.undo, steps))
     listener = listen(options.host, options.port)
-    with serving(listener, ballots, tokens) as server:
+    with voting(listener, ballots, tokens) as server:
         own = ALL.get(options.host)
         kwargs = f"url: '{address(listener, own)}'" + (f", token_env: {TOKEN}" if tokens.run is not None else "")
         scorer = f"reward.scorers={{vote: {{kwargs: {{{kwargs}}}}}}}"
@@ -170,11 +171,6 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
         return run_dir, config.trainer.steps, given
     settings = read_configuration(run_dir / "config.yaml")[0]
     return run_dir, compose_changes(settings, [example, *overrides]).trainer.steps, given
-
-
-def _require() -> None:
-    for module in ("fastapi", "uvicorn"):
-        require(module, "vote")
 
 
 def _public(host: str) -> str | None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.pages.page import GAP, enlarge, grid, thumbnail, to_data_uri
+from gerl.web.pages import GAP, enlarge, grid, thumbnail, to_data_uri
 
 
 def image(height: int, width: int, value: int = 0) -> np.ndarray:

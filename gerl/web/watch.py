@@ -4,19 +4,16 @@ import contextlib
 import logging
 import re
 import secrets
-import signal
 import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import PAGE, importing, is_loopback, listen, run_command
+from gerl.commandline.command import PAGE, importing, is_loopback, listen, require, run_command
 from gerl.errors import ConfigError, GerlError
-from gerl.watch.folders import Folders
 
 logger = logging.getLogger("gerl")
 TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
@@ -61,35 +58,21 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def serve(request: Request, stop: threading.Event) -> None:
     """Serve the page until `stop` is set; raises `GerlError` if that is not possible."""
-    folders = Folders.of(request.run)
     if request.token is not None and not TOKEN.fullmatch(request.token):
         raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
     if request.port is not None and request.port > 65535:
         raise ConfigError(f"port={request.port}: expected a port, 0 to 65535")
     with importing():
-        for module in ("starlette", "uvicorn"):
-            _require(module)
-        import uvicorn
-
-        from gerl.commandline.http_server import Connection
-        from gerl.watch.server import build_site
-    token = request.token
+        require("watch", "starlette", "uvicorn")
+        from gerl.web.server import serving, stop_on_signals
+        from gerl.web.site import Folders, build_site
+    folders, token = Folders.of(request.run), request.token
     if token is None and not is_loopback(request.host):
         token = secrets.token_urlsafe(24)
     app, site = build_site(folders, token)
-    with opened(request.host, request.port) as listener:
-        config = uvicorn.Config(
-            app,
-            http=Connection,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(CLOSING),
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
-        thread.start()
-        _on_signals(stop)
+    listener = opened(request.host, request.port)
+    with serving(app, listener, CLOSING) as thread:
+        stop_on_signals(stop)
         logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
         try:
             while not stop.wait(LOOK):
@@ -97,14 +80,6 @@ def serve(request: Request, stop: threading.Event) -> None:
                     raise GerlError("the page's server stopped: see its log")
         finally:
             site.close()
-            server.should_exit = True
-            thread.join(CLOSING + 2)
-
-
-def _on_signals(stop: threading.Event) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
 
 
 def opened(host: str, port: int | None) -> socket.socket:
@@ -120,18 +95,7 @@ def opened(host: str, port: int | None) -> socket.socket:
 
 def addresses(host: str, listener: socket.socket, token: str | None) -> list[str]:
     """Where a browser finds the page."""
-    port = listener.getsockname()[1]
-    names = [host]
-    if host in ("0.0.0.0", "::"):
-        names = ["localhost", socket.gethostname()]
-    shown = [f"[{name}]" if ":" in name else name for name in names]
-    return [f"http://{name}:{port}/" + (f"?token={quote(token)}" if token else "") for name in shown]
+    from gerl.web.server import address
 
-
-def _require(module: str) -> None:
-    try:
-        import_module(module)
-    except ImportError as error:
-        raise GerlError(
-            f"the page needs the package {module}, which cannot be imported ({error}): run pip install 'gerl[watch]'"
-        ) from None
+    names = ["localhost", socket.gethostname()] if host in ("0.0.0.0", "::") else [host]
+    return [f"{address(listener, name)}/" + (f"?token={quote(token)}" if token else "") for name in names]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from voting import group, pngs, service
 
-from gerl.vote.ballots import Ballots
+from gerl.web.ballots import Ballots
 
 api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

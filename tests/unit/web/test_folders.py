@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from gerl.errors import GerlError
-from gerl.watch.folders import Folders
+from gerl.web.site import Folders
 
 
 def make(folder: Path) -> Path:

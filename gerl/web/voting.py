@@ -31,12 +31,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
 from gerl.commandline.command import is_loopback
-from gerl.commandline.http_server import Gate, Visit, bearer, is_token, refused
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.remote import VERSION
 from gerl.rewards.scorers.vote import NAME
 from gerl.utils.files import reason, writing
-from gerl.vote.ballots import MOST, Ballot, Ballots, Refused, asked
+from gerl.web.ballots import MOST, Ballot, Ballots, Refused, asked
+from gerl.web.pages import ASSETS
+from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, serving
 
 # --- Who may do what at a vote service: the tokens of the voters and of the run
 
@@ -118,16 +119,12 @@ def _read(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-# --- The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
-#
-# Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`). Below a voter's
-# link, for the page or a program that votes: the page, `GET events` (server-sent after each change: `data:` is JSON
-# with `group` or null, `progress` and `undo`), `GET images/GROUP/N.png`, and as application/json `POST vote` with
-# {"group": id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"error": sentence}.
+# --- The pages of the voters and the requests of the run
 
 logger = logging.getLogger("gerl")
-PAGE = Path(__file__).parent / "page"
+PAGE = ASSETS / "vote"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
+CLOSING = 2.0  # seconds for requests under way when the service ends
 LOOK = 5.0  # seconds after which a page is told what has changed by time alone
 PNG = b"\x89PNG\r\n\x1a\n"
 Strict = ConfigDict(extra="forbid", strict=True)
@@ -155,39 +152,16 @@ class Ranks(BaseModel):
     ranks: Annotated[list[int], Field(max_length=MOST)]
 
 
-class News:
-    """Wakes the pages when something has changed; may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pages: set[asyncio.Event] = set()
-
-    def page(self) -> asyncio.Event:
-        """An event for a page to wait for."""
-        self._loop = asyncio.get_running_loop()
-        event = asyncio.Event()
-        self._pages.add(event)
-        return event
-
-    def gone(self, event: asyncio.Event) -> None:
-        """The page is closed."""
-        self._pages.discard(event)
-
-    def tell(self) -> None:
-        """Wake all pages."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        for event in self._pages:
-            event.set()
-
-
 def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
     """The service of `ballots`; everything that changes them is called in its event loop."""
     app = FastAPI(title="gerl vote", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    news = News()
-    ballots.changed = news.tell
+    pages: set[Subscriber] = set()
+
+    def changed() -> None:
+        for page in list(pages):
+            page.wake()
+
+    ballots.changed = changed
     app.add_middleware(Gate, admit=tokens.admit, local=tokens.loopback)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
@@ -198,7 +172,7 @@ def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
 
     @app.get("/events")
     async def events(request: Request) -> Response:
-        return StreamingResponse(_stream(ballots, request.state.visitor, news), media_type="text/event-stream")
+        return StreamingResponse(_stream(ballots, request.state.visitor, pages), media_type="text/event-stream")
 
     @app.get("/images/{group}/{file}")
     async def image(group: str, file: str) -> Response:
@@ -287,21 +261,19 @@ def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
     return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, **files}
 
 
-async def _stream(ballots: Ballots, voter: str, news: News) -> AsyncIterator[str]:
-    event, sent = news.page(), ""
+async def _stream(ballots: Ballots, voter: str, pages: set[Subscriber]) -> AsyncIterator[str]:
+    page, sent = Subscriber(), ""
+    pages.add(page)
     ballots.sign(voter)
     try:
         while True:
-            event.clear()
             text = json.dumps(view(ballots, voter))
             yield f"data: {text}\n\n" if text != sent else ": still here\n\n"
             sent = text
-            try:
-                await asyncio.wait_for(event.wait(), LOOK)
-            except TimeoutError:
+            if not await page.wait(LOOK):
                 ballots.sign(voter, active=False)
     finally:
-        news.gone(event)
+        pages.discard(page)
 
 
 def _decoded(images: list[str], kind: str = "image") -> list[bytes]:
@@ -343,53 +315,19 @@ async def _broken(_: Request, problem: Exception) -> Response:
     return refused(500, str(problem))
 
 
-# --- A vote service that runs: its socket and its server, in a thread of this process
-
-CLOSING = 2.0  # seconds for requests under way when the service ends
 TOLD = 0.3  # seconds in which pages hear that the run is over
-STARTING = 10.0
-
-
-def address(listener: socket.socket, host: str | None = None) -> str:
-    """The URL of a socket, under another name of this machine if one is given."""
-    bound, port = listener.getsockname()[:2]
-    name = host or bound
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 @contextlib.contextmanager
-def serving(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
-    """The service at `listener` as long as the context lasts; pages are told of `ballots.ended` before it ends."""
-    import uvicorn
-
-    from gerl.commandline.http_server import Connection
-
-    config = uvicorn.Config(
-        build_app(ballots, tokens),
-        http=Connection,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=int(CLOSING),
-        server_header=False,
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="vote service", daemon=True)
-    thread.start()
+def voting(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
+    """Serve at `listener` while the context lasts; pages are told of `ballots.ended` before it ends."""
     try:
-        deadline = time.monotonic() + STARTING
-        while not server.started:
-            if not thread.is_alive() or time.monotonic() > deadline:
-                raise GerlError("the vote service failed to start: see its log")
-            time.sleep(0.01)
-        yield thread
+        with serving(build_app(ballots, tokens), listener, CLOSING) as thread:
+            try:
+                yield thread
+            finally:
+                if ballots.ended:
+                    time.sleep(TOLD)
     finally:
-        if ballots.ended:
-            time.sleep(TOLD)
-        # open event streams never end by themselves, and uvicorn would log an error for each
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        server.should_exit = True
-        thread.join(CLOSING + 5)
-        listener.close()
         ballots.write_preferences()
         ballots.journal.close()

@@ -1,11 +1,13 @@
 """The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons."""
 
-import asyncio
 import json
 import logging
+import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,39 +17,72 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gerl.commandline.http_server import Gate, Visit, bearer, is_token, refused
 from gerl.errors import GerlError
-from gerl.pages.page import page_assets, render
 from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
 from gerl.run.session import COMMANDS, ask
-from gerl.watch.folders import Folders
+from gerl.web.pages import page_assets, render
+from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+
+# --- The run folders that a page shows
+
+MARKS = ("config.yaml", "metrics.jsonl")
+DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
+MOST = 2000  # run folders
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written into `folder`."""
+    return any((folder / name).is_file() for name in MARKS)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """All run folders below `root`, by their path from there; `chosen` is the one that was asked for."""
+
+    root: Path
+    chosen: str | None = None
+
+    @classmethod
+    def of(cls, given: Path) -> "Folders":
+        """Those of a run folder and the ones beside it, or of a folder with runs in it; raises `GerlError`."""
+        if not given.is_dir():
+            raise GerlError(
+                f"run={given}: there is no such folder; give a run folder, or one with runs, such as outputs/"
+            )
+        folder = given.resolve()
+        if not is_run(folder):
+            return cls(folder)
+        beside = folder.parent.parent if folder.parent.parent.name == "outputs" else folder.parent
+        return cls(beside, folder.relative_to(beside).as_posix())
+
+    def found(self) -> dict[str, Path]:
+        """The run folders there are now, in the order of their names."""
+        names = dict.fromkeys([self.chosen] if self.chosen else [])
+        for path in _below(self.root, DEPTH):
+            names.setdefault(path.relative_to(self.root).as_posix())
+            if len(names) == MOST:
+                break
+        return {name: self.root / name for name in sorted(names)}
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+        return
+    try:
+        inside = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for name in inside if depth else ():
+        if not name.startswith("."):
+            yield from _below(folder / name, depth - 1)
+
 
 # --- Tells pages what has changed: one thread looks at the files of a run, for however many pages
 
 PAUSE = 0.5  # seconds between looks
 ALIVE = 15.0  # seconds after which a stream without news has a line all the same: who reads it may be gone
-
-
-class Subscriber:
-    """A page that waits for news."""
-
-    def __init__(self) -> None:
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-
-    def wake(self) -> None:
-        """There are news; called by any thread."""
-        self._loop.call_soon_threadsafe(self._news.set)
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait for news, for at most so many seconds; whether there are any."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        self._news.clear()
-        return True
 
 
 class Watcher:

@@ -11,8 +11,8 @@ import pytest
 import requests
 import uvicorn
 
-from gerl.commandline import http_server
-from gerl.commandline.http_server import Connection
+from gerl.web import server as http_server
+from gerl.web.server import Connection
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# --- Self-contained HTML pages: a table whose lines sort the cards below it, and other pages of the same cards
+ASSETS = Path(__file__).parent / "assets"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def show(value: float | None, sign: str = "") -> str:
 def render(template: str, **values: object) -> str:
     """The page of `template` with `values`, escaped; a value that the template misses is an error."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -109,18 +109,14 @@ def render(template: str, **values: object) -> str:
 
 def page_assets(own: str = "") -> dict[str, str]:
     """`script` and `style` of the page that shows a run; with `own`, its rules are for what is in that element only."""
-    script, style = (
-        Path(__file__).parent.joinpath(f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css")
-    )
+    script, style = ((ASSETS / f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     shared, mark, rules = style.partition("/* all below")
     return {"script": script, "style": f"{shared}{own} {{\n{mark}{rules}}}\n" if own else style}
 
 
 # --- Image grids and data URIs
 
-PAPER = (255, 255, 255)
-INK = (30, 30, 30)
-GAP = 6
+PAPER, INK, GAP = (255, 255, 255), (30, 30, 30), 6
 
 
 def enlarge(image: np.ndarray, min_width: int = 128, max_width: int = 512) -> Image.Image:

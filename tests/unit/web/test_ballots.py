@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from voting import group, pngs
 
 from gerl.errors import GerlError, RewardError
-from gerl.vote.ballots import Ballots, Journal, Refused, Rules, asked, checked, mean_scores, scores
+from gerl.web.ballots import Ballots, Journal, Refused, Rules, asked, checked, mean_scores, scores
 
 
 class Clock:

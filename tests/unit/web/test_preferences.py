@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from gerl.vote.preferences import Preference, write_preferences
+from gerl.web.ballots import Preference, write_preferences
 
 ROW = Preference(
     run="signs/now",

@@ -1,6 +1,8 @@
 """The state of a vote service: its groups, the votes on them, the ranks these give, and the journal on disk."""
 
 import hashlib
+import importlib.util
+import io
 import json
 import logging
 import os
@@ -14,8 +16,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError, RewardError
-from gerl.utils.files import reason, writing
-from gerl.vote.preferences import Preference, write_preferences
+from gerl.utils.files import reason, write_file, writing
 
 # --- A group that people are asked about, as the run describes it, with the votes on it
 
@@ -67,6 +68,27 @@ class Vote:
     ranks: list[int]
     time: float
     used: bool = False  # the run has learned from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """A vote on a group of N images: `ranks` [N] from 1 for the best, ties share one; skipped: all 1.
+
+    images: [N] PNGs, relative to the file's folder; sources: likewise, of the pictures that the prompt comes with.
+    time: seconds since 1970. used: the run has learned from it.
+    """
+
+    run: str
+    step: int
+    prompt_id: int
+    prompt: str
+    images: list[str]
+    sources: list[str]
+    seeds: list[int]
+    ranks: list[int]
+    voter: str
+    time: float
+    used: bool
 
 
 @dataclass
@@ -447,3 +469,47 @@ def mean_scores(votes: Sequence[Sequence[int]]) -> list[float]:
     """The mean over the votes `[V, B]` on a group, `[B]`."""
     columns = zip(*(scores(ranks) for ranks in votes), strict=True)
     return [sum(column) / len(column) for column in columns]
+
+
+# --- Votes as a preference file: `preferences.parquet`, or `.jsonl` without pyarrow; docs/vote.md has the schema
+
+STEM = "preferences"
+
+
+def write_preferences(folder: Path, rows: Sequence[Preference]) -> Path | None:
+    """Write all votes, complete or not at all; the file, None without votes. Raises `GerlError` if it cannot."""
+    if not rows:
+        return None
+    values = [asdict(row) for row in rows]
+    if importlib.util.find_spec("pyarrow") is None:
+        path = folder / f"{STEM}.jsonl"
+        write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in values))
+        return path
+    path = folder / f"{STEM}.parquet"
+    write_file(path, _parquet(values))
+    return path
+
+
+def _parquet(values: list[dict[str, Any]]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema(
+        {
+            "run": pyarrow.string(),
+            "step": pyarrow.int64(),
+            "prompt_id": pyarrow.int64(),
+            "prompt": pyarrow.string(),
+            "images": pyarrow.list_(pyarrow.string()),
+            "sources": pyarrow.list_(pyarrow.string()),
+            "seeds": pyarrow.list_(pyarrow.int64()),
+            "ranks": pyarrow.list_(pyarrow.int64()),
+            "voter": pyarrow.string(),
+            "time": pyarrow.timestamp("us", tz="UTC"),
+            "used": pyarrow.bool_(),
+        }
+    )
+    rows = [{**row, "time": round(row["time"] * 1e6)} for row in values]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer)
+    return buffer.getvalue()

@@ -1,14 +1,20 @@
-"""HTTP parts shared by gerl's servers: access control and limits of connections."""
+"""What gerl's servers share: access control, limits of connections, a server in a thread, news for pages."""
 
 import asyncio
 import contextlib
 import hmac
+import logging
 import resource
 import secrets
-from collections.abc import Callable, Mapping
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gerl.commandline.command import host_name, is_foreign, is_loopback
+from gerl.errors import GerlError
 
 # --- Access control of served pages: tokens, requests of other sites, security headers
 
@@ -164,3 +171,77 @@ class Connection(H11Protocol):
         self._has_head()
         with contextlib.suppress(OSError):
             self.transport.abort()
+
+
+# --- A server in a thread, and the news that its pages wait for
+
+STARTING = 10.0  # seconds
+
+
+@contextlib.contextmanager
+def serving(app: ASGIApp, listener: socket.socket, closing: float) -> Iterator[threading.Thread]:
+    """Serve `app` at `listener` by a thread, which leaves signals to the main thread, while the context lasts.
+
+    Requests under way at its end have `closing` seconds. Raises `GerlError` if the server does not start.
+    """
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(closing),
+        server_header=False,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + STARTING
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > deadline:
+                raise GerlError("the HTTP server failed to start: see its log")
+            time.sleep(0.01)
+        yield thread
+    finally:
+        # open event streams never end by themselves, and uvicorn would log an error for each
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        server.should_exit = True
+        thread.join(closing + 5)
+        listener.close()
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """Let SIGINT and SIGTERM set `stop`, where this is the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+
+
+def address(listener: socket.socket, host: str | None = None) -> str:
+    """The URL of a socket, under another name of this machine if one is given."""
+    bound, port = listener.getsockname()[:2]
+    name = host or bound
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+class Subscriber:
+    """A page that waits for news; made in its event loop."""
+
+    def __init__(self) -> None:
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(self) -> None:
+        """There are news; called by any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for news, for at most so many seconds; whether there are any."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
