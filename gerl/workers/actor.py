@@ -24,7 +24,7 @@ from gerl.model.policy import EMA, Policy, local
 from gerl.model.shards import Part, part_of
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.checkpoint import ScheduleState, WorkerState
-from gerl.utils.files import reason
+from gerl.utils.files import first_line
 from gerl.workers.collective import Ranks
 from gerl.workers.rollout import half
 
@@ -58,7 +58,7 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
         optimizer.step()
     except (RuntimeError, NotImplementedError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"{given}: the installed {PACKAGE} does not work on {device} ({reason(error)}); use actor.optimizer=adamw"
+            f"{given}: the installed {PACKAGE} does not work on {device} ({first_line(error)}); use adamw"
         ) from None
     if not all(bool((p < 1).all()) for p in parameters):
         raise ConfigError(f"{given}: the installed {PACKAGE} has no effect on {device}; use actor.optimizer=adamw")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
 from gerl.workers.recovery import Recovery
 from gerl.workers.rollout import shared_prefixes
-from gerl.workers.worker import Groups, PolicyWorker, State, end_step, padding_id
+from gerl.workers.worker import Groups, PolicyWorker, end_step, padding_id
 
 if TYPE_CHECKING:
     from gerl.engine import Trajectory
@@ -136,34 +136,36 @@ def call_pattern(task: RolloutTask) -> Hashable:
 # --- The fleet of a run
 
 
-class Dispatch(Protocol):
-    """Micro-batches on their way through the samplers: `submit` begins one, `ended` is called when it has ended."""
+class Dispatch:
+    """Micro-batches on their way through the samplers."""
 
     processes: list[int]  # [M] the sampler of each
 
-    def submit(self, number: int) -> Pending[Images]: ...
+    def submit(self, number: int) -> Pending[Images]:
+        """Begin a micro-batch."""
+        raise NotImplementedError
 
-    def ended(self, number: int) -> None: ...
+    def ended(self, number: int) -> None:
+        """A micro-batch has ended."""
 
-    def finish(self) -> Sequence[RolloutTask]: ...
+    def finish(self) -> Sequence[RolloutTask]:
+        """All have ended; returns the tasks that are about to be trained on."""
+        return []
 
 
-class RoundRobin:
+class RoundRobin(Dispatch):
     """Micro-batches that `count` processes take in turn: `call(i)` begins the i-th of `total`."""
 
     def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
         self.call, self.processes = call, [number % count for number in range(total)]
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin a micro-batch."""
         return self.call(number)
 
-    def ended(self, number: int) -> None:
-        """Nothing follows."""
 
-    def finish(self) -> Sequence[RolloutTask]:
-        """Nothing is trained on."""
-        return []
+def kept_id(task: RolloutTask, padding: bool) -> int:
+    """The id under which a process keeps the trajectory of `task`."""
+    return padding_id(task.id) if padding else task.id
 
 
 class LocalFleet:
@@ -175,7 +177,7 @@ class LocalFleet:
         self.lockstep = config.lockstep
         self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the step that is trained
         self.pools = build_algorithm(config).pools
-        self.recovery: Recovery
+        self.recovery: Recovery | None = None  # in this process no worker dies alone
 
     # --- start
 
@@ -228,7 +230,7 @@ class LocalFleet:
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):
                 pending.append(self.trainers.submit(placement.processes[i], function, task.id))
-                copies += [(p, _kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
+                copies += [(p, kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
         for process, task_id in copies:  # in lockstep the others make the same calls, whose answers do not count
             self.trainers.submit(process, function, task_id)
         return [call.result() for call in pending]
@@ -269,37 +271,6 @@ class LocalFleet:
         """Forget what was begun of steps that are not finished."""
         self.held.clear()
 
-    # --- recovery: in this process nobody dies alone
-
-    def admit(self, ask: bool) -> list[int]:
-        """Let replacements join for which there is room now; returns those that have to be set up.
-
-        `ask`: for room for workers that have asked for none since they died.
-        """
-        return []
-
-    def lost(self, error: Exception | None = None) -> list[int]:
-        """The workers that died or do not answer; the others leave what they were doing."""
-        return []
-
-    def restart(self, lost: Sequence[int]) -> list[int]:
-        """Start the workers `lost` anew; returns those that have to be set up."""
-        return list(lost)
-
-    def remember(self, step: int, parameters: int) -> None:
-        """Keep a copy of the state of `step` outside of the workers, if it is small."""
-
-    def copy_of(self, step: int) -> State | None:
-        """That copy, if there is one."""
-        return None
-
-    def lost_metrics(self) -> dict[str, float]:
-        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
-        return {}
-
-    def close(self) -> None:
-        """End what is done beside the training."""
-
     def clear(self) -> None:
         """Drop trajectories and gradients on all workers."""
         self.workers.run(PolicyWorker.clear)
@@ -325,7 +296,7 @@ class LocalFleet:
         self.trainers.run(PolicyWorker.load, files["state.safetensors"], numbers, step)
 
 
-class Sampling:
+class Sampling(Dispatch):
     """Tasks on their way through the samplers, and copies of them where ranks are in lockstep."""
 
     def __init__(self, fleet: LocalFleet, tasks: Sequence[RolloutTask]) -> None:
@@ -336,16 +307,11 @@ class Sampling:
         self.others: list[Pending[None]] = []  # copies in lockstep
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin to sample a task."""
         samplers, tasks = self.fleet.samplers, self.tasks
         images = samplers.submit(self.processes[number], PolicyWorker.sample, tasks[number])
         for k, process, padding in self.placement.copies_after(number):
-            kept = _kept_id(tasks[k], padding)
-            self.others.append(samplers.submit(process, sample_copy, tasks[k], kept))
+            self.others.append(samplers.submit(process, sample_copy, tasks[k], kept_id(tasks[k], padding)))
         return images
-
-    def ended(self, number: int) -> None:
-        """A task is sampled."""
 
     def finish(self) -> Sequence[RolloutTask]:
         """All tasks are sampled and about to be trained on; returns them, and raises what the copies raised."""
@@ -355,7 +321,7 @@ class Sampling:
         return self.tasks
 
 
-class Validating:
+class Validating(Dispatch):
     """Held-out micro-batches on their way through the samplers."""
 
     def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
@@ -364,18 +330,10 @@ class Validating:
         self.processes = self.placement.processes
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin to sample a micro-batch."""
         images = self.samplers.submit(self.processes[number], PolicyWorker.validate, number, self.batches[number])
         for k, process, _ in self.placement.copies_after(number):
             self.samplers.submit(process, PolicyWorker.validate, k, self.batches[k])
         return images
-
-    def ended(self, number: int) -> None:
-        """A micro-batch is sampled."""
-
-    def finish(self) -> Sequence[RolloutTask]:
-        """Nothing is left of a validation."""
-        return []
 
 
 class RayFleet(LocalFleet):
@@ -401,27 +359,6 @@ class RayFleet(LocalFleet):
                 for group in self._meeting():
                     self._meet(group)
         return super().set_up(new, downloads)
-
-    def admit(self, ask: bool) -> list[int]:
-        return self.recovery.admit(ask)
-
-    def lost(self, error: Exception | None = None) -> list[int]:
-        return self.recovery.lost(error)
-
-    def restart(self, lost: Sequence[int]) -> list[int]:
-        return self.recovery.restart(lost)
-
-    def remember(self, step: int, parameters: int) -> None:
-        self.recovery.remember(step, parameters)
-
-    def copy_of(self, step: int) -> State | None:
-        return self.recovery.copy_of(step)
-
-    def lost_metrics(self) -> dict[str, float]:
-        return self.recovery.metrics()
-
-    def close(self) -> None:
-        self.recovery.close()
 
     def _meeting(self) -> list[Workers]:
         return [self.trainers]
@@ -508,10 +445,6 @@ class Transfer(Sampling):
             call.result()
         self.fleet.held.append((self.tasks, self.holders))
         return self.tasks
-
-
-def _kept_id(task: RolloutTask, padding: bool) -> int:
-    return padding_id(task.id) if padding else task.id
 
 
 # --- Checkpoints: a LoRA's is written at once, that of full fine-tuning beside the training by those that hold it.
