@@ -1,8 +1,8 @@
-"""Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they are run.
+"""Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they run.
 
-A guided step makes of a conditional output `c` and an unconditional one `u` the model output `u + w (c - u)`, possibly
-rescaled or negated. Its gradient with respect to `c` is as `w`, with respect to `u` as `1 - w`: for any `w` above 1/2
-the conditional output has the larger one. So the roles are found, not assumed: once per pipeline and kind of step, by
+A guided step combines a conditional output `c` and an unconditional one `u` to the model output `u + w (c - u)`,
+possibly rescaled or negated. The gradient with respect to `c` is proportional to `w`, to `u` to `1 - w`: for any `w`
+above 1/2 that of the conditional output is larger. So the roles are found once per pipeline and kind of step, by
 running the pipeline's own arithmetic on the recorded outputs (made nearly equal), without the denoiser.
 """
 
@@ -49,10 +49,10 @@ _CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictiona
 def guidance_roles(
     pipe: DiffusionPipeline, tape: Tape, steps: Iterable[int], cfg: CfgMode
 ) -> dict[tuple[int, int], Role]:
-    """`{(step, number of the call within it): role}` of the denoiser calls at `steps` that guidance concerns.
+    """`{(step, number of the call within it): role}` of the guided denoiser calls at `steps`.
 
-    Raises `ReplayError` where guidance is not made of one call with two halves or of two calls, or where `cfg` is off
-    and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
+    Raises `ReplayError` where guidance does not consist of one call with two halves or of two calls, or where `cfg` is
+    off and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
     """
     found = _FOUND.setdefault(pipe, {})
     calls = looped_calls(tape)
@@ -60,7 +60,7 @@ def guidance_roles(
     found.update({structure: {} for structure in structures.values() if not has_roles(structure)})
     new = {structure: k for k, structure in structures.items() if structure not in found}
     if new:
-        influence = _influence(pipe, tape, set(new.values()))
+        influence = _influence(pipe, tape, set(new.values()), NEAR)
         found.update({structure: _roles(k, structure, influence[k]) for structure, k in new.items()})
     for k, structure in structures.items():
         if cfg == "off" and next(iter(found[structure].values()), None) == "unconditional":
@@ -81,7 +81,7 @@ def guided(
     rows_in_list: bool,
     alike: Iterable[ComponentCall] = (),
 ) -> Callable[..., object]:
-    """`forward` of a call with `role`, run as `cfg` says; the result has the rows that `forward` would give.
+    """`forward` of a call with `role`, run according to `cfg`; the result has the same rows.
 
     `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
     entry per row. `alike`: the same call for other numbers of rows, which show where its rows are.
@@ -112,10 +112,9 @@ def has_list_rows(output: Tree) -> bool:
 
 
 def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None:
-    """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
-    c, u = (
-        next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
-    )
+    """Raise `ReplayError` if rows of the two outputs have different shapes, so that one cannot replace the other."""
+    outputs = (conditional, unconditional)
+    c, u = (next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in outputs)
     if c != u:
         raise ReplayError(
             f"the unconditional denoiser output at step {step} has rows of another shape than the conditional one, "
@@ -128,8 +127,8 @@ def _halves(
 ) -> tuple[Arguments, Arguments]:
     """The arguments of the first and of the second half of a call with both.
 
-    With the same call for another number of rows, rows are found in any dimension; without (a batch of one prompt),
-    the first one is taken.
+    The same call for another number of rows shows rows in any dimension; without one (a batch of one prompt), the first
+    dimension is taken.
     """
     total = 2 * half
     for call in alike:
@@ -144,10 +143,8 @@ def _halves(
                 "one prompt is not enough to locate the halves of guidance in an input of shape "
                 f"{list(value.shape)}: use cfg joint, or more prompts per batch"
             )
-    return (
-        _slice_rows(tree, slice(0, half), total, rows_in_list),
-        _slice_rows(tree, slice(half, None), total, rows_in_list),
-    )
+    first, second = (_slice_rows(tree, part, total, rows_in_list) for part in (slice(0, half), slice(half, None)))
+    return first, second
 
 
 def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Nested:
@@ -158,11 +155,9 @@ def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Ne
 
     def is_row_list(value: object) -> bool:
         # as many tensors as rows, each of which has all rows, are residuals or embeddings of several images
-        return (
-            isinstance(value, list)
-            and len(value) == total
-            and (rows_in_list or not all(is_row_tensor(entry) for entry in value))
-        )
+        if not isinstance(value, list) or len(value) != total:
+            return False
+        return rows_in_list or not all(is_row_tensor(entry) for entry in value)
 
     def part(value: object) -> object:
         if isinstance(value, torch.Tensor | list) and (is_row_tensor(value) or is_row_list(value)):
@@ -191,14 +186,23 @@ def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree
 
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
-    """The roles in a step from what `_influence` says of each of its calls."""
+    """The roles in a step from the `_influence` of each of its calls."""
     calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # not a ControlNet's: it acts on another
     gradients = [rows for rows in influence if rows is not None]
     match [structure[nth][1] for nth in calls]:
         case [1.0]:
             return {}
         case [2.0]:
-            return {calls[0]: _first_half(step, gradients[0])}
+            rows = gradients[0]  # [2B]
+            half = len(rows) // 2
+            first, second = float(rows[0]), float(rows[half])
+            others = torch.cat([rows[1:half], rows[half + 1 :]])
+            if len(others) and float(others.max()) > min(first, second):
+                raise ReplayError(
+                    f"the denoiser's output at step {step} does not consist of two halves of rows: use cfg joint"
+                )
+            larger = _first_is_larger(step, first, second)
+            return {calls[0]: "conditional_first" if larger else "unconditional_first"}
         case [1.0, 1.0]:
             if _first_is_larger(step, *(float(rows.sum()) for rows in gradients)):
                 return {calls[0]: "conditional", calls[1]: "unconditional"}
@@ -210,16 +214,6 @@ def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]
             )
 
 
-def _first_half(step: int, rows: torch.Tensor) -> Role:
-    """Which half comes first in a call with both, from the squared gradients `[2B]` of the first row of latents."""
-    half = len(rows) // 2
-    first, second = float(rows[0]), float(rows[half])
-    others = torch.cat([rows[1:half], rows[half + 1 :]])
-    if len(others) and float(others.max()) > min(first, second):
-        raise ReplayError(f"the denoiser's output at step {step} does not consist of two halves of rows: use cfg joint")
-    return "conditional_first" if _first_is_larger(step, first, second) else "unconditional_first"
-
-
 def _first_is_larger(step: int, first: float, second: float) -> bool:
     if not max(first, second) > CLEARLY_LARGER**2 * min(first, second):
         raise ReplayError(
@@ -229,14 +223,6 @@ def _first_is_larger(step: int, first: float, second: float) -> bool:
     return first > second
 
 
-def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int, list[torch.Tensor | None]]:
-    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
-
-    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs.
-    """
-    return _inspected(pipe, tape, steps, NEAR)
-
-
 def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int]) -> None:
     """Raise `ReplayError` if guidance at `steps` has no gradient where its two outputs are one and the same."""
     checked = _CHECKED.setdefault(pipe, set())
@@ -244,7 +230,7 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
     if not new:
         return
     with unguided(pipe):
-        influence = _inspected(pipe, tape, new, 0.0)
+        influence = _influence(pipe, tape, new, 0.0)
     for k in sorted(new):
         if not all(rows is None or bool(rows.isfinite().all()) for rows in influence[k]):
             raise ReplayError(
@@ -254,10 +240,14 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
     checked.update(steps)
 
 
-def _inspected(
+def _influence(
     pipe: DiffusionPipeline, tape: Tape, steps: set[int], apart: float
 ) -> dict[int, list[torch.Tensor | None]]:
-    """The gradients that `_influence` describes; `apart`: how far the outputs are, of their standard deviation."""
+    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
+
+    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs; `apart`: the
+    distance of these, in units of their standard deviation.
+    """
     head = _Inspector(tape, steps, apart)
     with torch.enable_grad():
         rerun(pipe, head)
@@ -310,11 +300,10 @@ class _Inspector(TapeHead):
         return self.tape.steps[self.step - 1].x_next
 
     def _nearly_equal(self, output: Tree) -> Tree:
-        """`output`, if guidance takes it apart, with the values of the step's first one: of its first half, or call.
+        """A guided `output` with nearly the values of the step's first half or call.
 
-        Adaptive projected guidance leaves out the part of `c - u` along `c`, so that the weight of `c` falls with that
-        part: below that of `u`, with outputs of a model as far apart as an untrained one's. Where `c` is nearly `u`
-        there is next to none. Nearly, since the norm of 0 has no derivative.
+        Adaptive projected guidance leaves out the part of `c - u` along `c`, which lowers the weight of `c`: below that
+        of `u`, for an untrained model. Where `c` is nearly `u`, that part is tiny; at `u` the norm has no derivative.
         """
         half = len(self.tape.steps[self.step].x)
         first = next((o for o in self.outputs if _shapes(o) == _shapes(output)), None)

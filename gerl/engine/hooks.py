@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 
-# what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
-# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must what writes noisier conditions
-# into the latents of each step (LTX), since a replay may have others: the noise that it draws is answered.
+# what `__call__` computes or samples outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must the method that writes noisier
+# conditions into the latents of each step (LTX), since a replay may have others: the noise that it samples is answered.
 ANSWERED = re.compile(
     r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts"
     r"|add_noise(?!_to_image_cond)|get_image_caption)(_|$)"
@@ -116,9 +116,9 @@ def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> objec
 class _Step:
     """`scheduler.step` routed to a head.
 
-    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy carries a copy of this object,
-    bound to the copied scheduler but to the same head. Where the pipeline's own scheduler steps first, the steps of its
-    copies are its companions: they belong to the modality that goes along.
+    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy has a copy of this object, bound
+    to the copied scheduler and the same head. Where the pipeline's own scheduler steps first, the steps of its copies
+    belong to the secondary modality.
     """
 
     def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
@@ -159,7 +159,7 @@ class _Step:
             )
         if per_token_timesteps is not None:
             # tokens have noise levels of their own, and the output is the negative velocity (LTX). Those that the
-            # pipeline keeps are all at the level of the step; the others it sets back to what they were
+            # pipeline keeps are all at the level of the step; the others it resets
             model_output = -model_output
         if self.family == "edm":
             return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
@@ -197,8 +197,7 @@ class LazySchedulerOutput:
     """The result of `EDMEulerScheduler.step`, whose next and clean latents are computed when they are read.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
-    the step back, guides these clean latents and steps with them (`known`). Only where the next latents are read is it
-    a step of the rollout.
+    the step back, guides them and steps with them (`known`). Reading the next latents makes it a step of the rollout.
     """
 
     def __init__(
@@ -275,8 +274,8 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
                 if component._compiled_call_impl is not None:  # module.compile() goes past forward
                     call = "_compiled_call_impl"
                 elif isinstance(component, FSDPModule):
-                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the backward pass
-                    # that is pending from the step before may come between them and the forward pass
+                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the pending
+                    # backward pass of the step before may come between them and the forward pass
                     call = "_compiled_call_impl"
                     put(undo, component, call, component._call_impl)
                 put_routed(component, call, head.on_component, name)
@@ -287,8 +286,7 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
 def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
     """Let a consistency model's scheduler use `generator` (one, or one per sample) where its pipeline passes none.
 
-    Pipelines of flow matching know no scheduler that draws: the noise would be the global generator's, another one
-    each time.
+    Pipelines of flow matching expect no scheduler that samples noise: it would be the global generator's.
     """
     with contextlib.ExitStack() as undo:
         if family(scheduler) == "flow_lcm":
@@ -300,8 +298,8 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
     """Let the guiders among the components of `pipe` pass the conditional output through unchanged.
 
-    Their own arithmetic would not do: adaptive projected guidance divides by the norm of what the two outputs are
-    apart, which has no derivative at 0, and adds what they were apart in earlier steps.
+    Adaptive projected guidance, for one, divides by the norm of the two outputs' difference, which has no derivative at
+    0, and adds differences of earlier steps.
     """
     # in here: the driver of a run does without diffusers
     from diffusers.guiders import BaseGuidance

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # --- Initial latents given by the caller, put where the pipeline takes its own from.
 #
-# Mostly the pipeline hands what `prepare_latents` returned to the scheduler as it is. Others unpack it, or leave out
-# the frame that a picture fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
+# Most pipelines pass what `prepare_latents` returned to the scheduler. Others unpack it, or leave out the frame that an
+# image fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
 
 UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
 
@@ -127,21 +127,23 @@ class _Tracer(TapeHead):
 
 # --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
 #
-# The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler hands out the
-# caller's latents and the gradient is switched on: whatever the pipeline does from there on (unpacking, scaling, its
-# VAE, the conversion to pixels) is in the graph.
+# The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler returns the caller's
+# latents and the gradient is switched on: everything after that (unpacking, scaling, the VAE, the conversion to pixels)
+# is in the graph.
 
 
 def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor:
     """Images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` of finished `latents`, fp32 in [0, 1], with graph.
 
-    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. From the first call on
-    the VAE recomputes its activations in a backward pass, if it can. Raises `ReplayError` where the pipeline does not
-    do what it did in the rollout, or decodes without gradient. Decode and differentiate within torch's
+    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. VAEs that can recompute
+    their activations in a backward pass do so from then on. Raises `ReplayError` where the pipeline does not do what it
+    did in the rollout, or decodes without gradient. Decode and differentiate within torch's
     `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
     """
     decoder = Decoder(tape, latents)
-    _recompute(pipe)
+    for part in pipe.components.values():  # for good: the backward pass comes later
+        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
+            part.enable_gradient_checkpointing()
     # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
     with torch.no_grad():
         try:
@@ -208,21 +210,11 @@ def _pixels(output: object) -> torch.Tensor:
     return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
 
 
-def _recompute(pipe: DiffusionPipeline) -> None:
-    """Let the VAEs of `pipe` recompute their activations in a backward pass, those that can.
-
-    That stays so: the backward pass comes later, and without gradient it changes nothing.
-    """
-    for part in pipe.components.values():
-        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
-            part.enable_gradient_checkpointing()
-
-
-# --- The clean latents of images that were not drawn: the way from a pipeline's last step to its VAE, backwards.
+# --- The clean latents of dataset images: the way from a pipeline's last step to its VAE, inverted.
 #
-# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value.
-# So z = a x0 + b, each value by itself in whatever order, and both a and b are found by running the pipeline's own code
-# from given latents to where it decodes, with its derivative. Where it does something else, z does not come out again.
+# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value:
+# z = a x0 + b, in any order. Both a and b are found by running the pipeline's own code from given latents to where it
+# decodes, with its derivative. Where it does something else, z is not reproduced.
 
 ENDLESS = 10**9
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # of its norm, how far z may be from the encoded image
@@ -341,7 +333,7 @@ def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torc
 
 @contextlib.contextmanager
 def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Leave the pipeline where its VAE is asked to decode, and give that to `take`."""
+    """Stop the pipeline at `vae.decode`, and pass its argument to `take`."""
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, torch.nn.Module) or not hasattr(vae, "decode"):
         raise ModelError(f"existing images are not supported with {type(pipe).__name__}: it has no VAE")

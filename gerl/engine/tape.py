@@ -24,6 +24,11 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and named
 Nested = TypeVar("Nested")
 
 
+def _copy(tree: Nested) -> Nested:
+    copied: Nested = tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
 def detached_copy(tree: Nested) -> Nested:
     """`tree` with every tensor detached and cloned, so that nobody can write into what is recorded."""
     copied: Nested = tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
@@ -95,8 +100,8 @@ def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int 
 
     Handles `[m * n, ...]` (negative and positive prompts, say), the batch in a later dimension, lists with an entry per
     sample, and nested dictionaries and tuples. Where `probe_value` has another structure (a mask that is None without
-    padding), the first dimension of size `n` is taken. A value without batch dimension is returned whole, as a copy,
-    and so is everything where `n` is `probed`. `probed` is 1, or 2 where `n` is 1. `graph`: gradients flow.
+    padding), the first dimension of size `n` is taken. A value without batch dimension is copied whole, and so is
+    everything where `n` is `probed` (1, or 2 where `n` is 1). `graph`: gradients flow.
     """
     copied = _copy if graph else detached_copy
     if n == probed or not isinstance(full, torch.Tensor | list | tuple | dict):
@@ -179,11 +184,6 @@ def same(ours: Tree, theirs: Tree) -> bool:
     )
 
 
-def _copy(tree: Nested) -> Nested:
-    copied: Nested = tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, tree)
-    return copied
-
-
 def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:
     dim = batch_dim(full, probe_value, n, probed)
     if dim is None:
@@ -245,10 +245,10 @@ class ComponentCall:
 def probed_call(
     calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
 ) -> ComponentCall:
-    """Find the call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
+    """The call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
 
-    The probe ends at the first step. An expert that is called later only is like the other, and a call that later steps
-    make besides (skip-layer guidance) has the rows of its own: as many times `n` as its output's first dimension is.
+    The probe ends at the first step. An expert that is called only later is like the other; an additional call of later
+    steps (skip-layer guidance) has the rows of its own output's first dimension.
     """
     like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
     found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
@@ -272,28 +272,23 @@ def probed_call(
 
 @dataclass(frozen=True)
 class RequiredTensors:
-    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`record.compact`)."""
+    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`compact`)."""
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
     means: bool = True  # recorded means of the trained steps
     outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
     forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
     finished: bool = False  # the clean latents besides those of the trained steps
-    chain: bool = False  # any steps, one at a time, and whatever the decoding of the finished latents needs
-
-    @property
-    def clean(self) -> bool:
-        """Whether the clean latents are read."""
-        return self.forward or self.finished
+    chain: bool = False  # any steps, one at a time, and all that decoding the finished latents needs
 
 
 @dataclass
 class Tape:
     """A recorded call of a pipeline.
 
-    One that was stopped has the component calls of the step it was stopped at, but not the step. `probe` is the tape of
-    the same call for one sample (for two, where this has only one), stopped at the first step: it shows where the batch
-    dimension of each value is. Needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
+    A stopped one has the component calls of the step it was stopped at, but not the step. `probe`: the tape of the same
+    call for one sample (for two, where this has only one), stopped at the first step, which shows the batch dimension
+    of each value; needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
     """
 
     call: dict[str, object]
@@ -329,9 +324,8 @@ class Tape:
     def overwritten(self, k: int) -> torch.Tensor | None:
         """Mask of the latents after step `k` that the pipeline overwrites, `[B, ...]` bool: they reach no image.
 
-        An inpainting pipeline sets what surrounds the opening of its mask after each step. Of the last one nothing is
-        recorded: there it is what was written over before it. None: nothing, or all, as by a callback that scales the
-        latents.
+        An inpainting pipeline sets the surround of its mask after each step; nothing is recorded after the last, for
+        which it is the mask before it. None: nothing, or all, as by a callback that scales the latents.
         """
         following = self.steps[min(k + 1, len(self.steps) - 1)].written
         if following is not None and following.is_meta:
@@ -339,9 +333,9 @@ class Tape:
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Names of the components that are called in the denoising loop, not only before it.
+        """Names of the components that are called in the denoising loop.
 
-        The last call before the first step is the loop's own: an expert for high noise may be called nowhere else.
+        The last call before the first step belongs to it: an expert for high noise may be called nowhere else.
         """
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
@@ -480,9 +474,9 @@ def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
 def compact(tape: Tape, reads: RequiredTensors) -> Tape:
     """Compact `tape`: replace tensors that a replay of `reads` does not need by their shapes (device `meta`).
 
-    A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at
-    those before. It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else
-    raises `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
+    A replay ends at the last trained step, runs the denoiser at the trained ones and answers from the tape elsewhere.
+    It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else raises
+    `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
     """
     final = len(tape.steps) - 1
     last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
@@ -510,7 +504,9 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
             written=step.written
             if k in {*given, *after} or (given and k == 1) or reads.chain
             else shapes(step.written),
-            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
+            x_next=step.x_next
+            if is_left(k) or ((reads.forward or reads.finished) and k == final)
+            else shapes(step.x_next),
             mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
         )
         for k, step in enumerate(tape.steps)
@@ -531,8 +527,8 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
 class Trajectory:
     """A recorded task: all that training on it needs besides the pipeline and the credit.
 
-    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps behind the weights that sampled
-    it. `owner`: rank of the worker that sampled it.
+    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps before its rollout. `owner`: rank
+    of the worker that sampled it.
     """
 
     task: RolloutTask
@@ -553,17 +549,14 @@ class Trajectory:
         """Select the samples `index`; raises `ReplayError` for a tree."""
         if any(segment.parent is not None for segment in self.task.segments):
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
-        if len(self.task.segments) > 1:  # drawn in several calls
+        if len(self.task.segments) > 1:  # sampled in several calls
             places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
-            found = [places[i] for i in index]
-            parts = [
-                replace(self.task.segments[i], seeds=(self.task.segments[i].seeds[r],), leaves=(n,))
-                for n, (i, r) in enumerate(found)
-            ]
-            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(parts))
-            tapes = tuple(self.tapes[i] if self.tapes[i].batch_size == 1 else self.tapes[i].rows([r]) for i, r in found)
-            return replace(self, task=task, tapes=tapes)
-        (segment,), (tape,) = self.task.segments, self.tapes
-        segment = replace(segment, seeds=tuple(segment.seeds[i] for i in index), leaves=tuple(range(len(index))))
-        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=(segment,))
-        return replace(self, task=task, tapes=(tape.rows(index),))
+            found = [(self.task.segments[i], self.tapes[i], r) for i, r in (places[i] for i in index)]
+            segments = [replace(s, seeds=(s.seeds[r],), leaves=(n,)) for n, (s, _, r) in enumerate(found)]
+            tapes = [tape if tape.batch_size == 1 else tape.rows([r]) for _, tape, r in found]
+        else:
+            (s,), (tape,) = self.task.segments, self.tapes
+            segments = [replace(s, seeds=tuple(s.seeds[i] for i in index), leaves=tuple(range(len(index))))]
+            tapes = [tape.rows(index)]
+        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(segments))
+        return replace(self, task=task, tapes=tuple(tapes))

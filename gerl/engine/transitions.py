@@ -53,7 +53,7 @@ def coefficients(
     """`(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
 
     `noise_level` is the eta of the respective paper; at 0 every kernel is the Euler step `(sigma_next, 0.0)`.
-    `sigma_one`, the schedule's second sigma, stands in for `sigma` in Flow-SDE's `1 - sigma` where that vanishes (sigma
+    `sigma_one`, the schedule's second sigma, replaces `sigma` in Flow-SDE's `1 - sigma` where that vanishes (sigma
     above 0.999). A step to `sigma_next` 0 of CPS, Precise and DDIM has std 0, hence no density.
 
     Sources: Flow-SDE, arXiv 2505.05470; Dance-SDE, arXiv 2505.07818; CPS, arXiv 2509.05952; Precise, arXiv 2605.23522;
@@ -114,8 +114,8 @@ def transition_mean(
 def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
     """Each row of `values` `[B, ...]` without its elements `written` (bool, same shape): `[B, N]`; as is for None.
 
-    A row of which more is written is filled up with its own elements from the first one on: in half precision a value
-    that was written over may by chance be what it was. Raises `ReplayError` if that leaves nothing of a row.
+    Rows with more written elements are padded with their own from the first one on: in half precision an overwritten
+    value may by chance stay the same. Raises `ReplayError` if nothing is left of a row.
     """
     if written is None:
         return values
@@ -134,8 +134,8 @@ def gaussian_log_prob(
 ) -> torch.Tensor:
     """Log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32: `[B]`.
 
-    `x_next` is treated as data: no gradient flows into it. `overwritten` `[B, ...]` bool: what of it the pipeline
-    replaces before the next step, and the average is not over.
+    `x_next` is data: no gradient flows into it. `overwritten` `[B, ...]` bool: elements that the pipeline replaces
+    before the next step, which the average leaves out.
     """
     if std <= 0:
         raise ValueError("a step with std 0 is deterministic and has no log-probability")
@@ -432,8 +432,8 @@ class OdeSolver:
 
         D = (1 + w) x0h - w x0h_last,  w = h / (2 h_last),  x' = (1 - s') D + s' (x - (1 - s) D) / s
 
-    It is of first order, hence `euler`, without a last step, where lambda is infinite (a last step from sigma 1, a step
-    to sigma 0), and after noise was added.
+    It is of first order, hence `euler`, without a last step, where lambda is infinite (last step from sigma 1, step to
+    sigma 0), and after noise.
     """
 
     def __init__(self, name: str) -> None:
@@ -448,20 +448,17 @@ class OdeSolver:
         if last is None or s_next <= 0 or not s < last[0] < 1:
             return rule.mean(x, model_output)
         x0 = self._last[id(scheduler)][1]
-        w = 0.5 * (_log_snr(s_next) - _log_snr(s)) / (_log_snr(s) - _log_snr(last[0]))
+        before, now, after = (math.log((1 - sigma) / sigma) for sigma in (last[0], s, s_next))
+        w = 0.5 * (after - now) / (now - before)
         ratio = s_next / s  # (1 - s') - s' (1 - s) / s = 1 - s' / s
         return ratio * x.float() + (1 - ratio) * ((1 + w) * x0 - w * last[1])
 
     def observe(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> None:
-        """Take note of a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
+        """Remember a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
         if rule.std > 0:
             self._last.pop(id(scheduler), None)
         elif self.second_order and rule.dt < 0:
             self._last[id(scheduler)] = (rule.sigma, rule.clean(x, model_output))
-
-
-def _log_snr(sigma: float) -> float:
-    return math.log((1 - sigma) / sigma)
 
 
 # --- From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not.
@@ -508,8 +505,7 @@ class Transitions:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
         `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `record.compressed_spans`.
-        Raises `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no
-        density.
+        Raises `ModelError` for schedulers without a transition kernel, and for noise on the last step.
         """
         if id(scheduler) not in self._rules:
             check_scheduler(scheduler, self.plan)
@@ -735,21 +731,16 @@ def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
 def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
     """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `plan`."""
     config, name = scheduler.config, type(scheduler).__name__
-    from diffusers import DDIMScheduler  # in here: the driver of a run does without diffusers
-
-    if not isinstance(scheduler, DDIMScheduler):
+    if family(scheduler) != "ddim":
         raise ModelError(
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
             "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
         )
-    if plan.kernel not in ("ddim", "ode"):
-        raise ModelError(
-            f"sampling.kernel={plan.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
-        )
-    if plan.solver != "euler":
-        raise ModelError(
-            f"sampling.solver={plan.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
-        )
+    for key, value, allowed in (("kernel", plan.kernel, ("ddim", "ode")), ("solver", plan.solver, ("euler",))):
+        if value not in allowed:
+            raise ModelError(
+                f"sampling.{key}={value} is for flow matching: this pipeline has a DDIMScheduler, use {allowed[0]}"
+            )
     if config.thresholding:
         raise ModelError(
             "DDIM with thresholding has no transition kernel, since the latents are clipped by their own "
