@@ -15,12 +15,8 @@ from replaying import counted_rows
 from training import PROMPTS, Training, config, new_policy
 
 from gerl.algorithms import build_algorithm, reward_gradient
-from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.reward_gradient import (
-    RewardGradient,
-    drawn_length,
-    evenly_spread,
-    generator,
+from gerl.algorithms.contrib.drtune import evenly_spread
+from gerl.algorithms.contrib.flowbp import (
     lagrange_weights,
     late_biased,
     parted_steps,
@@ -29,6 +25,8 @@ from gerl.algorithms.reward_gradient import (
     spread_supports,
     two_steps,
 )
+from gerl.algorithms.planning import plan_samples
+from gerl.algorithms.reward_gradient import RewardGradient, drawn_length, generator
 from gerl.config import from_mapping
 from gerl.engine.record import compact
 from gerl.errors import ConfigError, ReplayError
