@@ -42,7 +42,7 @@ def images_per_second(config: Config, scorers: dict[str, ScorerConfig], repetiti
     found = {}
     for name, scorer in scorers.items():
         process = RewardWorker({name: scorer}, 0, str(Path.cwd()))
-        process.ready()
+        process.build()
         seconds = [process.score(name, places, prompts, metadata, images).seconds for _ in range(repetitions + 1)]
         found[name] = len(places) / min(seconds[1:])
     return found

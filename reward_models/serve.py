@@ -9,14 +9,11 @@ if __name__ == "__main__":
     sys.exit(start("reward_models.serve", WITH_LEVELS))
 
 import logging
-import signal
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -29,11 +26,6 @@ from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from gerl.rewards.scorers.http import read_token
 from reward_models.scoring import WARM_PROMPT
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from reward_models.replicas import RayScoring
 
 logger = logging.getLogger("reward_models")
 
@@ -79,10 +71,7 @@ class Options:
     warm_up: bool = key("false: start without scoring that image", True)
 
     def __post_init__(self) -> None:
-        for all_name, one_name in (
-            ("max_in_flight_mb", "max_body_mb"),
-            ("max_in_flight_megapixels", "max_megapixels"),
-        ):
+        for all_name, one_name in (("max_in_flight_mb", "max_body_mb"), ("max_in_flight_megapixels", "max_megapixels")):
             whole, one = getattr(self, all_name), getattr(self, one_name)
             if whole < one:
                 raise ConfigError(f"{all_name}={whole} is less than {one_name}={one} of a single request: raise it")
@@ -170,6 +159,7 @@ def run(options: Options, stop: threading.Event) -> None:
     """
     for module in ("ray.serve", "uvicorn", "prometheus_client"):
         require(module, "serve")
+    from gerl.web.server import address, serving, stop_on_signals
     from reward_models.app import build_app
     from reward_models.guard import Limits
     from reward_models.replicas import Placement, deployed
@@ -185,51 +175,18 @@ def run(options: Options, stop: threading.Event) -> None:
     named = {f.name: getattr(options, f.name) for f in fields(Limits) if hasattr(options, f.name) and f.name != "token"}
     limits = Limits(token=token, local=token is None and is_loopback(options.host), **named)
     with listen(options.host, options.port) as listener:
-        host, port = listener.getsockname()[:2]
-        place = f"[{host}]" if ":" in host else host
-        logger.info("starting the scorer %s at http://%s:%d", options.scorer, place, port)
+        logger.info("starting the scorer %s at %s", options.scorer, address(listener))
         with deployed(options.scorer, options.config(), placement, warm) as scoring:
-            _on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
+            stop_on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
             app = build_app(options.scorer, scoring, limits)
-            _serve(app, listener, scoring, stop)
-
-
-def _serve(app: "FastAPI", listener: socket.socket, scoring: "RayScoring", stop: threading.Event) -> None:
-    import uvicorn
-
-    from gerl.commandline.http_server import Connection
-
-    config = uvicorn.Config(
-        app,
-        http=Connection,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=int(CLOSING_SECONDS),
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="http")  # leaves signals to the main thread
-    thread.start()
-    ready = False
-    try:
-        while not stop.wait(WATCH_SECONDS):
-            if not thread.is_alive():
-                raise RewardError("the HTTP server stopped: see its log")
-            scoring.check()
-            if ready != (ready := isinstance(scoring.look(), dict)):
-                logger.info("ready" if ready else "no replica is running, waiting for the next one")
-    finally:
-        server.should_exit = True
-        thread.join(CLOSING_SECONDS + 5)
-
-
-def _on_signals(stop: threading.Event) -> None:
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, handle)
+            ready = False
+            with serving(app, listener, CLOSING_SECONDS) as thread:
+                while not stop.wait(WATCH_SECONDS):
+                    if not thread.is_alive():
+                        raise RewardError("the HTTP server stopped: see its log")
+                    scoring.check()
+                    if ready != (ready := isinstance(scoring.look(), dict)):
+                        logger.info("ready" if ready else "no replica is running, waiting for the next one")
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:

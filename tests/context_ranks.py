@@ -19,7 +19,7 @@ from ranks import fork
 from replaying import Recorded, own, randomise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
-from zoo import video, video_2
+from zoo import video
 from zoo.checks import call_for
 
 from gerl.engine import ReplayedStep, Tape, replay
@@ -126,7 +126,7 @@ def differences(r: Recorded, ranks: DeviceMesh, context: DeviceMesh) -> dict[str
 
 def unusable(name: str, context: DeviceMesh) -> dict[str, dict[str, Any]]:
     """What is raised where the plan of a pipeline's denoiser is of no use."""
-    entry = next(entry for entry in (*video.ENTRIES, *video_2.ENTRIES) if entry.name == name)
+    entry = next(entry for entry in (*video.ENTRIES, *video.ENTRIES) if entry.name == name)
     pipe = tiny.build(tiny.Case(entry.build, {}, {}))
     call = call_for(entry, pipe, guided=False)
     pipe(**call)

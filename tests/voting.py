@@ -14,8 +14,9 @@ import requests
 from PIL import Image
 
 from gerl.commandline.command import listen
-from gerl.vote.app import Tokens, address, serving
-from gerl.vote.ballots import Ballots, Rules, VoteRequest
+from gerl.web.ballots import Ballots, Rules, VoteRequest
+from gerl.web.server import address
+from gerl.web.voting import Tokens, voting
 
 Choose = Callable[[list[Image.Image]], list[int]]
 
@@ -85,7 +86,7 @@ def service(
     ballots = Ballots(folder, Rules(**{"undo": 0, **rules}))
     listener = listen(host, port)
     url = address(listener, "127.0.0.1")
-    with serving(listener, ballots, tokens):
+    with voting(listener, ballots, tokens):
         yield url, ballots, tokens
 
 

@@ -12,8 +12,7 @@ import uvicorn
 from gerl.run.live import LiveImage, append_spans, save_live
 from gerl.run.validation import save_validation
 from gerl.timeline import Span
-from gerl.watch.folders import Folders
-from gerl.watch.server import Site, build_site
+from gerl.web.site import Folders, Site, build_site
 
 PROMPTS = ['a sign that reads "<img src=x onerror=alert(1)>"', "a sign that reads 12", "a red fox"]
 CONFIG = """

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gerl.config import Config, SamplingConfig
-from gerl.data.sources import most_of_a_step, weights
+from gerl.data.sources import max_prompts_per_step, weights
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 from gerl.utils.condition_images import pictures_of
 from gerl.utils.lazy import lazy
@@ -102,7 +102,7 @@ class MixtureSchedule:
         if not self.shuffle:
             return np.arange(size)
         order = self._generator(source, 0).permutation(size)
-        if size < 2 * most_of_a_step(self.weights, self.per_step)[source]:
+        if size < 2 * max_prompts_per_step(self.weights, self.per_step)[source]:
             return order  # the same in every pass: any other could bring a prompt twice in a step
         halves = order[: size // 2], order[size // 2 :]
         generator = self._generator(source, turn + 1)

@@ -1,1 +1,1 @@
-"""gerl in Python: `gerl.train`, `gerl.Trainer`, `gerl.Run`, for notebooks and programs with objects of their own."""
+"""gerl in Python: `gerl.train`, `gerl.Trainer`, `gerl.Run`, for notebooks and programs."""

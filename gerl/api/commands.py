@@ -1,4 +1,4 @@
-"""`gerl.evaluate`, `gerl.score`, `gerl.export` and `gerl.preflight`: these commands, with objects of the program."""
+"""`gerl.evaluate`, `gerl.score`, `gerl.export` and `gerl.preflight`: the commands as functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gerl.evaluate.command import Evaluation
     from gerl.preflight.findings import Report
 
-# the arguments of `evaluate` that stand for keys
+# arguments of `evaluate` -> keys
 EVALUATED = {
     "model.path": "model", "model.lora": "lora", "data.train": "prompts", "validation.data": "prompts",
     "hydra.run.dir": "out", "reward.scorers": "reward", "experiment": "experiment", "rollout.n": "images",
@@ -53,18 +53,18 @@ def evaluate(
     overrides: Sequence[str] = (),
     **keys: Any,
 ) -> Evaluation:
-    """Draw the same prompts from the same noise with the base model and with each LoRA, score and compare them.
+    """Sample the same prompts from the same noise with the base model and with each LoRA, score and compare them.
 
-    The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory, which is
-    looked at as files. `lora`: one, several, or by name; a run stands for its best checkpoint. `reward`, `prompts` and
-    `keys`: as for `gerl.train`, in place of what the configuration says. `out`: nothing is written without it.
-    `overrides`: keys as on a command line.
+    The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory. `lora`: one,
+    several, or by name; a run stands for its best checkpoint. `reward`, `prompts` and `keys`: as for `gerl.train`; they
+    replace those of the configuration. `out`: output folder; None: nothing is written. `overrides`: keys as on the
+    command line.
 
     Raises:
-        GerlError: something is wrong with model, LoRAs, prompts or scorers, or no image has a total; what
-            was finished before is written to `out`, also after a KeyboardInterrupt.
+        GerlError: model, LoRAs, prompts or scorers are wrong, or no image has a total; finished results are
+            written to `out` first, also after a KeyboardInterrupt.
     """
-    from gerl.evaluate.command import Options, prepare, run  # in here: it needs the reward's packages
+    from gerl.evaluate.command import Options, prepare, run  # imported here: needs the packages of the scorers
 
     scorers = Scorers() if reward is None else scorers_of(reward)
     chosen = [f"experiment={experiment}"] if experiment else []
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tuple[str | None, str]]:
-    """LoRAs by name, where they have one."""
+    """Return LoRAs by name, if they have names."""
     if isinstance(lora, Mapping):
         pairs: list[tuple[str | None, Adapter]] = list(lora.items())
     else:
@@ -106,14 +106,14 @@ def score(
     batch: int | None = None,
     **keys: Any,
 ) -> list[ScoredImage]:
-    """Score images; returns them in their order, each with its `values` by column and, where one lacks, its `failure`.
+    """Score images; returns them in order, each with its `values` by column and, if one is missing, its `failure`.
 
     `images`: a folder or file, as for the command, or a list of files, PIL images, arrays or tensors. `prompts`: one
-    for all images, a file, or one for each picture, a text or a dictionary with the key `prompt` and further columns.
-    `reward` and `keys`: as for `gerl.train`. `out`: a folder for tables and a gallery; None: nothing is kept. Raises
-    `GerlError`, as the command.
+    for all images, a file, or one per image: a string, or a dictionary with the key `prompt` and further columns.
+    `reward` and `keys`: as for `gerl.train`. `out`: a folder for tables and a gallery; None: nothing is written. Raises
+    `GerlError` as the command does.
     """
-    from gerl.score.command import Request, run  # in here: it needs the reward's packages
+    from gerl.score.command import Request, run  # imported here: needs the packages of the scorers
 
     scorers = scorers_of(reward)
     values = nested(keys, arguments={"reward.scorers": "reward", "hydra.run.dir": "out", "data.train": "prompts"})
@@ -132,9 +132,9 @@ def score(
 def export(
     run: Run | str | Path, out: str | Path | None = None, format: str | None = None, **options: Any
 ) -> list[Path]:
-    """Write the LoRA of a run for another program; returns the files.
+    """Write the LoRA of a run in another program's format; returns the files.
 
-    `format` and `options` are the keys of the command: `python -m gerl.export --help`. Raises `GerlError`, as it does.
+    `format` and `options` are the keys of the command: `python -m gerl.export --help`. Raises `GerlError` as it does.
     """
     from gerl.export.command import PARSER
     from gerl.export.command import run as write
@@ -158,9 +158,9 @@ def preflight(
     experiment: str | Path | None = None,
     **keys: Any,
 ) -> Report:
-    """Draw and train on one prompt, and say whether, and how fast, the run of `gerl.train` with these could train.
+    """Sample and train on one prompt, and report whether and how fast `gerl.train` could train with these arguments.
 
-    A pipeline in memory is looked at as files, and left as it is. Raises `TrainingError` if it cannot train.
+    A pipeline in memory is not changed. Raises `TrainingError` if it cannot be trained.
     """
     from gerl.preflight.command import run
 

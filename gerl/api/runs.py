@@ -1,4 +1,4 @@
-"""A run as an object, its progress in a notebook, and pictures as programs have them."""
+"""A run as an object, its progress in a notebook, and images in memory as files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from PIL import Image
 
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
-from gerl.pages.page import grid, thumbnail, to_data_uri
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import write_file
+from gerl.web.pages import grid, thumbnail, to_data_uri
 
-# --- A run as an object: its metrics, pictures and LoRA, read from its folder
+# --- A run as an object: its metrics, images and LoRA, read from its folder
 
-WIDTH = 192  # pixels of a picture in a notebook
+WIDTH = 192  # pixels of an image in a notebook
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A held-out picture of a run."""
+    """A held-out image of a run."""
 
     image: Image.Image
     prompt: str
@@ -43,7 +43,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Run:
-    """A run in its `folder`; what it has so far, also while it goes on."""
+    """A run in its `folder`, also while it is running."""
 
     folder: Path
 
@@ -57,25 +57,24 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """A row for each trainer step, the keys as in `metrics.jsonl`; `pandas.DataFrame(run.metrics)` is a table."""
+        """Rows of `metrics.jsonl`, one per trainer step; `pandas.DataFrame(run.metrics)` is a table."""
         return read_metrics(self.folder / "metrics.jsonl")
 
     def column(self, name: str) -> list[float]:
-        """The values of one metric, of the steps that have it."""
+        """Return the values of a metric, of the steps that have it."""
         return [row[name] for row in self.metrics if row.get(name) is not None]
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration, block by block."""
+        """The configuration as nested dictionaries."""
         found: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8"))
         return found
 
     @property
     def lora(self) -> Path:
-        """The folder of the trained LoRA, for `pipe.load_lora_weights`.
+        """Folder of the trained LoRA, for `pipe.load_lora_weights`.
 
-        It is that of the checkpoint with the best held-out reward, else of the newest. Raises `CheckpointError` if
-        there is none yet.
+        From the checkpoint with the best held-out reward, else the newest. Raises `CheckpointError` if there is none.
         """
         checkpoint = find_checkpoint(self.folder)[1]
         if not (checkpoint.path / "lora" / WEIGHTS).is_file():
@@ -84,13 +83,13 @@ class Run:
 
     @property
     def validated(self) -> list[int]:
-        """The trainer steps after which held-out prompts were drawn."""
+        """Trainer steps with a validation."""
         return sorted(validation_steps(self.folder))
 
     def images(self, step: int | None = None) -> list[Picture]:
-        """The held-out pictures of the validation after `step`, by default the last one.
+        """Return the held-out images of the validation after `step`, by default the last one.
 
-        Raises `GerlError` if there is no such validation, or if its pictures are no longer kept.
+        Raises `GerlError` if there is no such validation, or if its images are no longer kept.
         """
         steps = self.validated
         if not steps or (step is not None and step not in steps):
@@ -106,25 +105,25 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """`report.html`, written anew."""
+        """Write `report.html`; returns its path."""
         return write_report(self.folder)
 
     def show(self, step: int | None = None, most: int = 32) -> Image.Image:
-        """A sheet of the held-out pictures after `step`, with reward and prompt under each."""
+        """Return a sheet of the held-out images after `step`, with reward and prompt under each."""
         pictures = self.images(step)[:most]
         captions = [f"{'-' if p.reward is None else f'{p.reward:.2f}'} {p.prompt}" for p in pictures]
         return grid([_pixels(p.image) for p in pictures], captions, columns=4)
 
     @cached_property
     def name(self) -> str:
-        """The last two parts of the folder."""
+        """Last two parts of the folder."""
         return "/".join(self.folder.parts[-2:])
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        """Rewards, and the same held-out prompts before and after, for a notebook."""
+        """Show rewards and held-out prompts before and after in a notebook."""
         rows = [row for row in self.metrics if row.get("val/reward/mean") is not None]
         said = (
             ", ".join(f"{row['val/reward/mean']:.3f} after step {row['step']}" for row in rows) or "no validation yet"
@@ -151,14 +150,14 @@ def _cell(picture: Picture) -> str:
     )
 
 
-# --- The progress of a run in a notebook: reward so far, and the newest pictures, in one output that is updated
+# --- The progress of a run in a notebook: reward curve and newest images in one updated output
 
 CURVE_WIDTH, CURVE_HEIGHT = 480, 90  # pixels of the curve
 SHEET = 640  # pixels of the newest sheet
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which can show HTML."""
+    """Whether this process is a notebook kernel, which can show HTML."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -168,7 +167,7 @@ def in_notebook() -> bool:
 
 
 class Board:
-    """The output of a notebook while a run goes on."""
+    """Notebook output of a running run."""
 
     def __init__(self, total: int, folder: Path) -> None:
         self.total, self.folder = total, folder
@@ -190,7 +189,7 @@ class Board:
             self.handle.update(page)
 
     def page(self, step: int) -> str:
-        """The HTML after `step`."""
+        """Return the HTML after `step`."""
         said = [f"step {step} of {self.total}"]
         said += [f"reward {self.rewards[-1][1]:.3f}"] if self.rewards else []
         said += [f"held-out {self.held_out[-1][1]:.3f}"] if self.held_out else []
@@ -198,7 +197,7 @@ class Board:
         return f"<div>{bar}<div>{html.escape(', '.join(said))}</div>{self._curve()}{self._sheet()}</div>"
 
     def _curve(self) -> str:
-        """Rewards over steps: a line for training, dots for held-out prompts."""
+        """Plot rewards over steps: a line for training, dots for held-out prompts."""
         points = self.rewards + self.held_out
         if len(points) < 2:
             return ""
@@ -221,7 +220,7 @@ class Board:
         )
 
     def _sheet(self) -> str:
-        """The newest sheet of the run folder."""
+        """Return the newest sheet of the run folder."""
         sheets = sorted((self.folder / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime)
         if not sheets:
             return ""
@@ -231,7 +230,7 @@ class Board:
         return f"<img src='{to_data_uri(picture, lossy=True)}' alt='{html.escape(sheets[-1].stem)}'>"
 
 
-# --- Pictures as programs have them, to be scored: files, PIL images, arrays and tensors
+# --- Images to be scored: files, PIL images, arrays and tensors
 
 Rows = str | Path | Sequence[str | Mapping[str, Any]] | None
 CHANNELS = (1, 3, 4)
@@ -242,10 +241,10 @@ FORMS = (
 
 
 def listed(images: Any, prompts: Rows, here: Path) -> Path:
-    """A file in the folder `here` of images and prompts, as `gerl.score` reads it; pictures in memory lie beside it.
+    """Write a file of images and prompts for `gerl.score` into the folder `here`, with images in memory beside it.
 
-    images: several, or one, or what a pipeline returned. Raises `DataError` for what is no picture, and for prompts
-    that do not go with them.
+    images: one, several, or the output of a pipeline. Raises `DataError` for anything else, and for prompts that do not
+    match the images.
     """
     images = getattr(images, "images", images)
     if isinstance(images, Image.Image) or (hasattr(images, "shape") and len(images.shape) in (2, 3)):
@@ -276,7 +275,7 @@ def listed(images: Any, prompts: Rows, here: Path) -> Path:
 
 
 def _file(image: object, i: int, here: Path) -> Path:
-    """The file of image `i`, which is written into the folder `here` if it has none."""
+    """Return the file of image `i`, written into `here` if it is in memory."""
     if isinstance(image, str | Path):
         return Path(image).expanduser().absolute()
     if not isinstance(image, Image.Image):
@@ -289,8 +288,8 @@ def _file(image: object, i: int, here: Path) -> Path:
 
 
 def _of_numbers(image: Any, i: int) -> Image.Image:
-    """The picture that an array or tensor is; raises `DataError` if it is none."""
-    try:  # a tensor of a GPU, of half precision, or with a gradient
+    """Convert an array or tensor to an image; raises `DataError` if it is not one."""
+    try:  # on a GPU, in half precision, or with a gradient
         values = np.asarray(image.detach().cpu().float() if hasattr(image, "detach") else image)
         whole = not (image.is_floating_point() if hasattr(image, "detach") else values.dtype.kind == "f")
     except (TypeError, ValueError, RuntimeError):
@@ -302,7 +301,7 @@ def _of_numbers(image: Any, i: int) -> Image.Image:
     if not (values.ndim == 2 or (values.ndim == 3 and values.shape[2] in CHANNELS)) or 0 in values.shape:
         raise DataError(f"image {i} has the shape {list(values.shape)}: {FORMS}")
     low, high = float(values.min()), float(values.max())
-    if not 0 <= low <= high <= (255 if whole else 1):  # nor is NaN
+    if not 0 <= low <= high <= (255 if whole else 1):  # also false for NaN
         raise DataError(f"image {i} has values from {low:g} to {high:g}: {FORMS}")
     pixels = (values if whole else (values * 255).round()).astype(np.uint8)
     return Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gerl")
 DEFAULT = "awm_fast"  # algorithm
-MARK = "_gerl_trained"  # of a pipeline in memory: the folder of the run that trained it, one of its parameters
-# the arguments that stand for keys
+MARK = "_gerl_trained"  # pipeline in memory -> folder of the run that trained it, one of its parameters
+# arguments -> keys
 ARGUMENTS = {
     "model.path": "pipe", "reward.scorers": "reward", "data.train": "prompts", "validation.data": "held_out",
     "algorithm": "algorithm", "trainer.steps": "steps", "experiment": "experiment", "cluster.num_workers": "workers",
@@ -49,36 +49,36 @@ ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Step:
-    """A finished trainer step, or the validation before the first one (0): its number and the row of its metrics."""
+    """A finished trainer step, or the validation before the first one (0), with its row of metrics."""
 
     number: int
     metrics: Mapping[str, float]
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of the images that were trained on; None at step 0."""
+        """Mean reward of the training images; None at step 0."""
         return self.metrics.get("reward/mean")
 
     @property
     def held_out(self) -> float | None:
-        """Mean reward of the held-out prompts; None where they were not drawn after this step."""
+        """Mean reward of the held-out prompts; None without a validation after this step."""
         return self.metrics.get("val/reward/mean")
 
 
 class Trainer:
-    """A run that is about to start, an iterator over its steps: `for step in gerl.Trainer(...): ...`.
+    """Iterator over the steps of a new or resumed run: `for step in gerl.Trainer(...): ...`.
 
     `pipe`: a pipeline of diffusers in memory, trained in place if the run is in this process, or a hub id or folder.
     `reward`: a function `(images, prompts, metadata) -> list of float` (or of images alone), the name of one of gerl's
     scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`,
-    `function`, ...). `prompts` and `held_out`: texts, dictionaries with the key `prompt` and further columns, or a
-    file. `experiment`: a recipe or yaml file that the other arguments change. `algorithm`: a preset, by default that of
-    the experiment, or `awm_fast` without one.
+    `function`, ...). `prompts` and `held_out`: strings, dictionaries with the key `prompt` and further columns, or a
+    file. `experiment`: a recipe or yaml file, overridden by the other arguments. `algorithm`: a preset, by default that
+    of the experiment, or `awm_fast` without one.
     `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
-    default `outputs/NAME/TIME`. `resume`: the folder of a run to carry on, with its own prompts; `keys` change it.
+    default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
 
-    A loop that is left early ends the run with a checkpoint of its last step. Raises `GerlError`, as the command does.
+    Leaving the loop early ends the run with a checkpoint of its last step. Raises `GerlError` as the command does.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Trainer:
         if workers is None:
             self.keys.setdefault("cluster", {}).setdefault("launcher", "local")
         self.begun = False
-        self.policy: Policy | None = None  # of the pipeline in memory, once it is trained
+        self.policy: Policy | None = None  # of the trained pipeline in memory
         if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:
             missing = [n for n, v in (("pipe", pipe), ("reward", reward), ("prompts", prompts)) if v is None]
             raise ConfigError(
@@ -121,11 +121,11 @@ class Trainer:
 
     @property
     def run(self) -> Run:
-        """The run as far as it is; raises `GerlError` before its first step."""
+        """The run so far; raises `GerlError` before its first step."""
         return Run(self.folder)
 
     def __iter__(self) -> Generator[Step]:
-        """The run, as a generator of its steps, which is all that holds it: where it is dropped the run ends."""
+        """Train, yielding each step; dropping the generator ends the run."""
         if self.begun:
             raise GerlError("a Trainer can run once, and this one has already started: create another")
         self.begun = True
@@ -139,7 +139,7 @@ class Trainer:
             arguments, path = self.arguments()
             with offered(self.scorers.functions, {} if self.pipe is None else {path: self.pipe}), self._in_place():
                 folder = open_run(arguments)
-                if folder is None:  # it is finished
+                if folder is None:  # already finished
                     return
                 board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
                 with folder, contextlib.closing(launch_steps(folder, arguments)) as trainers:
@@ -150,24 +150,24 @@ class Trainer:
                         if self.pipe is not None and step.number and not trainer.fleet.workers.remote:
                             self.policy = trainer.fleet.workers.workers[0].policy
                         yield step
-        except Stopped as stopped:  # somebody pressed a button: the run is what it has become
+        except Stopped as stopped:  # stopped from the page: keep the run so far
             logger.info("%s", with_notes(str(stopped), stopped))
         finally:
             if made and self.folder.exists() and not (self.folder / "metrics.jsonl").exists():
-                shutil.rmtree(self.folder, ignore_errors=True)  # a start that failed leaves nothing
+                shutil.rmtree(self.folder, ignore_errors=True)  # a failed start leaves nothing
 
     def arguments(self) -> tuple[list[str], str]:
-        """The command line of the run, whose files are written, and the value of model.path."""
+        """Return the command line of the run, after writing its files, and the value of model.path."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         path = ""
         if self.pipe is not None:
-            from gerl.model.denoisers import check_offered  # in here: with a path nothing of diffusers is needed
+            from gerl.model.denoisers import check_offered  # imported here: a path needs no diffusers
 
             self._remove_trained()
             check_offered(self.pipe)
             path = path_of(self.pipe, self.folder / "base")
-            self.pipe.register_to_config(_name_or_path=path)  # from where what follows the run can read it
+            self.pipe.register_to_config(_name_or_path=path)  # the run folder, where later commands find it
         values = dict(self.keys)
         if path:
             dtype = str(self.pipe.dtype).removeprefix("torch.")  # type: ignore[union-attr]
@@ -189,7 +189,7 @@ class Trainer:
         return [f"experiment={file}", f"hydra.run.dir={quoted(str(self.folder))}"], path
 
     def _remove_trained(self) -> None:
-        """Remove the LoRA of an earlier `gerl.train` from the pipeline, so that a notebook cell can be run twice."""
+        """Remove the LoRA of an earlier `gerl.train` from the pipeline, so that a notebook cell can be run again."""
         from gerl.model.denoisers import find_denoisers, has_adapter
         from gerl.model.lora import ADAPTER, remove_lora
 
@@ -205,9 +205,9 @@ class Trainer:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """The pipeline in memory gets back what training sets aside, and keeps the LoRA, its average.
+        """Restore what training changes in the pipeline in memory, but keep the LoRA (its average).
 
-        Where no step was finished it keeps none: another attempt would be refused for it.
+        Without a finished step the LoRA is removed, since another attempt would be refused because of it.
         """
         if self.pipe is None:
             yield
@@ -247,10 +247,10 @@ def train(
     on_validation: Callable[[Step], object] | None = None,
     **arguments: Any,
 ) -> Run:
-    """Train, and return the run: `run.lora`, `run.metrics`, `run.images()`, `run.show()`.
+    """Train and return the run: `run.lora`, `run.metrics`, `run.images()`, `run.show()`.
 
-    `on_step` is called with each finished step, `on_validation` with those after which held-out prompts were drawn. The
-    other arguments are those of `Trainer`. Raises `GerlError`, as the command does, with what was finished saved.
+    `on_step` is called with each finished step, `on_validation` with those followed by a validation. The other
+    arguments are those of `Trainer`. Raises `GerlError` as the command does, after saving the last finished step.
     """
     trainer = Trainer(pipe, reward, prompts, **arguments)
     with contextlib.closing(iter(trainer)) as steps:
@@ -262,20 +262,19 @@ def train(
     return trainer.run
 
 
-# --- A pipeline in memory as files, which the configuration of a run names
+# --- A pipeline in memory as files, for the configuration of a run
 
 pipeline_logger = logging.getLogger(__name__)
 
 
 def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
-    """The folder or hub id that `pipe` was read from, or `saved`, where it is written if it is no longer the same.
+    """Return the folder or hub id that `pipe` was loaded from, or `saved`, where it is written if it has changed.
 
-    A component that was changed in memory (a fused LoRA, another VAE or scheduler) would otherwise be replaced by its
-    files in everything that follows a run. Components that are unchanged are not copied: `saved` has links to them.
-    Adapters that are not fused, such as the LoRA that was just trained, are no part of the base model. Raises
-    `ModelError` for what is no pipeline, or cannot be written.
+    Otherwise a component changed in memory (a fused LoRA, another VAE or scheduler) would be replaced by its file in
+    export and evaluation. Unchanged components are linked, not copied. Adapters that are not fused, such as a LoRA just
+    trained, are not part of the base model. Raises `ModelError` if `pipe` is not a pipeline or cannot be written.
     """
-    from diffusers import DiffusionPipeline  # in here: with a path nothing of diffusers is needed
+    from diffusers import DiffusionPipeline  # imported here: a path needs no diffusers
 
     from gerl.model.denoisers import check_offered
 
@@ -317,7 +316,7 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
 
 
 def _folder(known: str) -> Path | None:
-    """The folder with the files of the pipeline `known`, a folder or an id of the hub; None where there is none."""
+    """Return the folder with the files of the pipeline `known` (a folder or hub id); None if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     from gerl.model.paths import INDEX
@@ -329,7 +328,7 @@ def _folder(known: str) -> Path | None:
 
 
 def _is_as_stored(name: str, part: Any, source: Path) -> bool:
-    """Whether the component `part` is what its class reads from the pipeline's folder."""
+    """Whether the component `part` equals what its class loads from the pipeline's folder."""
     import torch
 
     if not hasattr(part, "save_pretrained"):
@@ -343,7 +342,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
     try:
         read = kind.from_pretrained(str(source), subfolder=name, **({"dtype": part.dtype} if module else {}))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError):
-        return False  # its files are of another class, or there are none
+        return False  # files of another class, or none
     if not module:
         return _written(part) == _written(read)
     ours, theirs = _base_weights(part), read.state_dict()
@@ -358,7 +357,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
 
 
 def _base_weights(model: Any) -> dict[str, Any]:
-    """The weights of a model by name, as they are called without the adapters on it."""
+    """Return the weights of a model, with their names without adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -371,13 +370,13 @@ def _base_weights(model: Any) -> dict[str, Any]:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """The configuration of a model of diffusers; that of one of transformers shows in its weights."""
+    """Return the configuration of a diffusers model; a transformers model is compared by its weights."""
     config = getattr(part, "config", None)
     return {k: v for k, v in config.items() if not k.startswith("_")} if isinstance(config, dict) else {}
 
 
 def _written(part: Any) -> dict[str, Any]:
-    """The files of a tokenizer, scheduler or processor, less how the last call of a tokenizer padded and cut."""
+    """Return the files of a tokenizer, scheduler or processor, without a tokenizer's last padding and truncation."""
     with tempfile.TemporaryDirectory() as folder:
         part.save_pretrained(folder)
         found: dict[str, Any] = {p.name: p.read_text("utf-8", "replace") for p in Path(folder).iterdir() if p.is_file()}
@@ -386,7 +385,7 @@ def _written(part: Any) -> dict[str, Any]:
     return found
 
 
-# --- From Python arguments to what a command line would say: keys, prompts and rewards, written down in the run folder
+# --- From Python arguments to a command line: keys, prompts and rewards, written into the run folder
 
 Reward = str | Callable[..., object] | Mapping[str, Any]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
@@ -396,15 +395,15 @@ ROWS = {"train": "prompts.jsonl", "held_out": "held_out.jsonl"}  # in the run fo
 
 @dataclass
 class Scorers:
-    """The rewards of a run: as keys of the configuration, and the functions that some of them are."""
+    """Rewards of a run as keys of the configuration, and the Python functions among them."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     functions: dict[str, Callable[..., object]] = field(default_factory=dict)
 
     def add(self, name: str, given: object) -> None:
-        """A scorer called `name`: a function, the name or file of one, a mapping of its keys, or a weight.
+        """Add the scorer `name`: a function, the name or file of one, a mapping of its keys, or a weight.
 
-        In a mapping `function` may be a function itself. Raises `ConfigError` for anything else.
+        In a mapping `function` may be a function. Raises `ConfigError` for anything else.
         """
         own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
         if isinstance(given, bool) or not (isinstance(given, str | Path | int | float | Mapping) or callable(given)):
@@ -427,7 +426,7 @@ class Scorers:
 
 
 def scorers_of(reward: object) -> Scorers:
-    """The scorers that `reward` names: one function or name, or several by name."""
+    """Return the scorers of `reward`: one function or name, or several by name."""
     found = Scorers()
     if isinstance(reward, Mapping):
         for name, given in reward.items():
@@ -461,10 +460,10 @@ def _checked(name: str) -> str:
 def nested(
     given: Mapping[str, Any], beside: Mapping[str, Any] | None = None, arguments: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Keys with dots, and blocks of keys, as blocks.
+    """Combine dotted keys and blocks of keys into blocks.
 
-    `beside`: keys that arguments of the function set, whose names are in `arguments`. Raises `ConfigError` for a key
-    that there is not, and for two values of one.
+    `beside`: keys set by arguments of the function, whose names are in `arguments`. Raises `ConfigError` for an unknown
+    key, and for a key with two values.
     """
     _check_names(given, beside or {}, arguments or {})
     found: dict[str, Any] = {}
@@ -491,7 +490,7 @@ def _merged(key: str, old: Any, new: Any) -> Any:
 
 
 def _check_names(given: Mapping[str, Any], beside: Mapping[str, Any], arguments: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for names that are no keys, of other programs all at once, with what is to be written."""
+    """Raise `ConfigError` for unknown keys; those of other programs are listed together with their equivalents."""
     known = {key.split(".")[0] for key, _ in keys()} | {"hydra"}
     spelling = partial(_python, arguments=arguments)
     blocks = {key for key, value in given.items() if key in known and isinstance(value, Mapping)}
@@ -506,7 +505,7 @@ def _check_names(given: Mapping[str, Any], beside: Mapping[str, Any], arguments:
 
 
 def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
-    """Keys and values as a call in Python has them: `steps=3, **{"actor.lr": 1e-4}`."""
+    """Format keys and values as a Python call: `steps=3, **{"actor.lr": 1e-4}`."""
 
     def literal(value: Any) -> str:
         return OPEN if value == OPEN else json.dumps(read) if isinstance(read := spelt(value), str) else repr(read)
@@ -517,12 +516,12 @@ def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
 
 
 def nested_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A block given as a dictionary."""
+    """Flatten a block given as a dictionary."""
     return {str(name): plain(value) for name, value in given.items()}
 
 
 def plain(value: object) -> Any:
-    """`value` as YAML has it; raises `ConfigError` for an object that it has not."""
+    """Convert `value` to YAML types; raises `ConfigError` for other objects."""
     if isinstance(value, Mapping):
         return nested_values(value)
     if isinstance(value, list | tuple | range):
@@ -535,12 +534,12 @@ def plain(value: object) -> Any:
 
 
 def overrides_of(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The arguments of a command line that set the keys in these blocks."""
+    """Return the command-line arguments that set these blocks of keys."""
     return [f"{block}.{key}={spelled(value)}" for block, part in values.items() for key, value in part.items()]
 
 
 def write_prompts(prompts: Prompts, file: Path) -> str:
-    """The prompt file of `prompts`: they are its name, or are written to `file`; raises `DataError` for no prompts."""
+    """Return the prompt file named by `prompts`, or write them to `file`; raises `DataError` without prompts."""
     if isinstance(prompts, str | Path):
         return str(prompts)
     if not isinstance(prompts, Iterable):
@@ -568,9 +567,9 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
 def write_experiment(
     folder: Path, name: str, base: str | Path | None, algorithm: str | None, values: dict[str, Any]
 ) -> Path:
-    """An experiment file in `folder` that composes what is asked for, and can be used again on a command line.
+    """Write an experiment file into `folder` that composes the run and can be used again on a command line.
 
-    `base` and `algorithm`: names, or yaml files. Raises `ConfigError` if there is no such one.
+    `base` and `algorithm`: names or yaml files. Raises `ConfigError` if one does not exist.
     """
     defaults: list[object] = [] if base is None else [_entry("experiment", base)]
     if algorithm is not None:
@@ -582,6 +581,6 @@ def write_experiment(
 
 
 def _entry(group: str, given: str | Path) -> str:
-    """A name or file as the `defaults` of an experiment file have it, wherever that lies."""
-    own_file(f"{group}={given}")  # says what is wrong with it
+    """Return a name or file as an entry of `defaults` in an experiment file."""
+    own_file(f"{group}={given}")  # raises what is wrong with it
     return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)

@@ -277,6 +277,18 @@ def duration(seconds: float) -> str:
 # --- Sockets of commands that serve pages or scores, and requests from other sites
 
 
+def require(extra: str, *modules: str) -> None:
+    """Raise `GerlError` naming the pip extra if a package that a command serves with cannot be imported."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise GerlError(
+                f"gerl {extra} needs the package {module}, which cannot be imported ({error}): run pip install "
+                f"'gerl[{extra}]'"
+            ) from None
+
+
 def listen(host: str, port: int, remedy: str = "use another port, or stop the program that uses it") -> socket.socket:
     """Open a socket at `host:port`; raises `ConfigError` with the `remedy` if that fails."""
     try:

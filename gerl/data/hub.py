@@ -62,7 +62,7 @@ def hub_rows(source: str, prompt_key: str, columns: Columns = (), stream: int | 
         DataError: there is no such data set, split, configuration or column, or it cannot be reached or read.
     """
     parts = hub_parts(source, "data.train")
-    return (_read if parts.local else _once)(source, parts, prompt_key, columns, stream)
+    return (_read if parts.local else _read_cached)(source, parts, prompt_key, columns, stream)
 
 
 def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, stream: int | None) -> HubRows:
@@ -76,9 +76,9 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
             what = "is a file: remove hf:" if folder.is_file() else "does not exist: correct the path"
             raise DataError(f"the folder {folder} {what}")
         parts = HubParts(str(folder), None, parts.split, None, local=True)
-    unreached = None if parts.local else _unreached(parts)
+    unreached = None if parts.local else _hub_error(parts)
     if unreached is not None and not isinstance(unreached, OfflineModeIsEnabled | httpx.TransportError):
-        raise DataError(_sentence(parts, unreached))
+        raise DataError(_explain(parts, unreached))
     try:
         with waiting(f"reading {source}"), _offline(datasets, unreached is not None):
             named = dict(columns)
@@ -86,13 +86,13 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
     except DataError:
         raise
     except Exception as error:  # of the network, the disk, the hub and the files, which have no common class
-        raise DataError(_sentence(parts, unreached or error, error)) from error
+        raise DataError(_explain(parts, unreached or error, error)) from error
 
 
-_once = functools.lru_cache(maxsize=8)(_read)
+_read_cached = functools.lru_cache(maxsize=8)(_read)
 
 
-def _unreached(parts: HubParts) -> Exception | None:
+def _hub_error(parts: HubParts) -> Exception | None:
     """Why the hub does not tell about the data set, None if it does: one request, where `datasets` tries for long."""
     try:
         HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
@@ -151,7 +151,7 @@ def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, co
     summed = hashlib.sha256()
     told = False
     for table in tables:
-        left_out = _left_out(table.schema, columns)
+        left_out = _skipped_columns(table.schema, columns)
         _check_columns(table.column_names, prompt_key, columns)
         if left_out and not told:
             logger.info(
@@ -192,7 +192,7 @@ def _is_picture(kind: "pyarrow.DataType") -> bool:
     return pyarrow.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
 
 
-def _left_out(schema: "pyarrow.Schema", columns: dict[str, str]) -> list[str]:
+def _skipped_columns(schema: "pyarrow.Schema", columns: dict[str, str]) -> list[str]:
     import pyarrow.types
 
     binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary)
@@ -212,10 +212,10 @@ def _value(value: Any, where: str) -> Any:
         return value
     if value["bytes"] is None:
         return str(Path(value["path"]).absolute())
-    return _kept(value["bytes"], where)
+    return _save_image(value["bytes"], where)
 
 
-def _kept(content: bytes, where: str) -> str:
+def _save_image(content: bytes, where: str) -> str:
     """The path of a picture in the cache, named by its content."""
     import datasets
 
@@ -233,7 +233,7 @@ def _kept(content: bytes, where: str) -> str:
     return str(path)
 
 
-def _sentence(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
+def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
     """The cause and the remedy, where the data set cannot be read."""
     hub = constants.ENDPOINT
     causes = list(_causes(first))
@@ -257,13 +257,13 @@ def _sentence(parts: HubParts, first: Exception, last: Exception | None = None) 
         )
     if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", said):
         names = (match[1] or match[2] or "").replace("'", "")
-        return f"it has the configurations {names:.300}: choose one of them, such as {_named(parts, names)}"
+        return f"it has the configurations {names:.300}: choose one of them, such as {_example(parts, names)}"
     if "scripts are no longer supported" in said:
         return "it is a script, which datasets no longer runs: use a data set of files, or convert it to a file"
     return f"the package datasets cannot read it ({said:.300}): correct the name, or use a file"
 
 
-def _named(parts: HubParts, names: str) -> str:
+def _example(parts: HubParts, names: str) -> str:
     return f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"
 
 

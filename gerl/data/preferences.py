@@ -40,14 +40,14 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
         )
     match kind[0]:
         case "images":
-            paths, scores = _ranked(row["images"], row["ranks"], where)
+            paths, scores = _parse_ranks(row["images"], row["ranks"], where)
         case "chosen":
             paths, scores = [row["chosen"], row["rejected"]], [1.0, 0.0]
         case "image_0":
-            first = _number(row["label_0"], f"{where} has label_0", 0.0, 1.0)
+            first = _parse_number(row["label_0"], f"{where} has label_0", 0.0, 1.0)
             paths, scores = [row["image_0"], row["image_1"]], [first, 1 - first]
         case _:
-            liked = "label" not in kind or _liked(row["label"], where)
+            liked = "label" not in kind or _parse_label(row["label"], where)
             paths, scores = [row["image"]], [1.0 if liked else -1.0]
     names = list(kind) if kind[0] != "images" else ["images"] * len(paths)
     given = []
@@ -61,7 +61,7 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     return replace(prompt, metadata=metadata, given=tuple(given))
 
 
-def settled(rows: Sequence[Prompt]) -> list[Prompt]:
+def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
     """The rows that prefer an image, or like or dislike one; of several about the same images one, with mean scores.
 
     Raises `DataError` if there are none.
@@ -69,8 +69,8 @@ def settled(rows: Sequence[Prompt]) -> list[Prompt]:
     alike: dict[tuple[str, ...], list[Prompt]] = {}
     for row in rows:
         alike.setdefault((row.text, *pictures_of(row), "", *(image.path for image in row.given)), []).append(row)
-    found = [_mean(same) for same in alike.values()]
-    kept = [row for row in found if _says_something(row)]
+    found = [_mean_scores(same) for same in alike.values()]
+    kept = [row for row in found if _is_informative(row)]
     if not kept:
         raise DataError(
             f"none of its {len(rows)} rows prefers an image to another: all ranks of a row are equal, or its label "
@@ -81,7 +81,7 @@ def settled(rows: Sequence[Prompt]) -> list[Prompt]:
     return kept
 
 
-def good_images(rows: Sequence[Prompt]) -> list[Prompt]:
+def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
     """A prompt for each image to be imitated: the best of each row, and one alone unless it is disliked.
 
     Their ids are below 0, so that they are no prompt's that is drawn. Raises `DataError` if there are none.
@@ -112,28 +112,28 @@ def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: s
         )
 
 
-def _mean(rows: Sequence[Prompt]) -> Prompt:
+def _mean_scores(rows: Sequence[Prompt]) -> Prompt:
     scores = zip(*([image.score for image in row.given] for row in rows), strict=True)
     means = [math.fsum(values) / len(rows) for values in scores]
     given = [replace(image, score=score) for image, score in zip(rows[0].given, means, strict=True)]
     return replace(rows[0], given=tuple(given))
 
 
-def _says_something(row: Prompt) -> bool:
+def _is_informative(row: Prompt) -> bool:
     scores = {image.score for image in row.given}
     return len(scores) > 1 if len(row.given) > 1 else scores != {0.0}
 
 
-def _ranked(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:
+def _parse_ranks(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:
     if not isinstance(images, list) or not isinstance(ranks, list) or len(images) != len(ranks) or len(images) < 2:
         raise DataError(
             f"{where} has images={images!r:.80} and ranks={ranks!r:.80}: expected two or more paths, and a rank "
             "for each"
         )
-    return images, [-_number(rank, f"{where} has a rank", 1.0, math.inf) for rank in ranks]
+    return images, [-_parse_number(rank, f"{where} has a rank", 1.0, math.inf) for rank in ranks]
 
 
-def _number(value: object, what: str, low: float, high: float) -> float:
+def _parse_number(value: object, what: str, low: float, high: float) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -144,7 +144,7 @@ def _number(value: object, what: str, low: float, high: float) -> float:
     return number
 
 
-def _liked(value: object, where: str) -> bool:
+def _parse_label(value: object, where: str) -> bool:
     known = LABELS.get(str(value).strip().lower())
     if known is None:
         raise DataError(f"{where} has label={value!r:.80}: it must be true if the image is liked, or false")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gerl.config import Config, DataConfig, Source, sources
 from gerl.data import tables
-from gerl.data.preferences import settled, with_images
+from gerl.data.preferences import merge_duplicates, with_images
 from gerl.errors import DataError
 from gerl.protocol import DATA_SOURCE, Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
@@ -33,14 +33,14 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     for number, source in enumerate(sources(given, name)):
         try:
-            rows = _rows(source, data, given_images(data, name))
+            rows = _rows(source, data, rows_have_images(data, name))
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
         prompts += [replace(prompt, id=len(prompts) + i, source=number) for i, prompt in enumerate(rows)]
     return prompts
 
 
-def given_images(data: DataConfig, name: str) -> bool:
+def rows_have_images(data: DataConfig, name: str) -> bool:
     """Whether the rows of the key `name` have the images that are trained on."""
     return name == "data.regularise" or (name == "data.train" and data.train_on == "files")
 
@@ -62,7 +62,7 @@ def digest(given: object, data: DataConfig, name: str) -> str:
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
-def named(given: object) -> str:
+def source_names(given: object) -> str:
     """The value of `data.train` or `validation.data` in a sentence: the names of its sources."""
     return given if isinstance(given, str) else ", ".join(source.path for source in sources(given, "data.train"))
 
@@ -75,7 +75,7 @@ def weights(given: object) -> list[Fraction] | None:
     return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in found]
 
 
-def most_of_a_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
+def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
     """How many of the `per_step` prompts of a step are of each source at most, as `MixtureSchedule` draws them.
 
     While a step takes the time D, of each source between w D - 1 and w D + 1 occurrences are due. Those of source i are
@@ -87,7 +87,7 @@ def most_of_a_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
     return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
 
 
-def held_out_of(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
+def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
     """At most `most` of the `prompts`, the first of each source of `given`, shared out as evenly as the sources allow.
 
     Says in the log how many of each that makes, and warns of a source that gets none.
@@ -121,7 +121,7 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
     if shares is None:
         return
     per_step, given = config.rollout.prompts_per_step, sources(config.data.train, "data.train")
-    for number, (source, most) in enumerate(zip(given, most_of_a_step(shares, per_step), strict=True)):
+    for number, (source, most) in enumerate(zip(given, max_prompts_per_step(shares, per_step), strict=True)):
         if (count := sum(prompt.source == number for prompt in prompts)) < most:
             raise DataError(
                 f"data.train: {source.path} has {count} prompts, and its weight {float(shares[number]):g} of "
@@ -162,7 +162,7 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
                 "use a string or a number, or rename the column"
             )
         rows.append(replace(prompt, metadata=metadata))
-    return settled(rows) if given else rows
+    return merge_duplicates(rows) if given else rows
 
 
 def _renamed(

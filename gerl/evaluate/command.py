@@ -10,14 +10,14 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment
 from gerl.config import Config
-from gerl.data.sources import named
+from gerl.data.sources import source_names
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.rewards.total import check_any_scored, check_columns, looking_always, stop_at_failure
+from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, with_all_active
 from gerl.run.progress import Progress
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ class Options:
 
     model: str | None = key("the pipeline: Hub id, folder, or signs; default: that of the configuration")
     lora: list[tuple[str | None, str]] = key(
-        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results",
-        [],
+        f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results", []
     )
     prompts: str | None = key(
         ".txt, .jsonl, .csv or .parquet file, the name of a built-in list, or hf:owner/name[split]; default: "
@@ -130,7 +129,7 @@ def run(request: Request) -> Evaluation:
             config.model.path,
             request.source,
             len(prompts),
-            named(config.validation.data),
+            source_names(config.validation.data),
             ", ".join(config.reward.scorers),
         ),
     )
@@ -206,7 +205,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
-    config = replace(config, reward=looking_always(without_people(config.reward)))
+    config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
     return Request(config, chosen[-1], files, options.out, images, pinned, differing)

@@ -13,12 +13,12 @@ from gerl.algorithms.planning import validation_seed
 from gerl.errors import DataError
 from gerl.evaluate.names import BASE, COLUMNS
 from gerl.evaluate.suites import Column, Pinned, Suite
-from gerl.pages.page import Card, Line, Picture, Sheet, card_page, show, thumbnail
 from gerl.protocol import Images, Prompt, Sample, Scores
-from gerl.rewards.total import TOTAL, distinct_columns, row_of
+from gerl.rewards.total import TOTAL, distinct_columns, score_row
 from gerl.run.validation import CONFIDENCE, RESAMPLES, Estimate, bootstrap_groups, estimate
 from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
+from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
 # --- Variants of a model on the same prompts and noise: what is drawn, and how far its scores are apart
 
@@ -85,7 +85,7 @@ def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Image
     for i, sample in enumerate(samples):
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
         rows.append(
-            ScoredRow(*place, *row_of(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt))
+            ScoredRow(*place, *score_row(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt))
         )
     return rows
 

@@ -22,11 +22,9 @@ from gerl.config import sources
 from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
-from gerl.pages.page import grid, still
 from gerl.run.card import CARD, read_sessions, redact, version_of
-from gerl.run.charts import Rows, series
 from gerl.run.settings import changes, get
-from gerl.run.tracking import read_metrics
+from gerl.run.tracking import Rows, read_metrics, series
 from gerl.run.usage import ASSETS, program
 from gerl.run.validation import (
     BeforeAfter,
@@ -38,6 +36,7 @@ from gerl.run.validation import (
     standard_error,
 )
 from gerl.utils.files import reason
+from gerl.web.pages import grid, still
 
 # --- Facts of the base model for a model card, as far as they are at hand: its class, its licence, its name
 
@@ -183,18 +182,18 @@ def pictures(run: RunFacts) -> Shown:
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     """The table of the held-out prompts: the total and each scorer before, after, and the paired change."""
     if run.first is None:
-        return {"rows": [], "count": 0, "each": 1, "source": "", "notes": ""}
-    before = mean(run.first.rewards)
+        return {"rows": []}
     held_out = get(run.config, "validation", "data")
     found: dict[str, Any] = {
         "rows": [],
         "count": len(run.first.first_rows),
         "each": run.first.each,
         "source": _sources(held_out),
-        "notes": "",
+        "base": mean(run.first.rewards),
+        "averaged": weights == "raw",
+        "shared": _cell(", ".join(sorted(set(_paths(get(run.config, "data", "train"))) & set(_paths(held_out))))),
     }
     if run.last is None:
-        found["notes"] = "" if before is None else f"; the base model has a reward of {before:.3f}"
         return found
     columns = {"reward": (run.first.rewards, run.last.rewards)}
     columns |= {name: (values, run.last.by_scorer.get(name, [])) for name, values in run.first.by_scorer.items()}
@@ -206,14 +205,8 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
         gains = [b - a for a, b in pairs]
         error = standard_error(gains)
         change = f"{sum(gains) / len(gains):+.3f}" + ("" if error is None else f" ± {error:.3f}")
-        means = [f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)]
-        found["rows"].append([name, *means, change])
-    notes = [f"By the reward: {BeforeAfter(run.first, run.last).counts}."]
-    if shared := set(_paths(get(run.config, "data", "train"))) & set(_paths(held_out)):
-        notes.append(f"They are not unseen: {_cell(', '.join(sorted(shared)))} was also used for training.")
-    if weights == "raw":
-        notes.append("Measured with the averaged weights, while this file has those of the last optimizer step.")
-    return found | {"notes": " ".join(notes)}
+        found["rows"].append([name, *(f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)), change])
+    return found | {"counts": BeforeAfter(run.first, run.last).counts}
 
 
 def _paths(given: Any) -> list[str]:
@@ -229,24 +222,7 @@ def _sources(given: Any) -> str:
     if not _paths(given):
         return "unknown prompts"
     found = sources(given, "data.train")
-    words = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in found]
-    return _cell(", ".join(words))
-
-
-def _comfyui(comfy: Comfy) -> str:
-    """How the LoRA is loaded there, or why it cannot be."""
-    if not comfy.files:
-        return f"no file for it ({comfy.why})."
-    found = f"put {' and '.join(f'`{file}`' for file in comfy.files)} into `models/loras`. "
-    if comfy.workflow is None:
-        found += "There is no workflow for this base here. "
-    else:
-        found += (
-            f"`{comfy.workflow}` is a workflow that uses it; the file names of the base model in it are the usual "
-            "ones, select yours. It has the size, steps and guidance of this run, but noise and samplers are "
-            "ComfyUI's own, so its images differ from those of diffusers. "
-        )
-    return f"{found}Do not give ComfyUI `{WEIGHTS}`, whose scale it does not read."
+    return _cell(", ".join(s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in found))
 
 
 def model_card(
@@ -265,12 +241,13 @@ def model_card(
         "pictures": shown.values,
         "numbers": numbers(run, weights),
         "program": _program(run, repository),
-        "comfyui_words": _comfyui(comfy),
+        "comfy": comfy,
+        "weights_file": WEIGHTS,
         "scorers": _scorers(run.config),
         "facts": _facts(run, rank),
         "changes": [tuple(map(_code, row)) for row in changes(run.config) if row[0].split(".")[0] not in HIDDEN],
-        "licence": _licence(base),
-        "limits": _limits(run),
+        "settings": _settings(run.config),
+        "weighted": [n for n, s in (get(run.config, "reward", "scorers") or {}).items() if get(s, "weight") != 0],
     }
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -297,34 +274,24 @@ def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardD
 
 
 def _program(run: RunFacts, repository: str) -> str:
-    """Python that draws the first held-out picture again, without the paths of this machine."""
-    with_drawing = run.last is not None and run.last.drawing is not None and bool(run.last.shown)
-    validation = run.last if with_drawing else None
+    """Python that samples the first held-out picture again, without the paths of this machine."""
+    validation = run.last if run.last is not None and run.last.drawing is not None and run.last.shown else None
     drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
-    config = run.config
-    if (path := get(config, "model", "path")) in SHIPPED:  # its folder lies in the package
-        text = program(config, Path(repository), validation, replace(drawing, lora_lines=lines))
-        folder = f'str(Path(gerl.__file__).parent / "assets/{path}")'
-        text = text.replace(repr(str(ASSETS / str(path))), folder)
-        return "from pathlib import Path\n\nimport gerl\n" + public(text)
-    return public(program(config, Path(repository), validation, replace(drawing, lora_lines=lines)))
+    text = program(run.config, Path(repository), validation, replace(drawing, lora_lines=lines))
+    if (path := get(run.config, "model", "path")) in SHIPPED:  # its folder lies in the package
+        text = text.replace(repr(str(ASSETS / str(path))), f'str(Path(gerl.__file__).parent / "assets/{path}")')
+        text = f"from pathlib import Path\n\nimport gerl\n{text}"
+    return public(text)
 
 
 def _scorers(config: Mapping[str, Any]) -> list[list[str]]:
     rows = []
+    neutral = {"scale": 1.0, "offset": 0.0}
     for name, scorer in (get(config, "reward", "scorers") or {}).items():
         values = scorer if isinstance(scorer, Mapping) else {}
-        others = {
-            k: v
-            for k, v in values.items()
-            if k in ("path", "function", "kwargs", "clip", "normalise") and v not in (None, "none", {}, [])
-        }
-        others |= {
-            k: v
-            for k, v in values.items()
-            if (k, v) not in (("scale", 1.0), ("offset", 0.0)) and k in ("scale", "offset")
-        }
+        keys = ("path", "function", "kwargs", "clip", "normalise", "scale", "offset")
+        others = {k: v for k in keys if (v := values.get(k)) not in (None, "none", {}, [], neutral.get(k))}
         if "path" not in others:
             others.pop("function", None)
         shown = ", ".join(f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in others.items())
@@ -357,35 +324,12 @@ def _images(config: Mapping[str, Any]) -> str | None:
     return f"{prompts} prompts x {n} images" if prompts and n else None
 
 
-def _licence(base: BaseModel) -> str:
-    if base.licence is None:
-        return (
-            "The licence of the base model was not found when this card was written: look it up before you use "
-            "this LoRA."
-        )
-    link = base.licence_fields.get("license_link")
-    shown = f"`{base.licence}`" + (f" ({link})" if link else "")
-    return f"The base model is under {shown}. Its terms for derived models apply to this LoRA."
-
-
-def _limits(run: RunFacts) -> list[str]:
-    sampling = get(run.config, "sampling") or {}
-    size = " x ".join(str(sampling.get(name)) for name in ("width", "height"))
-    validation = get(run.config, "validation") or {}
-    trained = [sampling.get(name) for name in ("num_inference_steps", "guidance_scale")]
-    measured = [validation.get(name) for name in ("num_inference_steps", "guidance_scale")]
-    steps, guidance = (a if b is None else b for a, b in zip(trained, measured, strict=True))
-    scorers = [n for n, s in (get(run.config, "reward", "scorers") or {}).items() if get(s, "weight") != 0]
-    return [
-        f"Only {' and '.join(scorers) or 'the reward'} was optimised: aspects it does not measure (diversity, "
-        "style, other prompts) may have become worse, and a gain in this number does not prove that people prefer "
-        "the images.",
-        f"It was trained at {size} pixels with {trained[0]} denoising steps and guidance {trained[1]}, and "
-        f"evaluated with {steps} steps and guidance {guidance}; other settings were not tested.",
-        "The numbers are from one run with one seed. If a run has several checkpoints, the best one was selected "
-        "on the same prompts, which biases them slightly upwards.",
-        "This card was generated automatically; nobody has reviewed the images for it.",
-    ]
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Size, and steps and guidance in training and in validation."""
+    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
+    names = ("num_inference_steps", "guidance_scale")
+    steps, guidance = (sampling.get(n) if validation.get(n) is None else validation[n] for n in names)
+    return {**{n: sampling.get(n) for n in ("width", "height", *names)}, "steps": steps, "guidance": guidance}
 
 
 def _cell(text: str) -> str:

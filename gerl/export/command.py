@@ -53,8 +53,7 @@ class Request:
         low=1,
     )
     overwrite: bool = key(
-        "true: write into a non-empty folder or repository; files with the same name are replaced, others stay",
-        False,
+        "true: write into a non-empty folder or repository; files with the same name are replaced, others stay", False
     )
     push: str | None = key("owner/name: upload format=hub to the Hugging Face Hub; requires 'hf auth login'")
     private: bool = key("true: with push, create the repository as private", False)
@@ -108,31 +107,41 @@ def run(request: Request) -> list[Path]:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
+        from gerl.export.whole import extract, whole_pipeline
         from gerl.model.denoisers import quiet_libraries
-        from gerl.model.lora import collect_loras
-        from gerl.model.teachers import is_fake
-        from gerl.utils.tensors import unpack_tensors
 
     quiet_libraries()
-    if whole:
-        return run_whole(request, run_dir, checkpoint, why, base)
-    tensors = unpack_tensors(checkpoint.read(STATE))
-    kind = KINDS[request.weights]
-    own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
-    loras = collect_loras(own, base.alpha)
-    if not loras:
-        raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
-    if request.format == "merged":
-        pipe = merged_pipeline(loras, base)
-        written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
-    elif request.format == "hub":
+    if whole and request.rank is None and request.format != "merged":
+        return write_weights(request, checkpoint, base)
+    if not whole:
+        loras = trained_loras(request, checkpoint, base)
+    else:
+        loras = {} if request.rank is None else extract(checkpoint, request.weights, base, request.rank)
+    if request.format == "hub":
         return publish(request, run_dir, checkpoint.step, loras, base)
+    if request.format == "merged":
+        pipe = whole_pipeline(checkpoint, request.weights, base) if whole else merged_pipeline(loras, base)
+        written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
     else:
         files = lora_files(request.format, loras, base)
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
     logger.info("%s", closing_screen(request, loras, written, base))
     return written
+
+
+def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict[str, Lora]":
+    """The LoRA of each denoiser; raises `CheckpointError` if there is none."""
+    from gerl.model.lora import collect_loras
+    from gerl.model.teachers import is_fake
+    from gerl.utils.tensors import unpack_tensors
+
+    tensors, kind = unpack_tensors(checkpoint.read(STATE)), KINDS[request.weights]
+    own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
+    loras = collect_loras(own, base.alpha)
+    if not loras:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
+    return loras
 
 
 def settled(request: Request) -> Request:
@@ -173,30 +182,10 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
     return written
 
 
-def run_whole(request: Request, run_dir: Path, checkpoint: Checkpoint, why: str, base: Base) -> list[Path]:
-    """The export of a run that trained the weights themselves."""
-    from gerl.export.files import lora_files, write_files  # they import torch
-    from gerl.export.whole import extract, whole_pipeline, write_denoisers
+def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
+    """Write the denoisers of a run that trained the weights themselves."""
+    from gerl.export.whole import write_denoisers
 
-    logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
-    if request.rank is not None:
-        found = extract(checkpoint, request.weights, base, request.rank)
-        logger.info(
-            "the LoRA of rank %d captures %.1f %% of the squared change of the linear layers, which account for "
-            "%.1f %% of that of all weights",
-            *(request.rank, 100 * found.kept, 100 * found.linear),
-        )
-        if request.format == "hub":
-            return publish(request, run_dir, checkpoint.step, found.loras, base)
-        files = lora_files(request.format, found.loras, base)
-        written = write_atomically(request.folder, lambda folder: write_files(files, folder))
-        logger.info("%s", closing_screen(request, found.loras, written, base))
-        return written
-    if request.format == "merged":
-        pipe = whole_pipeline(checkpoint, request.weights, base)
-        written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
-        logger.info("%s", closing_screen(request, {}, written, base))
-        return written
     written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]
     for name in models_in(request.folder):

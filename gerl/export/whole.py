@@ -1,9 +1,9 @@
 """The export of a run that trained the weights themselves: its denoisers, or a LoRA that comes near them."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import diffusers
@@ -16,23 +16,9 @@ from gerl.model.lora import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
 
+logger = logging.getLogger("gerl")
 KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
 EXACT = 1024  # rows or columns up to which the whole decomposition takes no time
-
-
-def is_whole(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of a run that trained the weights themselves."""
-    return any(name.startswith(f"{PARTS}/") for name in checkpoint.files)
-
-
-@dataclass(frozen=True)
-class Extracted:
-    """The LoRA of each denoiser, and the parts of the squared change of the weights that linear layers have, and that
-    the LoRA has of those."""
-
-    loras: dict[str, Lora]
-    linear: float
-    kept: float
 
 
 def trained_weights(checkpoint: Checkpoint, kind: str) -> tuple[Shards, dict[str, str]]:
@@ -85,7 +71,7 @@ def parameter(model: object, key: str, full: str) -> torch.nn.Parameter:
 
 
 @torch.no_grad()
-def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> Extracted:
+def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[str, Lora]:
     """The LoRAs of `rank` that come nearest to what the trained linear layers have changed, by the largest singular
     values of that; alpha is the rank."""
     shards, names = trained_weights(checkpoint, kind)
@@ -107,7 +93,12 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> Extract
         layers.setdefault(denoiser, {})[layer] = (a, b)
     if not linear:
         raise ModelError("the run changed no weight of a linear layer that a LoRA could approximate: remove rank")
-    return Extracted({n: Lora(found, float(rank)) for n, found in layers.items()}, linear / everything, kept / linear)
+    logger.info(
+        "the LoRA of rank %d captures %.1f %% of the squared change of the linear layers, which account for %.1f %% of "
+        "that of all weights",
+        *(rank, 100 * kept / linear, 100 * linear / everything),
+    )
+    return {name: Lora(found, float(rank)) for name, found in layers.items()}
 
 
 def halves(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

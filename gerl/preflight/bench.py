@@ -13,7 +13,7 @@ from PIL import Image
 from gerl.algorithms import Algorithm, build_algorithm, count_pairs
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config
-from gerl.data.sources import may_have_pictures, named
+from gerl.data.sources import may_have_pictures, source_names
 from gerl.errors import GerlError
 from gerl.model.errors import CallRefused, MemoryFull
 from gerl.preflight.findings import Report, Run, Usage, capacity, count_gradients, measured, release, rows_of, sized
@@ -157,7 +157,7 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
             continue
         if names and from_file:
             report.problems.append(
-                f"data.train={named(config.data.train)}: {report.pipeline} needs {' and '.join(names)}, but its "
+                f"data.train={source_names(config.data.train)}: {report.pipeline} needs {' and '.join(names)}, but its "
                 "rows have no such column: add it, with image paths (synthetic images are used here)"
             )
         elif names:

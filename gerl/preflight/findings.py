@@ -416,8 +416,7 @@ class Report:
         largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
         fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
         yield from wrapped(
-            "largest",
-            f"{fits}, by a line through two measured sizes; the {unit}s of a step need no more",
+            "largest", f"{fits}, by a line through two measured sizes; the {unit}s of a step need no more"
         )
 
     def _projection(self, seconds: Seconds, unit: str, config: Config) -> Iterator[str]:

@@ -38,10 +38,10 @@ COMMANDS = {
     "export": Command(
         "gerl.export.command", "Write the LoRA of a run in the file format of another program, or merge it."
     ),
-    "vote": Command("gerl.vote.command", "Train on human preferences: a page asks for votes while the run trains."),
+    "vote": Command("gerl.web.vote", "Train on human preferences: a page asks for votes while the run trains."),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, stopped, or still training."),
     "watch": Command(
-        "gerl.watch.command", "Watch a run in a browser while it trains, and ask it to save, validate or stop."
+        "gerl.web.watch", "Watch a run in a browser while it trains, and ask it to save, validate or stop."
     ),
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),

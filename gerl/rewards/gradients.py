@@ -25,25 +25,25 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
     `all_of_them`: also if there is one whose scores have none.
     """
     weighted = {name: scorer for name, scorer in reward.scorers.items() if scorer.weight}
-    lacking = {name: why for name, scorer in weighted.items() if (why := _lacks(name, scorer))}
-    found = [name for name in weighted if name not in lacking]
-    if lacking and (all_of_them or not found):
-        name, why = next(iter(lacking.items()))
+    without = {name: why for name, scorer in weighted.items() if (why := _why_without_gradient(name, scorer))}
+    found = [name for name in weighted if name not in without]
+    if without and (all_of_them or not found):
+        name, why = next(iter(without.items()))
         raise ConfigError(
             f"reward.scorers.{name}: {why}, and this algorithm differentiates rewards; those of "
-            f"{', '.join(_of_gerl())} and of functions with takes_tensors can be differentiated: set the weight of "
+            f"{', '.join(_built_in())} and of functions with takes_tensors can be differentiated: set the weight of "
             "others to 0, so they are only watched"
         )
     return found
 
 
-def differentiated(config: Config) -> list[str]:
+def scorers_with_gradient(config: Config) -> list[str]:
     """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
     # beside a policy gradient, which learns from all scorers, those without a gradient may stay
     return differentiable_scorers(config.reward, all_of_them=not config.algorithm.needs.ratio)
 
 
-def with_scorers_found(config: Config) -> Config:
+def with_absolute_paths(config: Config) -> Config:
     """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
     if not config.algorithm.needs.reward_gradient:
         return config
@@ -56,11 +56,11 @@ def with_scorers_found(config: Config) -> Config:
     return dataclasses.replace(config, reward=dataclasses.replace(config.reward, scorers=scorers))
 
 
-def _of_gerl() -> list[str]:
+def _built_in() -> list[str]:
     return [name for name in SCORERS if scorer_class(name).differentiable]
 
 
-def _lacks(name: str, config: ScorerConfig) -> str:
+def _why_without_gradient(name: str, config: ScorerConfig) -> str:
     """Why the scores of a scorer have no gradient; "" if they have one."""
     if config.env:
         return "it runs in its own environment"

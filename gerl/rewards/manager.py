@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,23 +23,22 @@ from gerl.objects import PREFIX, Function, function
 from gerl.protocol import FeedbackRequest, Group, Images, Prompt, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
-from gerl.rewards.total import applies, looking, total
+from gerl.rewards.total import active_scorers, applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
 from gerl.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 # --- The processes of scorers: started, restarted, and waited for where Ray has no room for them; and calls of them
 
 PAUSE = 1.0  # seconds before a process that died as it began is started once more
 
 
-R = TypeVar("R")  # the images that are scored together, and what they are scored for
-
-
 @dataclass(eq=False)
-class Job(Generic[R]):
+class Job:
     """A call of a scorer: images of one micro-batch or, for a groupwise scorer, all of a group."""
 
-    round: R
+    round: "ScoringRound"
     scorer: str
     places: list[tuple[int, int]]  # (micro-batch, row)
     attempts: int = 0
@@ -56,8 +55,8 @@ class Start:
     until: float | None = None
 
 
-@dataclass
-class Pool(Generic[R]):
+@dataclass(eq=False)
+class Pool:
     """Processes that are alike, and the calls that wait for one of them."""
 
     workers: WorkerGroup[RewardWorker]
@@ -65,16 +64,16 @@ class Pool(Generic[R]):
     patience: float = math.inf  # seconds for which room for a process is waited for
     idle: list[int] = field(default_factory=list)
     starting: dict[Pending[None], Start] = field(default_factory=dict)  # not part of what `timeout` limits
-    queue: deque[Job[R]] = field(default_factory=deque)
+    queue: deque[Job] = field(default_factory=deque)
     died: set[int] = field(default_factory=set)  # while they started, the last time
 
     def start(self, process: int, until: float | None = None) -> None:
         """Have a new process build its scorers, as soon as it has room."""
         if not self.workers.remote:
-            self.starting[self.workers.submit(process, RewardWorker.ready)] = Start(process)
+            self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
         until = time.perf_counter() + self.patience if until is None else until
-        self.starting[self.workers.submit(process, RewardWorker.here)] = Start(process, until)
+        self.starting[self.workers.submit(process, RewardWorker.ping)] = Start(process, until)
 
     def start_all(self) -> None:
         """Start all processes anew: the Ray that had them is gone."""
@@ -110,32 +109,32 @@ class Pool(Generic[R]):
             self.renew(process)
             return
         if until is not None:
-            self.starting[self.workers.submit(process, RewardWorker.ready)] = Start(process)
+            self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
         self.died.discard(process)
         self.idle.append(process)
 
     @property
-    def late(self) -> dict[Pending[None], Start]:
+    def without_room(self) -> dict[Pending[None], Start]:
         """The processes that have no room yet."""
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
-    def look_for_room(self) -> None:
+    def check_room(self) -> None:
         """Go on without processes for which there was no room in time; they join the others when there is some.
 
         Raises `RewardError` if no process has room.
         """
-        now, late, count = time.perf_counter(), self.late, len(self.workers)
-        over = {pending: start for pending, start in late.items() if start.until is not None and start.until <= now}
-        over = {pending: start for pending, start in over.items() if not self._starts_slowly(pending, start.process)}
-        if over and len(late) == count:
-            raise self._without_room()
-        for pending, start in over.items():
+        now, late, count = time.perf_counter(), self.without_room, len(self.workers)
+        for pending, start in late.items():
+            if start.until is None or start.until > now or self._starts_slowly(pending, start.process):
+                continue
+            if len(late) == count:
+                raise self._without_room()
             name, left = f"{self.workers.name} {start.process}", count - len(late)
             logger.warning("Ray has no room for %s: the run continues with %d of %d processes", name, left, count)
             self.starting[pending] = Start(start.process, math.inf)
 
-    def begin(self, process: int) -> None:
+    def wait_until_ready(self, process: int) -> None:
         """Wait until a process has built its scorers; raises `RewardError` if it cannot, or has no room."""
         while pending := [pending for pending, start in self.starting.items() if start.process == process]:
             until = self.starting[pending[0]].until or math.inf
@@ -155,19 +154,19 @@ class Pool(Generic[R]):
         return True
 
     def _without_room(self) -> RewardError:
-        said = no_room(self.workers.name.removesuffix(", process"), self.workers.needs)
+        message = no_room(self.workers.name.removesuffix(", process"), self.workers.needs)
         return RewardError(
-            f"{said}, after cluster.patience={self.patience:g} s; add a machine, or lower cluster.num_workers or "
+            f"{message}, after cluster.patience={self.patience:g} s; add a machine, or lower cluster.num_workers or "
             "reward.scorers.NAME.gpus"
         )
 
 
 @dataclass(frozen=True)
-class Call(Generic[R]):
+class Call:
     """A job at work in a process."""
 
-    job: Job[R]
-    pool: Pool[R]
+    job: Job
+    pool: Pool
     process: int
     started: float
 
@@ -200,7 +199,7 @@ class ScorerLoad:
         }
 
 
-# --- Groups that people are asked about: what each was drawn for, and when they are asked about it again
+# --- Groups that people are asked about: what each was sampled for, and when they are asked about it again
 
 SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
 
@@ -221,32 +220,21 @@ class Scorable(Protocol):
     def step(self) -> int: ...
 
 
-class PendingFeedback(Protocol):
-    """A call that people have not answered yet, how often that was so, and when it is made again."""
-
-    scorer: str
-    polls: int
-    wake: float
-
-
-A = TypeVar("A", bound=PendingFeedback)
-
-
-class FeedbackQueue(list[A]):
+class FeedbackQueue(list[Job]):
     """Calls that wait for people; they cost nothing but a short call now and then."""
 
-    said: str = ""  # what was wrong the last time
+    problem: str = ""  # what was wrong the last time
 
-    def put(self, call: A, said: str) -> None:
-        """Let a call wait; log `said` where it is something else than the last time."""
+    def put(self, call: Job, problem: str) -> None:
+        """Let a call wait; log the `problem` with the service where it is another than the last time."""
         call.wake = time.perf_counter() + min(LATE, SOON * GROWTH ** min(call.polls, 20))
         call.polls += 1
         self.append(call)
-        if said != self.said:
-            logger.warning("scorer %s: %s", call.scorer, said or "people can be asked again")
-            self.said = said
+        if problem != self.problem:
+            logger.warning("scorer %s: %s", call.scorer, problem or "people can be asked again")
+            self.problem = problem
 
-    def awake(self) -> list[A]:
+    def awake(self) -> list[Job]:
         """Take out those that are to be made again."""
         now = time.perf_counter()
         found = [call for call in self if call.wake <= now]
@@ -262,31 +250,28 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
 
 
 def feedback_requests(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, FeedbackRequest]:
-    """The origin of each of the groups that are scored together."""
+    """What people are told about each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():
         named = [run, members[0].step, *group, [sample.seed for sample in members]]
         keys[group] = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-    together = tuple(keys.values())
-    return {
-        group: FeedbackRequest(
-            keys[group], run, members[0].step, group.prompt, tuple(sample.seed for sample in members), together
-        )
-        for group, members in groups.items()
-    }
+    found = {}
+    for group, members in groups.items():
+        seeds = tuple(sample.seed for sample in members)
+        found[group] = FeedbackRequest(keys[group], run, members[0].step, group.prompt, seeds, tuple(keys.values()))
+    return found
 
 
 # --- The reward manager: the processes of the scorers, and images on their way through them.
 #
 # Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
 # fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager
-# only scores: whoever draws adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
+# only scores: whoever samples adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 
-logger = logging.getLogger(__name__)
 SHOWN = 3  # prompts named in a warning
 
 
-def given(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
+def functions_of(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
     """The functions of this program that are scorers, by name."""
     paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
     return {path.removeprefix(PREFIX): found for path in paths if (found := function(path)) is not None}
@@ -301,18 +286,19 @@ class RewardManager:
     def __init__(self, config: RewardConfig, cluster: Cluster, run: str = "", timeline: Timeline | None = None) -> None:
         self.config, self.run, self.timeline = config, run, timeline or Timeline()
         scorers = {name: known_scorer(name, scorer) for name, scorer in config.scorers.items()}
-        cluster.send_by_value(given(config.scorers).values())
+        cluster.send_by_value(functions_of(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
-        self.feedback_queue: FeedbackQueue[Job[ScoringRound]] = FeedbackQueue()
+        self.feedback_queue = FeedbackQueue()
         self.load = {name: ScorerLoad() for name in scorers}
-        self.running: dict[Pending[Answer], Call[ScoringRound]] = {}
-        self.pools: dict[str, Pool[ScoringRound]] = {}  # by scorer; those that share a model have the same one
+        self.running: dict[Pending[Answer], Call] = {}
+        self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
         self.failure: Exception | None = None  # of what was done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
             kind = (scorers[name].shares or name, scorer.replicas, scorer.gpus, scorer.timeout, repr(scorer.env))
             together.setdefault(kind, []).append(name)
+        folder = str(Path.cwd())
         for names in together.values():
             first = config.scorers[names[0]]
             count = first.replicas if cluster.remote else 1
@@ -323,23 +309,24 @@ class RewardManager:
                 f"scorer {' and '.join(names)}, process",
                 RewardWorker,
                 count,
-                _always((own, config.retries, str(Path.cwd()), given(own), frozenset(self.groupwise))),
+                lambda _, own=own: (own, config.retries, folder, functions_of(own), frozenset(self.groupwise)),  # type: ignore[misc]
                 gpus=first.gpus,
                 environment=first.env,
             )
             patience = cluster.config.patience if cluster.joined else math.inf  # else there is room
             patience += cluster.config.hang_after if first.env else 0.0  # Ray makes the environment first
-            pool: Pool[ScoringRound] = Pool(workers, first.timeout, patience)
+            pool = Pool(workers, first.timeout, patience)
             for process in range(count):
                 pool.start(process)
             self.pools |= dict.fromkeys(names, pool)
+        self.distinct_pools = list(dict.fromkeys(self.pools.values()))
 
     def open(self, samples: Sequence[Sequence[Scorable]], held_out: bool = False) -> "ScoringRound":
-        """Begin to score micro-batches of `samples`, whose images are added as they are drawn.
+        """Begin to score micro-batches of `samples`, whose images are added as they are sampled.
 
         `held_out`: images of a validation, about which people are not asked.
         """
-        part = looking(self.config.scorers, "validation" if held_out else "training")
+        part = active_scorers(self.config.scorers, "validation" if held_out else "training")
         scorers = {name: scorer for name, scorer in part.items() if not (held_out and name in self.people)}
         return ScoringRound(self, samples, scorers)
 
@@ -347,7 +334,7 @@ class RewardManager:
         """Drop all rounds: calls that are at work end for nothing."""
         self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of what is dropped
         self.feedback_queue.clear()
-        for pool in self._pools():
+        for pool in self.distinct_pools:
             pool.queue.clear()
         for call in self.running.values():
             call.job.round.wanted = False
@@ -357,24 +344,24 @@ class RewardManager:
         """Start all processes anew, when nothing is under way any more: the Ray that had them is gone."""
         self.running.clear()
         self.failure = None
-        for pool in self._pools():
+        for pool in self.distinct_pools:
             pool.start_all()
 
     @property
     def wants_room(self) -> bool:
         """Whether a process waits for Ray to place it."""
-        return any(pool.late for pool in self._pools())
+        return any(pool.without_room for pool in self.distinct_pools)
 
     @property
     def capacity(self) -> int:
         """Micro-batches with calls in a queue at which the scorers have enough to do."""
-        return 2 * max((len(pool.workers) for pool in self._pools()), default=1)
+        return 2 * max((len(pool.workers) for pool in self.distinct_pools), default=1)
 
     def submit(self) -> None:
         """Give idle processes the calls at the heads of their queues."""
         for job in self.feedback_queue.awake():
             self.pools[job.scorer].queue.append(job)
-        for pool in self._pools():
+        for pool in self.distinct_pools:
             while pool.queue and pool.idle:
                 job, process = pool.queue.popleft(), pool.idle.pop(0)
                 started, now = self.timeline.now(), time.perf_counter()
@@ -386,28 +373,29 @@ class RewardManager:
     @property
     def remote(self) -> bool:
         """Whether scorers have processes of their own."""
-        return any(pool.workers.remote for pool in self._pools())
+        return any(pool.workers.remote for pool in self.distinct_pools)
 
     def awaited(self) -> tuple[list[Pending[Any]], float | None]:
         """Starts and calls whose end moves a round on, and the seconds after which one hangs, or is made again."""
-        starting = [pending for pool in self._pools() for pending in pool.starting]
+        starting = [pending for pool in self.distinct_pools for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
         deadlines += [job.wake for job in self.feedback_queue]
-        deadlines += [s.until for pool in self._pools() for s in pool.late.values() if s.until and s.until < math.inf]
+        starts = [start for pool in self.distinct_pools for start in pool.without_room.values()]
+        deadlines += [start.until for start in starts if start.until and start.until < math.inf]
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
         """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
 
-        Raises `RewardError` if a process has no room, cannot start or build its scorers, and what drawing raised.
+        Raises `RewardError` if a process has no room, cannot start or build its scorers, and what sampling raised.
         """
         if self.failure is not None:
             raise self.failure
         self.timeline.ended(ended)
-        for pool in self._pools():
+        for pool in self.distinct_pools:
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)
-            pool.look_for_room()
+            pool.check_room()
         now = time.perf_counter()
         for answer, call in list(self.running.items()):
             if answer in ended:
@@ -417,15 +405,12 @@ class RewardManager:
                 del self.running[answer]
                 self._renew(call, f"no answer within {call.pool.timeout:g} s")
 
-    def _pools(self) -> "list[Pool[ScoringRound]]":
-        return list({id(pool): pool for pool in self.pools.values()}.values())
-
     def _collect(self, pending: Pending[Answer], call: Call) -> None:
         job, load = call.job, self.load[call.job.scorer]
         try:
             answer = pending.ended()
         except WorkerDied:
-            lost = job.round.lost(job)  # if it was the worker that draws who died
+            lost = job.round.sampling_error(job)  # if it was the worker that samples who died
             if lost is None:
                 self._renew(call, "its process died")
                 return
@@ -433,7 +418,7 @@ class RewardManager:
             if job.round.wanted:
                 raise lost from None
             return
-        except Exception:  # what drawing the images raised: the process has nothing to do with it
+        except Exception:  # what sampling the images raised: the process has nothing to do with it
             call.pool.idle.append(call.process)
             if job.round.wanted:
                 raise
@@ -452,7 +437,7 @@ class RewardManager:
             logger.warning("scorer %s: %s", job.scorer, message)
         for reason in answer.retried:
             logger.warning("scorer %s was called again after it failed for %s", job.scorer, reason)
-        job.round.take(job, answer.rows)
+        job.round.store(job, answer.rows)
 
     def _renew(self, call: Call, reason: str) -> None:
         """Restart a process that died or hangs, and repeat its call, or give it up."""
@@ -472,7 +457,7 @@ class RewardManager:
             load.retries += 1
             call.pool.queue.appendleft(job)
             return
-        job.round.take(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
+        job.round.store(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
 
     def metrics(self) -> dict[str, float]:
         """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
@@ -484,32 +469,32 @@ class RewardManager:
 
 
 class ScoringRound:
-    """Micro-batches on their way through the scorers; what is added is scored while the next ones are drawn."""
+    """Micro-batches on their way through the scorers; what is added is scored while the next ones are sampled."""
 
     def __init__(
         self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], scorers: Mapping[str, ScorerConfig]
     ) -> None:
         self.manager, self.samples, self.scorers = manager, samples, scorers
         self.wanted = True
-        self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are drawn
+        self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are sampled
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
         self.left = 0  # calls that have not ended
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
                 self.groups.setdefault(sample.group, []).append((i, row))
-        self.missing = {group: len(places) for group, places in self.groups.items()}  # images still to be drawn
+        self.missing = {group: len(places) for group, places in self.groups.items()}  # images still to be sampled
         members = {group: [samples[i][row] for i, row in places] for group, places in self.groups.items()}
         self.feedback_requests = feedback_requests(manager.run, members) if manager.people & scorers.keys() else {}
 
     @property
     def queued(self) -> int:
         """Micro-batches with calls that wait for a process."""
-        pools = {id(pool): pool for pool in self.manager.pools.values()}.values()
-        return len({i for pool in pools for job in pool.queue if job.round is self for i, _ in job.places})
+        jobs = [job for pool in self.manager.distinct_pools for job in pool.queue if job.round is self]
+        return len({i for job in jobs for i, _ in job.places})
 
     def add(self, batch: int, images: Pending[Images]) -> None:
-        """Queue the calls that are possible now that the `images` of micro-batch `batch` are drawn."""
+        """Queue the calls that are possible now that the `images` of micro-batch `batch` are sampled."""
         self.images[batch] = images
         for sample in self.samples[batch]:
             self.missing[sample.group] -= 1
@@ -553,7 +538,7 @@ class ScoringRound:
             return pool.workers.submit(process, RewardWorker.ask, *arguments, *images)
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
-    def take(self, job: Job, rows: Sequence[Row]) -> None:
+    def store(self, job: Job, rows: Sequence[Row]) -> None:
         """Keep the rows that the call of `job` has brought."""
         self.left -= 1
         for (i, row), found in zip(job.places, rows, strict=True):
@@ -563,7 +548,7 @@ class ScoringRound:
         """The prompts of `job`, each once."""
         return list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
 
-    def lost(self, job: Job) -> Exception | None:
+    def sampling_error(self, job: Job) -> Exception | None:
         """Why the images of `job` are not there; None if they are."""
         for i in {i for i, _ in job.places}:
             try:
@@ -588,10 +573,6 @@ class ScoringRound:
             label: [value if isinstance(value := row.get(label), float) else None for row in rows] for label in labels
         }
         return Scores(totals, by_scorer, failures)
-
-
-def _always(arguments: tuple[object, ...]) -> Callable[[int], tuple[object, ...]]:
-    return lambda _: arguments
 
 
 # --- The trial of the scorers: each is called once on grey images, before a model is loaded and anything is written.
@@ -622,8 +603,8 @@ def try_scorers(
     """
     if not config.reward.trial:
         return
-    for pool in {id(pool): pool for pool in manager.pools.values()}.values():
-        pool.begin(0)
+    for pool in manager.distinct_pools:
+        pool.wait_until_ready(0)
     calls: dict[str, Pending[Answer] | str] = {}
     for name, scorer in config.reward.scorers.items():
         known = held_out if scorer.during == "validation" else prompts
@@ -639,13 +620,13 @@ def try_scorers(
 
 
 def _reach(pool: Pool, name: str) -> None:
-    """Say whether people can be asked; one may begin to wait for them before that is so."""
+    """Warn if people cannot be asked; a run may begin before that is possible."""
     try:
-        said = pool.workers.submit(0, RewardWorker.reach, name).result()
+        problem = pool.workers.submit(0, RewardWorker.reach, name).result()
     except RewardError as error:
         raise RewardError(f"reward.scorers.{name}: {error}") from None
-    if said:
-        logger.warning("scorer %s: %s", name, said)
+    if problem:
+        logger.warning("scorer %s: %s", name, problem)
 
 
 def _grey(config: Config, count: int) -> Images:
@@ -657,7 +638,7 @@ def _grey(config: Config, count: int) -> Images:
 
 
 def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pending[Answer] | str:
-    """The call of a scorer; in this process it has ended, and a hang is a sentence."""
+    """The call of a scorer; in this process it has ended, and a time-out is its sentence."""
     texts, metadata = [row.text for row in rows], [row.metadata for row in rows]
     places = [(0, row) for row in range(len(rows))]
     try:
@@ -668,27 +649,29 @@ def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pe
 
 
 def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> None:
-    """Wait for a call and say what was wrong with it."""
+    """Wait for a call; raises `RewardError`, or warns, if it failed."""
     answer = call if isinstance(call, str) else _answer(pool, call)
-    rows = [] if isinstance(answer, str) else answer.rows
-    failures = [answer] if isinstance(answer, str) else []
-    failures += [value.reason for row in rows if isinstance(value := row[name], ScorerFailure)]
-    for message in [] if isinstance(answer, str) else answer.warnings:
-        logger.warning("scorer %s: %s", name, message)
+    if isinstance(answer, str):
+        count, failures = 0, [answer]
+    else:
+        for message in answer.warnings:
+            logger.warning("scorer %s: %s", name, message)
+        count = len(answer.rows)
+        failures = [value.reason for row in answer.rows if isinstance(value := row[name], ScorerFailure)]
     if not failures:
         return
-    told = (
+    problem = (
         f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
         "reward.trial=false if it is only grey images that it cannot score"
     )
-    if len(failures) < len(rows):
-        logger.warning("%s (%d of %d images have a score)", told, len(rows) - len(failures), len(rows))
-        return
-    if scorer.weight != 0:
-        raise RewardError(told)
-    logger.warning("%s; it is only watched, so the run continues", told)
-    if isinstance(answer, str):
-        pool.renew(0)
+    if len(failures) < count:
+        logger.warning("%s (%d of %d images have a score)", problem, count - len(failures), count)
+    elif scorer.weight != 0:
+        raise RewardError(problem)
+    else:
+        logger.warning("%s; its weight is 0, so the run continues", problem)
+        if isinstance(answer, str):
+            pool.renew(0)
 
 
 def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:

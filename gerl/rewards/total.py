@@ -8,7 +8,7 @@ from typing import Protocol
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.config.blocks import RunPart
 from gerl.errors import ConfigError, DataError, RewardError
-from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure, Scores
+from gerl.protocol import DATA_SOURCE, Group, Prompt, Sample, ScorerFailure, Scores
 
 # --- The reward of an image from the scores of its scorers: which of them apply, on what scale, and their weighted sum
 
@@ -22,17 +22,17 @@ def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
 
-def looking(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
+def active_scorers(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
     """The scorers that look at the images of a `part` of a run (`reward.scorers.NAME.during`)."""
     return {name: scorer for name, scorer in scorers.items() if scorer.during in ("both", part)}
 
 
-def looking_always(config: RewardConfig) -> RewardConfig:
+def with_all_active(config: RewardConfig) -> RewardConfig:
     """The reward where nothing is trained, as in `gerl.score`: every scorer looks at all images."""
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
-def shaped(scorer: ScorerConfig, score: float) -> float:
+def rescaled(scorer: ScorerConfig, score: float) -> float:
     """`clip(scale * score + offset)`: a score on the scale on which it counts."""
     value = scorer.scale * score + scorer.offset
     low, high = scorer.clip or (-math.inf, math.inf)
@@ -54,7 +54,7 @@ def total(
         score = scores[name]
         if isinstance(score, ScorerFailure):
             return None
-        counted = shaped(scorer, score)
+        counted = rescaled(scorer, score)
         parts[name] = scorer.weight * counted
         if max(abs(counted), abs(parts[name])) > LARGEST:
             return _too_large(name, counted if abs(counted) > abs(parts[name]) else parts[name])
@@ -70,7 +70,7 @@ def _too_large(name: str, value: float) -> ScorerFailure:
     )
 
 
-def described(scorers: Mapping[str, ScorerConfig]) -> str:
+def describe_reward(scorers: Mapping[str, ScorerConfig]) -> str:
     """Which scorers count how much, in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
     parts = [f"{scorer.weight:g} x {name}{_notes(scorer)}" for name, scorer in scorers.items() if scorer.weight]
     only = {"both": "", "training": " (in training)", "validation": " (in validation)"}
@@ -116,7 +116,7 @@ class Row(Protocol):
     def failure(self) -> str: ...
 
 
-def row_of(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
+def score_row(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
     """Values by column, and why some are missing, of image `i` of a micro-batch."""
     causes = dict.fromkeys(f"{failure.scorer}: {failure.reason}" for failure in scores.failures[i])
     return {TOTAL: scores.totals[i]} | {name: column[i] for name, column in scores.by_scorer.items()}, "; ".join(causes)
@@ -153,3 +153,57 @@ def check_any_scored(rows: Sequence[Row]) -> None:
     """Raise `RewardError` if no row has a total."""
     if all(row.values[TOTAL] is None for row in rows):
         raise RewardError(f"no image has all its scores; the first failure: {rows[0].failure}; fix the scorer")
+
+
+# --- What becomes of images that lack a score in training: their groups are dropped, or the run stops
+
+
+def usable_groups(
+    samples: Sequence[Sample],
+    totals: Sequence[float | None],
+    failures: Sequence[Sequence[ScorerFailure]],
+    config: RewardConfig,
+) -> tuple[list[bool], list[str]]:
+    """Which samples [B] can be trained on, and one sentence for each group that cannot.
+
+    A sample without a total takes its whole group with it: the group's mean and spread would be of other images than
+    intended. `samples`, `totals` and `failures` are those of a step, in one order.
+
+    Raises:
+        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
+            no group is left.
+    """
+    dropped: dict[Group, str] = {}
+    for sample, total, causes in zip(samples, totals, failures, strict=True):
+        if total is None and sample.group not in dropped:
+            dropped[sample.group] = failure_text(f"image {sample.index} of {sample.prompt.text!r}", causes)
+    if dropped:
+        first = next(iter(dropped.values()))
+        check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
+    keep = [sample.group not in dropped for sample in samples]
+    if not any(keep):
+        raise RewardError(
+            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
+            f"failure: {next(iter(dropped.values()))}; fix the scorer"
+        )
+    return keep, [f"group dropped: {reason}" for reason in dropped.values()]
+
+
+def failure_text(image: str, causes: Sequence[ScorerFailure]) -> str:
+    """Why an image has no total, by its first failure."""
+    return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
+
+
+def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
+    """Raise `RewardError` if too many of `totals` [B] are missing, or any is and `reward.on_error` is `stop`.
+
+    `first` is the first failure, `images` what was scored, `instead` what `reward.on_error=drop_group` would do.
+    """
+    failed = sum(total is None for total in totals) / len(totals)
+    if failed and config.on_error == "stop":
+        raise RewardError(f"{first}; fix the scorer, or {instead} with reward.on_error=drop_group")
+    if failed > config.max_failed:
+        raise RewardError(
+            f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
+            f"first failure: {first}; fix the scorer and resume with checkpoint.resume=auto"
+        )

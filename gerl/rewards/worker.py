@@ -62,15 +62,15 @@ class RewardWorker:
         self.functions = functions or {}
         self.scorers: dict[str, Scorer] = {}
 
-    def here(self) -> None:
+    def ping(self) -> None:
         """Say that there is room for this process: it runs."""
 
-    def ready(self) -> None:
+    def build(self) -> None:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         offer(self.functions)
-        self.scorers = {name: self._built(name, config) for name, config in self.configs.items()}
+        self.scorers = {name: self._build(name, config) for name, config in self.configs.items()}
         for name, scorer in self.scorers.items():
             if scorer.groupwise and self.groupwise is not None and name not in self.groupwise:
                 raise RewardError(
@@ -79,7 +79,7 @@ class RewardWorker:
                     "file"
                 )
 
-    def _built(self, name: str, config: ScorerConfig) -> Scorer:
+    def _build(self, name: str, config: ScorerConfig) -> Scorer:
         try:
             return build_scorer(name, config)
         except RewardError as error:
@@ -106,7 +106,7 @@ class RewardWorker:
             while (failed := _failures(rows)) and len(retried) < self.retries:
                 retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")
                 again = self._attempt(name, pixels, prompts, metadata)
-                rows = [_filled(row, new) for row, new in zip(rows, again, strict=True)]
+                rows = [_merged(row, new) for row, new in zip(rows, again, strict=True)]
         return Answer(rows, time.perf_counter() - start, retried, warnings)
 
     def ask(
@@ -122,7 +122,7 @@ class RewardWorker:
         start, scorer = time.perf_counter(), self._people(name)
 
         def pictures() -> list[Any]:
-            return [shown for i, row in places for shown in _pictures(images[i].pixels[row], whole=True)]
+            return [shown for i, row in places for shown in _to_pil(images[i].pixels[row], whole=True)]
 
         try:
             said = scorer.ask(pictures, prompts[0], copy.deepcopy(metadata[0]), occasion)
@@ -132,7 +132,7 @@ class RewardWorker:
             return Answer([{name: failure} for _ in places], time.perf_counter() - start, [], [])
         if isinstance(said, str):
             return Answer([], time.perf_counter() - start, [], [], said)
-        rows: list[Row] = [{name: _checked(name, value, "")} for value in said]
+        rows: list[Row] = [{name: _validated(name, value, "")} for value in said]
         return Answer(rows, time.perf_counter() - start, [], [])
 
     def reach(self, name: str) -> str:
@@ -151,9 +151,9 @@ class RewardWorker:
         """
         scorer = self.scorers[name]
         frames = scorer.takes_frames
-        owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _shown(p))]
+        owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _count_frames(p))]
         # Copies, so that no scorer changes what another one, or a retry, gets to see.
-        pictures = [picture for p in pixels for picture in _pictures(p, whole=frames)]
+        pictures = [picture for p in pixels for picture in _to_pil(p, whole=frames)]
         try:
             returned = scorer(pictures, [prompts[i] for i in owners], [copy.deepcopy(metadata[i]) for i in owners])
             columns = columns_of(returned, name)
@@ -182,17 +182,17 @@ def _reason(error: BaseException, scorer: Scorer) -> str:
     return f"{what}{scorer.place(error)}"
 
 
-def _pictures(pixels: np.ndarray, whole: bool) -> list[Any]:
+def _to_pil(pixels: np.ndarray, whole: bool) -> list[Any]:
     """An image [H, W, 3] as a list of one; a video [F, H, W, 3] as a list of one list of frames, or of some frames."""
     if pixels.ndim == 3:
         return [Image.fromarray(pixels.copy())]
     if whole:
         return [[Image.fromarray(frame.copy()) for frame in pixels]]
-    chosen = np.linspace(0, len(pixels) - 1, _shown(pixels)).round().astype(int)
+    chosen = np.linspace(0, len(pixels) - 1, _count_frames(pixels)).round().astype(int)
     return [Image.fromarray(pixels[k].copy()) for k in chosen]
 
 
-def _shown(video: np.ndarray) -> int:
+def _count_frames(video: np.ndarray) -> int:
     return min(len(video), FRAMES)
 
 
@@ -205,16 +205,16 @@ def _by_image(
         return [ScorerFailure(name, reason)] * count
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):
-        values[owner].append(_checked(name, score, place))
-    return [_mean(parts) for parts in values]
+        values[owner].append(_validated(name, score, place))
+    return [_mean_of_frames(parts) for parts in values]
 
 
-def _mean(parts: list[float | ScorerFailure]) -> float | ScorerFailure:
+def _mean_of_frames(parts: list[float | ScorerFailure]) -> float | ScorerFailure:
     failures = [part for part in parts if isinstance(part, ScorerFailure)]
     return failures[0] if failures else fmean(part for part in parts if isinstance(part, float))
 
 
-def _checked(name: str, score: object, place: str) -> float | ScorerFailure:
+def _validated(name: str, score: object, place: str) -> float | ScorerFailure:
     number = number_of(score)
     if number is None:
         return ScorerFailure(name, f"returned {score!r:.80}, which is not a number{place}")
@@ -229,7 +229,7 @@ def _failures(rows: list[Row]) -> list[ScorerFailure]:
     return [value for row in rows for value in row.values() if isinstance(value, ScorerFailure)]
 
 
-def _filled(row: Row, new: Row) -> Row:
+def _merged(row: Row, new: Row) -> Row:
     return {
         label: row[label] if isinstance(row.get(label), float) else new.get(label, row.get(label))  # type: ignore[misc]
         for label in {**row, **new}

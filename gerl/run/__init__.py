@@ -1,1 +1,1 @@
-"""Records of a run on disk and on the terminal: checkpoints, metrics, report, signals, times."""
+"""Records of a run on disk and on the terminal: checkpoints, metrics, validations, report."""

@@ -1,4 +1,4 @@
-"""`run.json`, the card of a run: command, code, versions, machine, times and how it ended, without secrets."""
+"""`run.json`, the run card: command, code, versions, machine, times and how the run ended, without secrets."""
 
 import json
 import os
@@ -15,9 +15,7 @@ from typing import Any, Literal
 from gerl.errors import Interrupted
 from gerl.utils.files import reason, write_file
 
-# --- `run.json` of a run folder, the card of the run: command, code, versions, machine, times and how it ended.
-#
-# Every start of the run, the first and those that resume it, is an entry of `sessions`.
+# --- The run card: every start of the run, also when it is resumed, is an entry of `sessions`
 
 CARD = "run.json"
 FORMAT = 1
@@ -28,10 +26,10 @@ End = Literal["finished", "interrupted", "error"]
 
 
 class Card:
-    """The card of a run that is going on; `end` completes it."""
+    """The card of a running run; `end` completes it."""
 
     def __init__(self, run_dir: Path, arguments: Sequence[str], workers: str, started: str | None = None) -> None:
-        """Add a session, which `started` at that time or now; raises `GerlError` if the card cannot be written."""
+        """Add a session that `started` at that time or now; raises `GerlError` if the card cannot be written."""
         self.path = run_dir / CARD
         self.sessions = read_sessions(self.path)
         self.sessions.append(
@@ -49,7 +47,7 @@ class Card:
         self._write()
 
     def end(self, how: End, why: BaseException | None = None) -> None:
-        """Note when and how the session ended; raises `GerlError` if the card cannot be written."""
+        """Record when and how the session ended; raises `GerlError` if the card cannot be written."""
         ended: dict[str, Any] = {"ended": now(), "end": how}
         if isinstance(why, Exception | Interrupted):  # the latter says which signal came
             words = reason(why) if isinstance(why, Exception) else str(why)
@@ -62,7 +60,7 @@ class Card:
 
 
 def read_sessions(path: Path) -> list[dict[str, Any]]:
-    """The sessions of a card, none if there is no card or it is damaged: it must not keep a run from going on."""
+    """Read the sessions of a card; none if it is missing or damaged, which must not stop a run."""
     try:
         sessions = json.loads(path.read_bytes())["sessions"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -71,12 +69,12 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
 
 
 def now() -> str:
-    """The time as ISO 8601 in UTC, to the second."""
+    """Return the time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def software() -> dict[str, Any]:
-    """gerl and its commit, the commit of the current folder, Python, the operating system, versions of packages."""
+    """Versions and commits: gerl, the current folder, Python, operating system, packages."""
     checkout = Path(__file__).resolve().parents[2]
     return {
         "gerl": {"version": version_of("gerl"), **(commit_of(checkout, at_top=True) or {})},
@@ -88,7 +86,7 @@ def software() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -96,9 +94,9 @@ def version_of(package: str) -> str | None:
 
 
 def commit_of(folder: Path, at_top: bool = False) -> dict[str, Any] | None:
-    """Commit of the repository that `folder` lies in, and whether tracked files differ from it; None if it is in none.
+    """Return the commit of the repository around `folder` and whether tracked files differ; None without a repository.
 
-    at_top: only if it is the repository's top folder: an installed package may lie in somebody else's repository.
+    at_top: only if `folder` is the top of the repository; an installed package may lie in another project's repository.
     """
     top = _git(folder, "rev-parse", "--show-toplevel")
     commit = _git(folder, "rev-parse", "HEAD")
@@ -109,12 +107,12 @@ def commit_of(folder: Path, at_top: bool = False) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # a repository's own settings can name programs that git runs: this one is not run for a status
+    # the repository's settings may name a file system monitor, which `git status` would run
     return _output("git", "-C", str(folder), "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments)
 
 
 def hardware() -> dict[str, Any]:
-    """CPU, cores that this process may use, main memory and GPUs of this machine."""
+    """CPU, usable cores, main memory and GPUs of this machine."""
     cpu = _first(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$") or platform.processor() or platform.machine()
     memory = _first(Path("/proc/meminfo"), r"^MemTotal:\s*(\d+)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -129,7 +127,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _first(path: Path, pattern: str) -> str | None:
-    """The first match in a file of the system, None where there is no such file."""
+    """Return the first match in a system file, None without such a file."""
     try:
         found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
@@ -138,7 +136,7 @@ def _first(path: Path, pattern: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Stdout of a program, None if it is not installed, fails or takes long."""
+    """Return the stdout of a program, None if it is missing, fails or takes long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -146,17 +144,17 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-# --- Secrets left out of what a run writes about itself
+# --- Redaction of secrets
 
 HIDDEN = "***"
-# a password in an address; tokens by their usual beginnings (a bare key of W&B looks like a commit, and stays)
+# passwords in URLs; tokens with well-known prefixes (a bare W&B key looks like a commit and is kept)
 ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)|(?<=://)[^/\s:@'\"]+(?=@)")
 TOKEN = re.compile(
     r"\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[a-z]|AKIA|AIza)[-_]?[A-Za-z0-9_-]{16,}\b"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"
     r"|(?<=[Bb]earer )[\w.~+/=-]{16,}"
 )
-# values of keys that are named like a secret: api_key, aws_secret_access_key, HF_TOKEN, accessToken
+# values of keys named like a secret: api_key, aws_secret_access_key, HF_TOKEN, accessToken
 WORD = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|(?:api|access|private|secret)[_-]?key|credentials?)"
 PREFIX = r"[\w-]*(?:[_-]|(?-i:[a-z](?=[A-Z])))"
 HEADER = r"(?:authorization|bearer)"
@@ -177,13 +175,13 @@ NAMED = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` with passwords and tokens replaced by `***`."""
+    """Replace passwords and tokens in `text` by `***`."""
     named = NAMED.sub(lambda match: f"{next(filter(None, match.groups()))}{HIDDEN}", ADDRESS.sub(HIDDEN, text))
     return TOKEN.sub(HIDDEN, named)
 
 
 def redacted(value: Any) -> Any:
-    """Nested settings without secrets: in texts, and in keys that are named like one."""
+    """Redact nested settings: secrets in strings, and values of keys named like a secret."""
     if isinstance(value, Mapping):
         return {name: HIDDEN if _secret(name, entry) else redacted(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -192,7 +190,7 @@ def redacted(value: Any) -> Any:
 
 
 def secrets(settings: Mapping[str, Any]) -> list[str]:
-    """The keys of nested settings with a secret in their value."""
+    """Return the keys of nested settings whose value contains a secret."""
     found = []
     for name, value in settings.items():
         if _secret(name, value):

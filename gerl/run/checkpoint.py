@@ -1,4 +1,4 @@
-"""Checkpoints on disk, complete or absent and never pickle; the state in them, and the lock of a run folder."""
+"""Checkpoints on disk (complete or absent, never pickle), the run state in them, and the lock of a run folder."""
 
 import contextlib
 import fcntl
@@ -37,12 +37,12 @@ FORMAT = 3  # of the files of a checkpoint, in its manifest
 
 
 class NewerFormat(CheckpointError):
-    """A checkpoint is sound, but of a format that this version does not know."""
+    """The checkpoint is intact but written in a newer format."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files agreed with its manifest when it was loaded."""
+    """A checkpoint whose files matched its manifest when it was loaded."""
 
     path: Path
     step: int
@@ -51,7 +51,7 @@ class Checkpoint:
     format: int = FORMAT
 
     def read(self, name: str) -> bytes:
-        """The bytes of the file `name`; `CheckpointError` if the checkpoint has none or it cannot be read."""
+        """Read the file `name`; raises `CheckpointError` if it is missing or unreadable."""
         if name not in self.files:
             raise CheckpointError(
                 f"{self.path}: there is no file {name!r}; it contains {', '.join(self.files) or 'none'}"
@@ -69,9 +69,9 @@ def save_checkpoint(
 ) -> Path:
     """Write `root/step_N` as a whole or not at all, and return its path.
 
-    files: relative name with forward slashes -> content. state: JSON values; its keys come back as strings. fill: is
-    given the folder while it has another name, to write further files. A checkpoint of the same step is replaced once
-    the new one is complete. `CheckpointError` if it cannot be written.
+    files: relative name with forward slashes -> content. state: JSON values; keys come back as strings. fill: writes
+    further files into the folder, which has a temporary name until it is complete. An existing checkpoint of this step
+    is then replaced. Raises `CheckpointError` if it cannot be written.
     """
     for name in files:
         if not _is_relative(name) or name in (STATE, MANIFEST):
@@ -85,7 +85,7 @@ def save_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-step_{step}-", dir=root))
-        # mkdtemp makes folders that only their owner may enter; a checkpoint is as readable as the run folder.
+        # mkdtemp makes private folders; a checkpoint is as readable as the run folder
         temporary.chmod(root.stat().st_mode & 0o777)
         fill(temporary)
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
@@ -113,13 +113,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint and compare every file with the manifest; `CheckpointError` names the file that is wrong."""
+    """Open a checkpoint and verify every file against the manifest; `CheckpointError` names a damaged file."""
     manifest = _read_json(path, MANIFEST)
     number = manifest.get("format")
     if type(number) is not int:
         raise _damaged(path, f"{MANIFEST} has no usable format: {number!r}")
     if number < FORMAT:
-        raise _damaged(path, f"it has the format {number} of an older gerl, and this one reads {FORMAT}")
+        raise _damaged(path, f"it has the format {number} written by an older gerl; this version reads {FORMAT}")
     if number > FORMAT:
         raise NewerFormat(
             f"the checkpoint {path} was written by a newer gerl (format {number}; this one supports up to "
@@ -142,15 +142,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def models_in(folder: Path) -> dict[str, Path]:
-    """The models in a checkpoint, or another folder, by name, each in a folder of its own as diffusers writes it."""
+    """Return the names of the models that diffusers wrote into subfolders of a checkpoint or another folder."""
     return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
 def checkpoint_paths(root: Path) -> list[Path]:
-    """The checkpoint folders under `root`, oldest step first, unverified."""
+    """Return the checkpoint folders under `root`, unverified, in the order of their steps."""
     found: dict[int, Path] = {}
-    # A name with .old- is a checkpoint set aside while one of the same step was put in its place: it counts if that
-    # was interrupted, and sorts before the other.
+    # `.old-` marks a checkpoint being replaced by one of the same step: it counts if that was interrupted, and sorts
+    # before the other
     for folder in sorted(root.glob("*step_*")) if root.is_dir() else []:
         match = re.fullmatch(r"(?:\.old-)?step_(\d+)", folder.name)
         if match and folder.is_dir():
@@ -159,10 +159,10 @@ def checkpoint_paths(root: Path) -> list[Path]:
 
 
 def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest checkpoint under `root` that verifies, or None if there is none at all.
+    """Return the newest intact checkpoint under `root`, or None if there is none at all.
 
-    A damaged one is logged as a warning with its name and reason. Raises `CheckpointError` if all are damaged, or if
-    the newest sound one is of a newer format: one before it would take back what a newer gerl has trained.
+    Damaged ones are logged as warnings. Raises `CheckpointError` if all are damaged, or if the newest intact one has a
+    newer format: an older checkpoint would undo what a newer gerl has trained.
     """
     reasons = []
     for path in reversed(checkpoint_paths(root)):
@@ -182,9 +182,9 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
-    """The run folder of `folder` (a run or one of its checkpoints), the best or asked for checkpoint, and why this one.
+    """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
 
-    The checkpoint is verified. Without a `step`, it is the one with the best held-out reward, else the newest.
+    The checkpoint is verified. Without `step` it is the one with the best held-out reward, else the newest.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -216,7 +216,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
 
 
 def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
-    """The one with the largest held-out reward of those before step `before`; None if there is none with one."""
+    """Return the checkpoint before step `before` with the largest held-out reward; None if none was validated."""
     earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
     return _best(_intact(earlier, logging.WARNING))
 
@@ -224,8 +224,8 @@ def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
 def prune(root: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints and the one with the largest `state["val_reward"]`.
 
-    Ties go to the newer. Folders that an interrupted write left behind are deleted too. A damaged checkpoint is neither
-    counted nor deleted: it must not push an intact one out.
+    Of equals the newer is kept. Leftovers of interrupted writes are deleted too. A damaged checkpoint is neither
+    counted nor deleted: it must not displace an intact one.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
@@ -243,15 +243,15 @@ def prune(root: Path, keep: int) -> None:
 
 
 def find_run_to_resume(experiment_dir: Path) -> Path | None:
-    """The run folder below `experiment_dir` that was written last, or None.
+    """Return the run folder below `experiment_dir` that was written last, or None.
 
-    That is the one with the newest checkpoint, or one whose run is alive and has started after that.
+    This is the folder with the newest checkpoint, or that of a running run which started later.
     """
     runs = []
     for run in sorted(experiment_dir.iterdir()) if experiment_dir.is_dir() else []:
         paths, started = checkpoint_paths(run / "checkpoints"), alive_since(run)
         if paths or started is not None:
-            # The folder's name (its time) decides between runs whose times were lost in copying.
+            # the folder's name (its time) decides if copying has lost the file times
             runs.append((max(_written_at(paths[-1]) if paths else 0, started or 0), run.name, run))
     return max(runs)[2] if runs else None
 
@@ -274,8 +274,8 @@ def _sync(path: Path, mode: int = os.O_RDONLY) -> None:
 
 def _put_in_place(temporary: Path, target: Path) -> None:
     aside = target.with_name(f".old-{target.name}")
-    # A folder cannot be renamed over one with files in it, so the old one steps aside for a moment; `checkpoint_paths`
-    # finds it there if the process dies in between.
+    # a folder cannot be renamed over a non-empty one: the old one is renamed first; `checkpoint_paths` finds it if the
+    # process dies in between
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
@@ -330,7 +330,7 @@ _sound: dict[Path, tuple[Stats, Checkpoint]] = {}  # that this process has writt
 
 
 def _known_or_loaded(path: Path) -> Checkpoint:
-    """A checkpoint that is sound and has not changed since this process knows it, or as `load_checkpoint` finds it."""
+    """Return a checkpoint that this process has written or verified and that is unchanged, else load it."""
     with contextlib.suppress(OSError, KeyError):
         stats, checkpoint = _sound[path]
         if stats == _stats(path, checkpoint):
@@ -352,7 +352,7 @@ def _stats(path: Path, checkpoint: Checkpoint) -> Stats:
 def _intact(
     paths: Iterable[Path], level: int, load: Callable[[Path], Checkpoint] = load_checkpoint
 ) -> list[Checkpoint]:
-    """The checkpoints that verify, in order; the others are logged at `level`."""
+    """Return the intact checkpoints in order; the others are logged at `level`."""
     intact = []
     for path in paths:
         try:
@@ -363,9 +363,9 @@ def _intact(
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The one with the largest held-out reward, of equals the newest; None where none was validated.
+    """Return the checkpoint with the largest held-out reward, the newest of equals; None if none was validated.
 
-    Only those count whose reward was measured as that of the newest: a resumed run may have changed how.
+    Only rewards measured like that of the newest count: a resumed run may have changed the validation.
     """
     validated = [c for c in checkpoints if _held_out_reward(c) is not None]
     validated = [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
@@ -378,7 +378,7 @@ def _held_out_reward(checkpoint: Checkpoint) -> float | None:
 
 
 def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The settings that decide a held-out reward; None: not known."""
+    """Return the settings that determine a held-out reward; None: unknown."""
     settings = checkpoint.state.get("settings")
     found = flat_settings(settings) if isinstance(settings, dict) else {}
     idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
@@ -393,7 +393,7 @@ def _written_at(checkpoint: Path) -> int:
         return 0
 
 
-# --- The state of a run between trainer steps: one record, which a checkpoint keeps as its `state.json`
+# --- The state of a run between trainer steps, `state.json` of a checkpoint
 
 PARTS = "state"  # the folder of a checkpoint with the parts of trained weights
 FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
@@ -402,7 +402,7 @@ STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
 
 @dataclass
 class ScheduleState:
-    """Where the learning-rate schedule stands; the rest of it follows from the configuration."""
+    """Progress of the learning-rate schedule; the rest follows from the configuration."""
 
     __pydantic_config__ = STRICT
 
@@ -411,7 +411,7 @@ class ScheduleState:
 
 @dataclass
 class WorkerState:
-    """The numbers of a worker's update, besides its tensors."""
+    """State of a worker besides its tensors."""
 
     __pydantic_config__ = STRICT
 
@@ -423,7 +423,7 @@ class WorkerState:
 
 @dataclass
 class RunState:
-    """Everything a resumed run must know besides the tensors of the workers; JSON values only."""
+    """State of a run besides the tensors of its workers; JSON values only."""
 
     __pydantic_config__ = STRICT
 
@@ -442,12 +442,12 @@ class RunState:
     settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`
 
     def to_json(self) -> dict[str, Any]:
-        """The record as `save_checkpoint` takes it."""
+        """Convert to JSON values for `save_checkpoint`."""
         return asdict(self)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "RunState":
-        """The record of a checkpoint; raises `CheckpointError` if something in it is missing or of another type."""
+        """Read the state of a checkpoint; raises `CheckpointError` if a value is missing or has the wrong type."""
         values = checkpoint.state
         try:
             state = TypeAdapter(cls).validate_json(json.dumps(values))
@@ -467,17 +467,17 @@ def _unusable(checkpoint: Checkpoint, entry: str) -> CheckpointError:
     )
 
 
-# --- The lock of a run folder: two runs never write into the same one
+# --- The lock of a run folder: no two runs write into it
 
 NAME = "run.lock"
-ATTEMPTS, PAUSE = 10, 0.02  # a look by `holder` holds the lock for an instant
+ATTEMPTS, PAUSE = 10, 0.02  # `holder` takes the lock for an instant
 
 
 class RunLock:
-    """The right to write into a run folder, from `acquire` to `release` or the end of the process, however it ends.
+    """Exclusive write access to a run folder, from `acquire` to `release` or the end of the process.
 
-    It is the lock of the operating system on the file `run.lock`; what is written in the file is for messages only.
-    Processes that this one starts do not inherit it: Python's files close on exec.
+    The operating system locks the file `run.lock`; its content is only for messages. Child processes do not inherit the
+    lock: Python closes files on exec.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -485,10 +485,10 @@ class RunLock:
         self._file: BinaryIO | None = None
 
     def acquire(self) -> None:
-        """Take the lock of a folder that exists.
+        """Lock an existing folder.
 
         Raises:
-            ConfigError: another process has it; the sentence names host, process and since when.
+            ConfigError: another process holds the lock; the message names host, process and time.
             OSError: the folder cannot be written.
         """
         for _ in range(ATTEMPTS):
@@ -503,7 +503,7 @@ class RunLock:
                 log.warning(
                     "%s cannot be locked (%s): do not start a second run in it", self.path.parent, reason(error)
                 )
-            # whoever had the lock before may have removed the file that was opened here
+            # the previous holder may have removed the opened file
             if self._is_at_path(file):
                 file.truncate(0)
                 file.write(json.dumps(_this_process()).encode())
@@ -517,9 +517,9 @@ class RunLock:
         )
 
     def release(self) -> None:
-        """Give the lock back and remove its file; without a lock this does nothing."""
+        """Release the lock and remove its file; does nothing without a lock."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a lock file that stays is harmless
+            with contextlib.suppress(OSError):  # a leftover lock file is harmless
                 if self._is_at_path(self._file):
                     self.path.unlink()
             self._file.close()
@@ -533,7 +533,7 @@ class RunLock:
 
 
 def alive_since(run_dir: Path) -> int | None:
-    """When the run that is alive in a folder started, in ns as of `st_mtime_ns`; None if none is."""
+    """Return the start of the running run of a folder, in ns as `st_mtime_ns`; None if none is running."""
     try:
         with (run_dir / NAME).open("rb") as file:
             try:
@@ -551,7 +551,7 @@ def _this_process() -> dict[str, object]:
 
 
 def _said(path: Path) -> str:
-    """The holder of a lock, as it wrote into its file."""
+    """Return the holder recorded in a lock file."""
     try:
         values = json.loads(path.read_bytes())
         return f"process {values['pid']} on {values['host']}, since {values['since']}"

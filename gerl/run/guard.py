@@ -1,4 +1,4 @@
-"""The guard against reward hacking: held-out images against the first ones, and signs in the course of training."""
+"""Guard against reward hacking: held-out images compared with the first ones, and trends during training."""
 
 import contextlib
 import json
@@ -14,17 +14,17 @@ from gerl.run.settings import get
 from gerl.run.validation import RESAMPLES, Validation, bootstrap, paired_gains, share_interval
 from gerl.utils.files import finite, write_file, writing
 
-# --- The guard: whether a reward that rises is still what was wanted, by comparing held-out images with the first ones.
+# --- Reward hacking: comparison of held-out images with the first ones.
 #
-# Every threshold is measured on the run's own first validation, whose images have the same noise; none is a constant of
-# some model. It cannot know the intention: it says how the images changed, and at which to look.
+# Thresholds are measured on the run's first validation, whose images have the same noise; none is tuned to a model. The
+# guard does not know the intention: it reports how the images changed and which of them to look at.
 
 FILE = "guard.jsonl"
-CONFIDENCE = 0.999  # of an interval that counts: a run is looked at some ten times, in some ten ways
+CONFIDENCE = 0.999  # two-sided level of an interval: a run has about ten validations with about ten tests each
 CHANCE = (1 - CONFIDENCE) / 2  # probability of a fall as large by chance alone
-RARE = 0.025  # share of the first images on each side that count as unusual
-SHOWN = 8  # images that are named
-FEWEST = 8  # prompts of which something can be said
+RARE = 0.025  # share of the first images on each side considered unusual
+SHOWN = 8  # images shown per signal
+FEWEST = 8  # fewest prompts for a test
 LOOKS = {
     "sharpness": "sharpness (noise or halos raise it, blur lowers it)",
     "colourfulness": "colourfulness",
@@ -43,7 +43,7 @@ UNLIKE = {
 
 @dataclass(frozen=True)
 class Signal:
-    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, and a sentence about it.
+    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence.
 
     shown: rows of the validation that show it best.
     """
@@ -59,7 +59,7 @@ class Signal:
 
     @property
     def key(self) -> str:
-        """As `guard.ignored` has it."""
+        """Name in `guard.ignored`."""
         return f"{self.name}/{self.column}"
 
 
@@ -70,12 +70,12 @@ def signals(
     peaks: Mapping[str, Validation] | None = None,
     importance: float = 0.0,
 ) -> list[Signal]:
-    """The signs of reward hacking or collapse in a validation, compared with the run's first one.
+    """Find the signs of reward hacking or collapse in a validation, compared with the run's first one.
 
-    config: as in config.yaml. peaks: by column, the validation in which it was highest so far, with which a column that
-    is watched is compared as well: it may rise for a while before it falls. importance: the smallest fall of such a
-    column that counts, in standard deviations of it over the prompts of the first validation. Validations of other
-    prompts, or of fewer than eight, cannot be compared.
+    config: as in config.yaml. peaks: column -> the validation in which it was highest so far; a watched column is also
+    compared with its peak, since it may rise before it falls. importance: smallest relevant fall of a watched column,
+    in standard deviations over the prompts of the first validation. Validations of other prompts, or of fewer than
+    eight, are not compared.
     """
     if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
         return []
@@ -95,14 +95,14 @@ def signals(
 
 
 def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
-    """Let `validation` be the peak of the columns that are highest in it."""
+    """Set `validation` as the peak of the columns that are highest in it."""
     for name, values in validation.by_scorer.items():
         if name not in peaks or _mean(values) > _mean(peaks[name].by_scorer[name]):
             peaks[name] = validation
 
 
 def rollback_row(step: int, why: Sequence[Signal], kl: float) -> dict[str, Any]:
-    """The row of `guard.jsonl` that says that a run went back to `step`, and for what."""
+    """Make the row of `guard.jsonl` for a rollback to `step`, with its reason."""
     first, reasons = why[0], ", ".join(signal.key for signal in why)
     text = (
         f"the run returned here from step {first.step} because of {reasons}, and continued with kl_coef={kl:g}: "
@@ -113,27 +113,27 @@ def rollback_row(step: int, why: Sequence[Signal], kl: float) -> dict[str, Any]:
 
 
 def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    """The columns that do not count in the reward: those of watched scorers, and further ones of all scorers.
+    """Return the columns that do not count in the reward: those of watched scorers, and extra columns of all scorers.
 
-    Not how unsure a scorer is (`sigma`), of which neither more nor less is better.
+    Excludes a scorer's uncertainty (`sigma`), which is neither good nor bad.
     """
     scorers = get(config, "reward", "scorers") or {}
     return [c for c in columns if ("/" in c or get(scorers, c, "weight") == 0) and not c.endswith("/sigma")]
 
 
 def _spread(first: Validation, name: str) -> float:
-    """The standard deviation of a column over the prompts."""
+    """Return the standard deviation of a column over the prompts."""
     known = _known(first.by_prompt(first.by_scorer[name]))
     return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
 
 
 def _size(fall: float, spread: float) -> float | None:
-    """A fall in units of the spread; None where all prompts had the same value, so that any fall is a large one."""
+    """Return a fall in units of the spread; None (always large) if all prompts had the same value."""
     return fall / spread if spread > 0 else None
 
 
 def _watched(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
-    """A column that is watched and falls while the reward rises, by more than chance would have it."""
+    """Find watched columns that fall significantly while the reward rises."""
     changes = _changes(first, later, name)
     if len(changes) < FEWEST:
         return
@@ -150,9 +150,9 @@ def _watched(first: Validation, later: Validation, name: str, spread: float) -> 
 
 
 def _disagreement(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
-    """A column that is watched and fell on most of the prompts whose reward rose.
+    """Find watched columns that fell on most of the prompts whose reward rose.
 
-    Its size is that of the median change: a few large gains do not hide it.
+    The size is that of the median change: a few large gains do not hide it.
     """
     reward = _by_prompt(first, later, first.rewards, later.rewards)
     other = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
@@ -164,7 +164,7 @@ def _disagreement(first: Validation, later: Validation, name: str, spread: float
     fell = sum(one < 0 for one in moved)
     mean, enough = float(np.mean(moved)), _enough_falls(len(moved))
     if enough is not None and fell >= enough:
-        lowest = 1 - 2 * enough / len(moved)  # the mean of the signs with as many falls
+        lowest = 1 - 2 * enough / len(moved)  # the mean sign at that number of falls
         text = (
             f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
             f"{first.step}, {name} fell on {fell} and rose on {len(moved) - fell}"
@@ -174,17 +174,17 @@ def _disagreement(first: Validation, later: Validation, name: str, spread: float
 
 
 def _lowest_mean(changes: Sequence[float]) -> float:
-    """The 0.05 % quantile of the mean of `changes` [N] had chance alone given each its sign (Fisher's test).
+    """Return the 0.05 % quantile of the mean of `changes` [N] under random signs (Fisher's randomization test).
 
-    Resampling the changes themselves would take their spread for that of chance, which is larger.
+    A bootstrap of the changes would take their spread for that of chance, which is larger.
     """
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(RESAMPLES, len(changes)))
     lowest = float(np.quantile(signs @ np.abs(changes) / len(changes), CHANCE))
-    return lowest * (1 + 1e-9)  # the mean of falls only is not below itself by rounding
+    return lowest * (1 + 1e-9)  # tolerance, so that a mean of falls only is not below itself by rounding
 
 
 def _enough_falls(count: int) -> int | None:
-    """The fewest of `count` changes that have to be falls for the exact sign test; None if all are too few."""
+    """Return the fewest falls among `count` changes that the exact sign test needs; None if all are too few."""
     tail, enough = 0.0, None
     for falls in range(count, -1, -1):
         tail += math.comb(count, falls) / 2**count
@@ -195,7 +195,7 @@ def _enough_falls(count: int) -> int | None:
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
-    """Statistics whose mean is now where hardly any of the first images was."""
+    """Find image statistics whose mean is outside the range of nearly all first images."""
     for name, words in LOOKS.items():
         old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
         if len(old) < FEWEST or len(new) != len(old) or min(old) == max(old):
@@ -215,7 +215,7 @@ def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
 
 
 def _diversity(first: Validation, later: Validation) -> Iterator[Signal]:
-    """Images of a prompt, or of all prompts, that have become alike."""
+    """Find a loss of diversity among the images of a prompt, or of all prompts."""
     for name, words in UNLIKE.items():
         old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
         if len(old) < FEWEST or len(new) != len(old):
@@ -231,7 +231,7 @@ def _diversity(first: Validation, later: Validation) -> Iterator[Signal]:
 def _by_prompt(
     first: Validation, later: Validation, old: Sequence[float | None], new: Sequence[float | None]
 ) -> list[float | None]:
-    """The change of each prompt, None where it is not known."""
+    """Return the change of each prompt; None: unknown."""
     before, after = first.by_prompt(old), later.by_prompt(new) if new else []
     return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=False)]
 
@@ -242,7 +242,7 @@ def _changes(first: Validation, later: Validation, name: str) -> list[float]:
 
 
 def _largest(first: Validation, later: Validation, name: str, sign: int) -> list[int]:
-    """The images that are here whose column changed most in that direction."""
+    """Return the stored images whose column changed most in that direction."""
     old, new = first.by_scorer[name], later.by_scorer[name]
     both = [i for i in later.shown or range(len(new)) if old[i] is not None and new[i] is not None]
     changed = {i: (new[i] or 0.0) - (old[i] or 0.0) for i in both}
@@ -259,7 +259,7 @@ def _mean(values: Sequence[float | None]) -> float:
 
 
 class GuardLog:
-    """`guard.jsonl` of a run folder: a row for each signal of each validation, up to `step`, after which it goes on."""
+    """`guard.jsonl` of a run folder: a row per signal and validation; rows after `step` are removed."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self.path = run_dir / FILE
@@ -270,7 +270,7 @@ class GuardLog:
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
     def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
-        """Write the signals of a validation; returns those to be said: new ones, and old ones again now and then."""
+        """Write the signals of a validation; returns those due for a log line: new ones, and old ones now and then."""
         due = [s for s in found if s.key not in self._said or s.step >= 2 * self._said[s.key]]
         self._said |= {signal.key: signal.step for signal in due}
         lines = []
@@ -282,7 +282,7 @@ class GuardLog:
         return due
 
     def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float) -> str:
-        """Write that the run went back to `step`; returns the sentence."""
+        """Record a rollback to `step`; returns its sentence."""
         row = rollback_row(step, why, kl)
         self._append([f"{json.dumps(finite(row))}\n"])
         return str(row["text"])
@@ -294,7 +294,7 @@ class GuardLog:
 
 
 def read_guard(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `guard.jsonl`; lines that cannot be read are passed over."""
+    """Read the rows of `guard.jsonl`; damaged lines are skipped."""
     try:
         lines = (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -312,14 +312,14 @@ def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-# --- Signs of reward hacking in the course of the training: a KL that gains nothing, and groups that have become alike
+# --- Trends during training: a KL that grows without gain, and groups of equal rewards
 
 Row = Mapping[str, Any]
-MOST = 1000  # groups of a block that are counted: their share stands for that of more
+MOST = 1000  # most groups counted per block; a larger block counts as this many
 
 
 class TrainingTrends:
-    """The steps between validations, by the rows of the metrics."""
+    """KL and groups of equal rewards between validations, from the rows of metrics."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._rows: dict[int, tuple[float | None, float | None, float | None]] = {}  # KL, groups, those of them stuck
@@ -330,17 +330,17 @@ class TrainingTrends:
                 self.validated.append(int(row["step"]))
 
     def add(self, row: Row) -> None:
-        """Take what a step has measured."""
+        """Add the row of a step."""
         kl, groups, stuck = (_number(row, n) for n in ("actor/kl", "health/groups", "health/stuck_groups"))
         self._rows[int(row["step"])] = kl, groups, stuck
 
     def kl(self, step: int) -> float | None:
-        """The mean KL to the base model in the steps up to the validation of `step`, from the one before it on."""
+        """Return the mean KL to the base model in the steps between the previous validation and that of `step`."""
         known = [kl for kl, _, _ in self._block(step) if kl is not None]
         return sum(known) / len(known) if known else None
 
     def stuck(self, step: int) -> tuple[int, int]:
-        """How many groups had one reward for all their images, not the best one so far; and how many there were."""
+        """Count the groups whose images all had the same reward below the best one so far, and all groups."""
         known = [(stuck, groups) for _, groups, stuck in self._block(step) if groups is not None and stuck is not None]
         return round(sum(stuck for stuck, _ in known)), round(sum(groups for _, groups in known))
 
@@ -352,9 +352,9 @@ class TrainingTrends:
 def trend_signals(
     course: TrainingTrends, first: Validation, best: Validation, later: Validation, measures_kl: bool = True
 ) -> list[Signal]:
-    """The signs in the steps up to the validation `later`.
+    """Find the signs in the steps up to the validation `later`.
 
-    best: the earlier validation with the highest reward. measures_kl: whether the KL is that to one and the same model.
+    best: the earlier validation with the highest reward. measures_kl: whether the KL has a fixed reference.
     """
     if first.step >= later.step:
         return []
@@ -363,9 +363,9 @@ def trend_signals(
 
 
 def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Validation) -> Iterator[Signal]:
-    """A KL that has grown since the best validation without the gain in reward that this should have brought.
+    """Find a KL that has grown since the best validation without the expected gain in reward.
 
-    The gain of an optimisation that is not overdone rises as the root of the KL (Gao et al. 2022, arXiv 2210.10760).
+    Without overoptimization the gain grows as the square root of the KL (Gao et al. 2022, arXiv 2210.10760).
     """
     before, now = course.kl(best.step), course.kl(later.step)
     if first.prompts != later.prompts or not first.step < best.step < later.step or len(first.first_rows) < FEWEST:
@@ -398,7 +398,7 @@ def _change(before: Validation, after: Validation, row: int) -> float:
 
 
 def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> Iterator[Signal]:
-    """More groups than in the beginning whose images all have one and the same reward, which is not the best one."""
+    """Find a growing share of groups whose images all have the same reward below the best one."""
     after = [step for step in course.validated if step > first.step]
     if not after or after[0] >= later.step:
         return
@@ -412,7 +412,7 @@ def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> 
 
 
 def _share(count: int, total: int) -> tuple[float, float, float] | None:
-    """A share and the ends of its interval."""
+    """A share with the ends of its interval."""
     if not total:
         return None
     scale = min(1.0, MOST / total)
@@ -420,7 +420,7 @@ def _share(count: int, total: int) -> tuple[float, float, float] | None:
 
 
 def best_of(validations: Sequence[Validation], before: int) -> Validation | None:
-    """The one with the highest mean reward before step `before`, of equals the last."""
+    """Return the validation with the highest mean reward before step `before`, the last of equals."""
     known = [v for v in validations if v.step < before and v.rewards and None not in v.rewards]
     return max(known, key=lambda v: (sum(r for r in v.rewards if r is not None) / len(v.rewards), v.step), default=None)
 

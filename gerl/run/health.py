@@ -1,4 +1,4 @@
-"""Signs that a run cannot learn, or has stopped to: measured at every step, said in numbers and with remedies."""
+"""Health checks: signs that a run cannot learn or has stopped learning, with remedies."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ from typing import Any
 from gerl.run.settings import differentiates, get, is_stochastic
 
 Row = Mapping[str, Any]
-PATIENCE = 5  # steps in a row without a signal, or with one and the same reward, before it is said
-LARGE_WEIGHT = 10.0  # of a LoRA; usual ones are below 1
-ABSURD_WEIGHT = 1000.0  # no picture is left of the model long before
-BLOCK, FALL = 20, 4.0  # steps that are averaged, and how many standard errors the average has to fall
-BLANK = 0.5  # share of images of a single colour
-BOUND = 0.9  # share of the ratios of off-policy updates that lie outside the trust region
-DOMINANT = 0.9  # share of one denoising step in the squared norm of the gradient
+PATIENCE = 5  # consecutive steps without a signal, or with one constant reward, before a warning
+LARGE_WEIGHT = 10.0  # of a LoRA; typical weights are below 1
+ABSURD_WEIGHT = 1000.0  # the model is destroyed long before
+BLOCK, FALL = 20, 4.0  # steps per average, and the relevant fall in standard errors
+BLANK = 0.5  # share of single-colour images
+BOUND = 0.9  # share of off-policy ratios outside the trust region
+DOMINANT = 0.9  # share of one timestep in the squared gradient norm
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that keeps a run from learning: the sentence of the last step at which it was so."""
+    """A reason why a run does not learn, with the sentence of the last step that showed it."""
 
     kind: str
     step: int
@@ -27,7 +27,7 @@ class Finding:
 
 
 class Health:
-    """Follows the rows of `metrics.jsonl`, in order: all it knows is in them, so that a resumed run knows the same.
+    """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same.
 
     config: as in config.yaml.
     """
@@ -37,14 +37,14 @@ class Health:
         self.last: Row = {}
         self.found: dict[str, Finding] = {}  # the latest of each kind
         self._said: dict[str, int] = {}  # kind -> step
-        self._dominated = 0  # steps in a row whose gradient is that of one denoising step
+        self._dominated = 0  # consecutive steps whose gradient came from one timestep
         self._rewards: list[float] = []
         self._blocks: list[tuple[float, float, int]] = []  # mean, standard error, last step
-        self._outside: list[float] = []  # of the latest steps: share of off-policy ratios outside the trust region
+        self._outside: list[float] = []  # latest steps: share of off-policy ratios outside the trust region
 
     @property
     def scorers(self) -> list[str]:
-        """The scorers that count in the reward."""
+        """Names of the scorers that count in the reward."""
         entries = get(self.config, "reward", "scorers") or {}
         return [name for name in entries if get(entries, name, "weight") != 0]
 
@@ -54,10 +54,9 @@ class Health:
         signal: bool,
         groups: Sequence[Sequence[float | None]] = (),
     ) -> dict[str, float]:
-        """The `health/` metrics of the step after the last row: for how many steps in a row something has been wrong.
+        """Return the `health/` metrics of the next step: for how many consecutive steps something has been wrong.
 
-        by_scorer: the scores of the step's images. signal: whether any image has a credit that is not 0. groups: the
-        rewards of the images of each group.
+        by_scorer: scores of the step's images. signal: whether any credit is not 0. groups: rewards by group.
         """
         metrics = {"health/no_signal_steps": 0.0 if signal else 1.0 + self.last.get("health/no_signal_steps", 0.0)}
         for name in self.scorers:
@@ -67,7 +66,7 @@ class Health:
         return metrics | self._stuck(groups)
 
     def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """How many groups have one and the same reward for all their images, though not the best one so far."""
+        """Count the groups whose images all have the same reward below the best one so far."""
         known = [[value for value in group if value is not None] for group in groups]
         scored = [group for group in known if len(group) > 1]
         if not scored:
@@ -86,7 +85,7 @@ class Health:
         return 1.0 + (self.last.get(f"health/{name}/constant_steps", 0.0) if same else 0.0)
 
     def observe(self, row: Row) -> list[str]:
-        """Take the row of a step; returns the sentences that are due: new ones, and old ones again now and then."""
+        """Check the row of a step; returns the sentences due for a log line: new ones, and old ones now and then."""
         self.last, step = row, int(row["step"])
         due = []
         signs = [
@@ -99,7 +98,7 @@ class Health:
         ]
         for kind, text in (found for sign in signs for found in sign):
             self.found[kind] = Finding(kind, step, text)
-            # again when the run is more than twice as long: as often as somebody may have overlooked it
+            # again once the run is more than twice as long
             if kind not in self._said or step >= 2 * self._said[kind] + PATIENCE:
                 self._said[kind] = step
                 due.append(text)
@@ -164,7 +163,7 @@ class Health:
         return found
 
     def _tiny(self, row: Row) -> list[tuple[str, str]]:
-        """Whether the gradient is below the epsilon by which AdamW divides instead."""
+        """Find a gradient smaller than AdamW's epsilon."""
         rms, eps = _number(row, "actor/grad_rms"), get(self.config, "actor", "eps")
         if rms is None or not isinstance(eps, int | float) or not 0 < rms < eps:
             return []
@@ -175,7 +174,7 @@ class Health:
         return [("gradient below eps", text)]
 
     def _trust_region(self, row: Row) -> list[tuple[str, str]]:
-        """Whether the latest steps with off-policy updates had nearly all their ratios outside the range, or none."""
+        """Find off-policy steps with nearly all or none of their ratios outside the clip range."""
         outside = _number(row, "actor/off_policy/outside_fraction")
         self._outside = [*self._outside, outside][-PATIENCE:] if outside is not None else self._outside
         if outside is None or len(self._outside) < PATIENCE:
@@ -204,9 +203,9 @@ class Health:
         return []
 
     def _one_step(self, row: Row) -> list[tuple[str, str]]:
-        """Whether nearly all of the gradient has come from one denoising step for a while."""
+        """Find a gradient that has come almost entirely from one timestep for a while."""
         share, prefix = _number(row, "actor/step_grad_share"), "actor/step_grad_norm/"
-        if share is None or differentiates(self.config):  # no update, one of a single step, or no noise of steps in it
+        if share is None or differentiates(self.config):  # no update, a single timestep, or no noise in the timesteps
             return []
         self._dominated = self._dominated + 1 if share > DOMINANT else 0
         norms = {int(name.removeprefix(prefix)): row[name] or 0.0 for name in row if name.startswith(prefix)}
@@ -215,7 +214,7 @@ class Health:
         largest, first = max(norms, key=lambda k: norms[k]), min(norms)
         algorithm, sampling = get(self.config, "algorithm") or {}, get(self.config, "sampling") or {}
         remedies = []
-        # the first step has most noise: these weights, or another end, would make its share larger still
+        # the first timestep has most noise: other weights or another window would increase its share
         if largest > first and algorithm.get("timestep_weights") not in (None, "std2_over_jacobian"):
             remedies.append("set algorithm.timestep_weights=std2_over_jacobian")
         start = (sampling.get("window_range") or [0])[0]
@@ -231,7 +230,7 @@ class Health:
         return [("one step", text)]
 
     def _falling(self, row: Row) -> list[tuple[str, str]]:
-        """Whether the two latest blocks of steps have a mean reward clearly below that of the best block."""
+        """Find two latest blocks of steps with a mean reward clearly below the best block."""
         value = _number(row, "reward/mean")
         self._rewards += [] if value is None else [value]
         if len(self._rewards) < BLOCK:
@@ -254,8 +253,8 @@ class Health:
 
 
 def weights_problem(largest: float, lr: float) -> str | None:
-    """The sentence for a LoRA whose largest weight is not finite or beyond all sense, None for any other."""
-    if largest <= ABSURD_WEIGHT:  # not for a NaN
+    """Describe a largest LoRA weight that is not finite or absurdly large; None for any other."""
+    if largest <= ABSURD_WEIGHT:  # false for NaN
         return None
     return (
         f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
@@ -264,7 +263,7 @@ def weights_problem(largest: float, lr: float) -> str | None:
 
 
 def _below(rms: float) -> str:
-    """A power of ten at least a thousand times smaller."""
+    """Return a power of ten at least a thousand times smaller."""
     return f"1e{math.floor(math.log10(rms)) - 3}"
 
 

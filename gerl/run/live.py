@@ -1,4 +1,4 @@
-"""A run while it trains, for those who watch: images of the step, spans of its workers, time of its parts."""
+"""Live view of a run: images of the latest steps, and the timeline of its workers."""
 
 import contextlib
 import io
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.pages.page import still
 from gerl.timeline import DRIVER, Span
 from gerl.utils.files import finite, write_file, writing
+from gerl.web.pages import still
 
-# --- `live/` of a run: the images of the latest steps and of some earlier ones, one sheet per step, with their scores
+# --- `live/`: training images with their scores, one sheet for each of the latest and some earlier steps
 
 FOLDER = "live"
 WIDTH = 256  # pixels, the longer side of an image on the sheet
-EXACT = 128  # pixels of a side up to which a sheet is nearly exact; PNG would take ten times as long
+EXACT = 128  # pixels; smaller images are stored almost losslessly (PNG would take ten times as long)
 KEPT = 2  # latest steps
 MILESTONES = 24  # earlier steps, evenly spaced
 MOST = 64  # images
@@ -29,7 +29,7 @@ MOST = 64  # images
 
 @dataclass(frozen=True)
 class LiveImage:
-    """An image of the step: number `index` of the `group`-th group, with its scores; None: it has none."""
+    """Image `index` of group `group` of a step, with its scores; None: not scored."""
 
     group: int
     index: int
@@ -43,8 +43,8 @@ def save_live(
 ) -> None:
     """Write `live/step_N.json` and its sheet, and remove those of later and of most earlier steps.
 
-    prompts: of each group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: images of the whole step. Raises
-    `GerlError` if they cannot be written.
+    prompts: one per group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: number of images of the step.
+    Raises `GerlError` if they cannot be written.
     """
     stills = [still(image) for image in pixels]
     tiles = [_small(image) for image in stills]
@@ -61,14 +61,14 @@ def save_live(
     values |= {"width": width, "height": height, "columns": columns}
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-    # The JSON comes last: where it is, the sheet is complete.
+    # the JSON is written last: if it exists, the sheet is complete
     write_file(path.with_suffix(".jpg"), buffer.getvalue())
     write_file(path, json.dumps(finite(values)))
     _thin(run_dir, step)
 
 
 def live_steps(run_dir: Path) -> list[int]:
-    """The steps whose images are there, in order."""
+    """Return the steps with stored images, in order."""
     names = (re.fullmatch(r"step_(\d+)\.json", path.name) for path in (run_dir / FOLDER).glob("step_*.json"))
     return sorted(int(match[1]) for match in names if match)
 
@@ -103,14 +103,14 @@ def _small(image: np.ndarray) -> Image.Image:
     return picture
 
 
-# --- `timeline.jsonl` of a run: a line for each span that a worker drew, scored, trained, validated, saved or loaded
+# --- `timeline.jsonl`: a line per span of a worker (draw, score, update, validate, save, load)
 
 TIMELINE = "timeline.jsonl"
 Row = Mapping[str, Any]
 
 
 def append_spans(run_dir: Path, spans: Sequence[Span]) -> None:
-    """Add `spans` to the file, times to the tenth of a millisecond; raises `GerlError` if it cannot be written."""
+    """Append `spans`, with times rounded to 0.1 ms; raises `GerlError` if they cannot be written."""
     if not spans:
         return
     path = run_dir / TIMELINE
@@ -120,7 +120,7 @@ def append_spans(run_dir: Path, spans: Sequence[Span]) -> None:
 
 
 def read_spans(lines: Iterable[str]) -> list[Row]:
-    """The spans in `lines`; one that is half-written, or no span, is passed over."""
+    """Parse spans; incomplete and other lines are skipped."""
     found = list[Row]()
     for line in lines:
         try:
@@ -138,7 +138,7 @@ def _times(numbers: tuple[float, float, int]) -> dict[str, float]:
 
 
 def lanes(rows: Iterable[Row]) -> list[str]:
-    """The workers of spans: the run as a whole, then those that draw and train, then the scorers."""
+    """Return the workers of the spans: the driver, then the policy workers, then the scorers."""
     return sorted({row["worker"] for row in rows}, key=_order)
 
 
@@ -149,7 +149,7 @@ def _order(name: str) -> tuple[int, str, int]:
 
 
 def chrome_trace(rows: Sequence[Row], title: str) -> dict[str, Any]:
-    """The spans in the format that chrome://tracing and Perfetto open: complete events, in microseconds."""
+    """Convert spans to the format of chrome://tracing and Perfetto: complete events, in microseconds."""
     names = lanes(rows)
     zero = min((row["start"] for row in rows), default=0.0)
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 1, "name": "process_name", "args": {"name": f"gerl {title}"}}]

@@ -1,4 +1,4 @@
-"""The data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
+"""Data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
 
 import base64
 import io
@@ -16,28 +16,37 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.pages.page import enlarge
 from gerl.run import session
 from gerl.run.card import redact
-from gerl.run.charts import TIMING_TOTALS, Rows, timing_parts
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
-from gerl.run.settings import changes, difference, explanation, get, labels, learning_rate, read_config, scorers
+from gerl.run.settings import (
+    changes,
+    difference,
+    explanation,
+    get,
+    learning_rate,
+    read_config,
+    scorers,
+    training_label,
+)
+from gerl.run.tracking import Rows
 from gerl.run.validation import load_validation, mean, standard_error, validation_steps
+from gerl.web.pages import enlarge
 
-# --- The metrics of a run by column: read as they are written, and thinned out for a page
+# --- Metrics by column, read incrementally and downsampled for a page
 
-POINTS = 400  # of a curve; a longer one has the mean, the least and the greatest value of as many parts
+POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximum
 
 
 class Columns:
-    """`metrics.jsonl`, of which `read` takes in what is new."""
+    """Columns of `metrics.jsonl`; `read` adds new rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0  # rises when the file is another one: a resumed run cuts it
+        self.generation = 0  # increases when the file is replaced: a resumed run truncates it
         self._clear()
 
     def _clear(self) -> None:
@@ -46,7 +55,7 @@ class Columns:
         self._read, self._file = 0, (0, 0)
 
     def read(self) -> None:
-        """Take in the lines that were added; a last one that is half-written waits for the next time."""
+        """Read the added lines; an incomplete last one is left for the next call."""
         try:
             with self.path.open("rb") as file:
                 status = self.path.stat()
@@ -82,9 +91,9 @@ class Columns:
             values.append(math.nan if value is None else float(value))
 
     def series(self, name: str, since: int, width: int) -> dict[str, Any] | None:
-        """The curve of a metric from step `since` on, in parts of `width` steps; None if there is none.
+        """Return the curve of a metric from step `since` on, in bins of `width` steps; None if unknown.
 
-        `x`: the first step of each part; `y` its mean; `low` and `high`, where `width` is more than 1.
+        `x`: first step of each bin; `y`: mean; `low` and `high` if `width` is more than 1.
         """
         if name not in self.values:
             return None
@@ -105,25 +114,25 @@ class Columns:
         return found
 
     def width(self) -> int:
-        """Steps that a part of the curves has, so that there are at most `POINTS` parts: a power of two."""
+        """Return the steps per bin, a power of two, for at most `POINTS` bins."""
         width = 1
         while self.last.get("step", 0) >= POINTS * width:
             width *= 2
         return width
 
     def latest(self, name: str, count: int = 1) -> float | None:
-        """The mean of the last `count` values of a metric, None where there are none."""
+        """Return the mean of the last `count` values of a metric; None without values."""
         _, values = self.values.get(name, (None, array("d")))
         known = [value for value in values[-count:] if math.isfinite(value)]
         return math.fsum(known) / len(known) if known else None
 
 
 def _five_digits(value: float) -> float | None:
-    """A number with five digits, as JSON has it."""
+    """Round to five digits; null if not finite."""
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-# --- All that a page shows of one run, from the files in its folder; nothing is read again that has not changed
+# --- Everything a page shows of one run; unchanged files are not read again
 
 PARTS = {
     "metrics": "metrics.jsonl",
@@ -143,10 +152,10 @@ GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interv
 
 
 class RunData:
-    """A run folder; every method may be called by several threads."""
+    """Data of a run folder; thread-safe."""
 
     def __init__(self, name: str, folder: Path, config: tuple[str, dict[str, Any]] | None = None) -> None:
-        """`config`: text and values of config.yaml, where they are known and will not change."""
+        """`config`: text and values of config.yaml, if known and final."""
         self.name, self.folder, self._config = name, folder, config
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[object, Any]] = {}
@@ -155,12 +164,12 @@ class RunData:
         self._held_out = HeldOut(folder)
 
     def signatures(self) -> dict[str, str]:
-        """By part of the page, what changes when it does."""
+        """Return a value per part of the page that changes when the part does."""
         found = {part: signature(self.folder / name) for part, name in PARTS.items()}
         return found | {"alive": str(alive_since(self.folder) or "")}
 
     def keep(self, name: str, now: object, make: Callable[[], Any]) -> Any:
-        """The value of `name`, made anew where `now` is not what it was the last time."""
+        """Return the cached value of `name`, made again if `now` has changed."""
         with self._lock:
             known = self._kept.get(name)
             if known is None or known[0] != now:
@@ -168,7 +177,7 @@ class RunData:
             return known[1]
 
     def config(self) -> tuple[str, dict[str, Any]]:
-        """The text of config.yaml without secrets, and its values."""
+        """Return the text of config.yaml without secrets, and its values."""
         if self._config is not None:
             return self._config
 
@@ -180,12 +189,12 @@ class RunData:
         return found
 
     def columns(self) -> Columns:
-        """The metrics as they are now; to be used while the lock is held."""
+        """Return the current metrics; call with the lock held."""
         self._columns.read()
         return self._columns
 
     def overview(self) -> dict[str, Any]:
-        """The facts on top of the page, and which metrics and scorers there are."""
+        """Return the facts at the top of the page, and the names of metrics and scorers."""
         _, config = self.config()
         now = self.signatures()
         with self._lock:
@@ -208,7 +217,7 @@ class RunData:
             "step_seconds": seconds,
             "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
-            "label": labels(config).training,
+            "label": training_label(config),
             "explanation": explanation(config),
             "names": names,
             "scorers": scorers(config),
@@ -216,7 +225,7 @@ class RunData:
         }
 
     def series(self, names: Sequence[str], since: int, width: int, generation: int) -> dict[str, Any]:
-        """Curves from step `since` on, or whole ones where the page's are of another `width` or `generation`."""
+        """Return curves from step `since` on, or whole ones if the page has another `width` or `generation`."""
         with self._lock:
             columns = self.columns()
             reset = (width, generation) != (columns.width(), columns.generation)
@@ -225,64 +234,64 @@ class RunData:
             return {**facts, "series": {name: curve for name, curve in found.items() if curve is not None}}
 
     def held_out(self) -> dict[str, Any]:
-        """The rewards of the held-out prompts at every validation."""
+        """Return the rewards of the held-out prompts at every validation."""
         with self._lock:
             found: dict[str, Any] = self.keep("held_out", self._held_out.now(), self._held_out.read)
             return found
 
     def prompt(self, row: int) -> dict[str, Any] | None:
-        """The scores of a held-out prompt at every validation, None if there is no such prompt."""
+        """Return the scores of a held-out prompt at every validation; None: no such prompt."""
         with self._lock:
             self.held_out()
             return self._held_out.scores(row)
 
     def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
-        """The picture of a held-out prompt and its media type; None if there is none."""
+        """Return the image of a held-out prompt and its media type; None if there is none."""
         with self._lock:
             return self._held_out.picture(step, row)
 
     def live(self, step: int = -1) -> dict[str, Any]:
-        """The images of a step, or of the latest one where it has none, and all `steps` with images; may be empty."""
+        """Return the images of a step, else of the latest one, and all `steps` with images; may be empty."""
         steps = live_steps(self.folder)
         for number in [step] * (step in steps) + steps[::-1]:
             try:
                 found = json.loads(content(self.folder, f"{LIVE}/step_{number:06d}.json") or b"")
-            except ValueError:  # it was removed just now
+            except ValueError:  # removed meanwhile
                 continue
             if isinstance(found, dict):
                 return found | {"steps": steps}
         return {}
 
     def lora(self) -> tuple[int, bytes] | None:
-        """The step of the latest checkpoint with a LoRA, and its file; None where there is none."""
+        """Return the step and file of the latest LoRA; None if there is none."""
         for step, path in self._loras():
             if (found := content(self.folder, str(path.relative_to(self.folder)))) is not None:
                 return step, found
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
-        """The checkpoints' steps and where the LoRA of each would lie, the latest first."""
+        """Return the steps of checkpoints with the path of a LoRA in each, latest first."""
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
             yield int(path.name.rpartition("_")[2]), path / LORA
 
     def sheet(self, step: int) -> tuple[bytes, str] | None:
-        """The sheet with the images of a step and its media type; None if there is none."""
+        """Return the sheet of a step's images and its media type; None if there is none."""
         found = content(self.folder, f"{LIVE}/step_{step:06d}.jpg")
         return None if found is None else (found, "image/jpeg")
 
     def timeline(self, steps: int) -> dict[str, Any]:
-        """The spans of the last `steps` steps that are in the file, and the lanes that they are drawn in."""
+        """Return the spans of the last `steps` steps, and their lanes."""
         rows = read_spans(last_lines(self.folder / TIMELINE))
         newest = sorted({row["step"] for row in rows})[-steps:]
         rows = [row for row in rows if newest and row["step"] >= newest[0]]
         return {"lanes": lanes(rows), "spans": rows}
 
     def trace(self) -> dict[str, Any]:
-        """The whole timeline as a Chrome trace."""
+        """Return the whole timeline as a Chrome trace."""
         return chrome_trace(read_spans(last_lines(self.folder / TIMELINE, 2**28)), self.name)
 
     def warnings(self) -> dict[str, Any]:
-        """The signals of the guard, newest first, and what kept the run from learning."""
+        """Return the signals of the guard, newest first, and the findings of the health checks."""
         guard = [row for line in last_lines(self.folder / PARTS["guard"]) if (row := _row(line)) is not None]
         _, config = self.config()
         path = self.folder / "metrics.jsonl"
@@ -291,7 +300,7 @@ class RunData:
         return {"guard": guard[: -SIGNALS - 1 : -1], "health": health}
 
     def settings(self, other: "RunData | None") -> dict[str, Any]:
-        """The configuration: its text, what differs from the defaults and, where given, from `other`."""
+        """Return the configuration: its text, differences from the defaults and, if given, from `other`."""
         text, config = self.config()
         now = signature(self.folder / "config.yaml")
         usual = self.keep("changes", now, lambda: changes(config) if config else [])
@@ -299,11 +308,11 @@ class RunData:
         return {"text": text, "changes": usual, "difference": against}
 
     def log(self) -> list[str]:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         return last_lines(self.folder / PARTS["log"])[-LINES:]
 
     def summary(self) -> dict[str, Any]:
-        """A line for the list of runs."""
+        """Return a row for the list of runs."""
 
         def make() -> dict[str, Any]:
             rows = [row for line in last_lines(self.folder / "metrics.jsonl", 32 * 1024) if (row := _row(line))]
@@ -324,13 +333,13 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-# --- Files of a run folder as they are now: whether they changed, their ends, and never one from outside the folder
+# --- Files of a run folder: whether they changed, their last lines; never a file outside the folder
 
-TAIL = 512 * 1024  # bytes of a log or timeline that are looked at
+TAIL = 512 * 1024  # bytes read from the end of a log or timeline
 
 
 def signature(path: Path) -> str:
-    """Changes when the file or folder does; empty where there is none."""
+    """Return a value that changes when the file or folder does; empty if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -339,7 +348,7 @@ def signature(path: Path) -> str:
 
 
 def content(folder: Path, name: str) -> bytes | None:
-    """The bytes of a file below `folder`; None where there is none, or where a link leads out of the folder."""
+    """Read a file below `folder`; None if it is missing, or if a link leads out of the folder."""
     try:
         path = (folder / name).resolve(strict=True)
         if not path.is_relative_to(folder.resolve()):
@@ -350,7 +359,7 @@ def content(folder: Path, name: str) -> bytes | None:
 
 
 def last_lines(path: Path, most: int = TAIL) -> list[str]:
-    """The complete lines in the last `most` bytes of a text file; empty where there is none."""
+    """Return the complete lines in the last `most` bytes of a text file; empty if it is missing."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -358,22 +367,22 @@ def last_lines(path: Path, most: int = TAIL) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    lines = text.split("\n")[:-1]  # what is behind the last line break is half-written
+    lines = text.split("\n")[:-1]  # the text after the last line break is incomplete
     return lines[1:] if size > most else lines
 
 
-# --- The sentences of `gerl.run.health` about a run, without going through all of its metrics each time
+# --- Findings of the health checks, updated incrementally
 
 
 class Findings:
-    """Follows `metrics.jsonl`."""
+    """Health checks over a growing `metrics.jsonl`."""
 
     def __init__(self) -> None:
         self._health: Health | None = None
         self._place, self._file, self._seen = 0, "", ""
 
     def read(self, path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The latest sentence of each kind, the newest first."""
+        """Return the latest sentence of each kind, newest first."""
         now = signature(path)
         if now != self._seen:
             self._seen = now
@@ -404,31 +413,31 @@ class Findings:
             self._health.observe(row)
 
 
-# --- The held-out prompts of a run through all of its validations
+# --- Held-out prompts over all validations
 
-STEPS = 100  # validations that are shown; of more, some are left out evenly
-DECODED, ENCODED = 4, 512  # validations whose pictures, and pictures whose bytes, are kept
-WIDE, EXACT = 512, 256  # pixels: wider pictures are made smaller; up to this they are kept as they are
+STEPS = 100  # validations shown, evenly spaced if there are more
+DECODED, ENCODED = 4, 512  # validations with decoded images, and encoded images, in the caches
+WIDE, EXACT = 512, 256  # pixels: largest width; images up to EXACT are lossless
 
 
 class HeldOut:
-    """RequiredTensors each validation once."""
+    """Validations of a run folder, each read once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.steps: list[int] = []
         self.prompts: list[str] = []
         self._known: dict[int, tuple[str, dict[str, Any] | None]] = {}
-        self._common: dict[str, Any] = {}  # of the validation that was read last
+        self._common: dict[str, Any] = {}  # of the last validation read
         self._decoded: OrderedDict[tuple[int, str], dict[int, np.ndarray]] = OrderedDict()
         self._encoded: OrderedDict[tuple[int, int, str], tuple[bytes, str]] = OrderedDict()
 
     def now(self) -> object:
-        """Changes when a validation comes or goes."""
+        """Return a value that changes when validations are added or removed."""
         return signature(self.folder / "validation")
 
     def read(self) -> dict[str, Any]:
-        """`prompts` `[N]` of the newest validation, `steps` `[S]` that have the same ones, and what they scored."""
+        """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
         found = {step: row for step in validation_steps(self.folder) if (row := self._row(step)) is not None}
         self.prompts = found[max(found)]["prompts"] if found else []
         steps = [step for step, row in found.items() if row["prompts"] == self.prompts]
@@ -448,7 +457,7 @@ class HeldOut:
         }
 
     def scores(self, row: int) -> dict[str, Any] | None:
-        """The scores of a prompt at all `steps`, by scorer."""
+        """Return the scores of a prompt at all `steps`, by scorer."""
         if not 0 <= row < len(self.prompts):
             return None
         rows = [self._row(step) or {} for step in self.steps]
@@ -459,7 +468,7 @@ class HeldOut:
         return {"prompt": self.prompts[row], "steps": self.steps, "scores": scores}
 
     def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
-        """The picture of a prompt after a step, as bytes and their media type; None if there is none."""
+        """Return the image of a prompt after a step, as bytes and media type; None if there is none."""
         now = signature(self._path(step))
         key = (step, row, now)
         if key not in self._encoded:
@@ -492,7 +501,7 @@ class HeldOut:
         return self._known[step][1]
 
     def _slim(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A validation without what no page shows; what it has in common with the one before it is kept once."""
+        """Drop what no page shows; values equal to those of the previous validation are shared."""
         if row is None:
             return None
         kept = {name: row.get(name) for name in ("rewards", "by_scorer", "shown", "prompts", "ids")}
@@ -506,7 +515,7 @@ class HeldOut:
 
 
 def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
-    """A picture at a width for a page, small ones without loss."""
+    """Encode an image for a page; small ones lossless."""
     image = enlarge(pixels, min_width=1, max_width=WIDE)
     buffer, lossy = io.BytesIO(), image.width > EXACT
     image.save(buffer, "jpeg" if lossy else "png", **({"quality": 88} if lossy else {"compress_level": 4}))
@@ -514,7 +523,7 @@ def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
 
 
 def _checked(path: Path) -> dict[str, Any] | None:
-    """The values of a validation without pictures; None where it is damaged."""
+    """Read a validation without its images; None if it is damaged."""
     try:
         row = json.loads(path.read_bytes())
         columns = [row["rewards"], *row["by_scorer"].values()]
@@ -529,7 +538,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _by_prompt(row: dict[str, Any]) -> list[float | None]:
-    """The rewards of a validation, with the mean where a prompt has several images."""
+    """Return the rewards of a validation, averaged over the images of a prompt."""
     ids = row.get("ids")
     if not isinstance(ids, list) or len(ids) != len(row["rewards"]):
         return list(row["rewards"])
@@ -539,15 +548,16 @@ def _by_prompt(row: dict[str, Any]) -> list[float | None]:
     return [mean(values) for values in groups.values()]
 
 
-# --- Pairs of name and value that say in short which run it is
+# --- Facts of a run: pairs of name and value
+
+TIMING_TOTALS = ("timing/step_s", "timing/total_s")
 
 
 def _seconds(rows: Rows) -> float:
-    """Time of all steps: a step's total where it has one, else the sum of its parts."""
-    parts = timing_parts(rows)
+    """Time of all steps: a step's total if recorded, else the sum of its parts."""
     totals = [next((row[name] for name in TIMING_TOTALS if row.get(name) is not None), None) for row in rows]
-    added = [sum(row.get(name) or 0.0 for name in parts) for row in rows]
-    return float(sum(a if total is None else total for total, a in zip(totals, added, strict=True)))
+    parts = [sum(row[n] or 0.0 for n in row if n.startswith("timing/") and n.endswith("_s")) for row in rows]
+    return float(sum(part if total is None else total for total, part in zip(totals, parts, strict=True)))
 
 
 def _duration(seconds: float) -> str:
@@ -557,13 +567,13 @@ def _duration(seconds: float) -> str:
 
 
 def _replaced(rows: Rows) -> str | None:
-    """Workers that died and were replaced, and the time that took."""
+    """Describe the workers that were replaced and the time lost."""
     restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
     return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
 
 
 def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of name and value: how far the run is, and what it trains by which settings."""
+    """Return pairs of name and value: progress, model, algorithm and main settings."""
     done = rows[-1]["step"] if rows else 0
     planned = get(config, "trainer", "steps")
     prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
@@ -586,19 +596,19 @@ def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts if value is not None]
 
 
-# --- The data of the page as they are now, to be put into a file with it
+# --- The page's data, to be embedded in the report
 
-FROZEN_STEPS = 12  # validations whose pictures are in the file
-BYTES = 3 * 2**20  # of all pictures; at least those of one prompt
+FROZEN_STEPS = 12  # validations with images in the report
+BYTES = 3 * 2**20  # budget of all images; at least one prompt is shown
 SPANS = 3  # steps of the timeline
 LEFT_OUT = ("health/", "scorer/")
 FROZEN_PARTS = ("metrics", "validation", "live", "timeline", "guard")
 
 
 def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    """The answers to all that the page asks for, and its pictures as data URIs; the same for the same files.
+    """Return all answers that the page asks for, and its images as data URIs; deterministic.
 
-    config: its text and values.
+    config: text and values of config.yaml.
     """
     run = RunData(run_dir.resolve().name, run_dir, config)
     overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
@@ -625,7 +635,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
-    """The held-out prompts at some of the validations, and the pictures of as many of them as there is room for."""
+    """Return the held-out prompts at some validations, with as many images as fit the budget."""
     found = run.held_out()
     places = _spread(range(len(found["steps"])), FROZEN_STEPS)
     steps = [found["steps"][i] for i in places]
@@ -633,7 +643,7 @@ def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
     pictures: dict[str, str] = {}
     most = len(found["shown"])
     rows: list[int] = []
-    for row in _spread(found["shown"], most)[:1]:  # the room that one needs
+    for row in _spread(found["shown"], most)[:1]:  # estimates the size of one prompt
         own = _pictures(run, steps, row)
         most = max(1, min(most, BYTES // max(1, sum(map(len, own.values())))))
     for row in _spread(found["shown"], most):
@@ -650,14 +660,14 @@ def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
-    """`count` of the values, evenly, with the first and the last."""
+    """Return `count` evenly spaced values, with the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def _at(prompt: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """The scores of a prompt at some of its steps."""
+    """Return the scores of a prompt at some of its steps."""
     places = [i for i, step in enumerate(prompt["steps"]) if step in steps]
     scores = {name: [values[i] for i in places] for name, values in prompt["scores"].items()}
     return {"prompt": prompt["prompt"], "steps": list(steps), "scores": scores}

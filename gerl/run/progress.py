@@ -1,4 +1,4 @@
-"""The progress of a command: a bar on a terminal, elsewhere a line in the log now and then."""
+"""Progress of a command: a bar on a terminal, elsewhere an occasional line in the log."""
 
 import contextlib
 import logging
@@ -17,10 +17,10 @@ EVERY = 30.0  # seconds between two lines, at least
 
 
 class Progress:
-    """Progress through `total` units of work: the count, values by name, the time for a unit, the time left.
+    """Progress through `total` units of work: count, named values, time per unit, time left.
 
-    While there is a bar, log records go above it instead of through it. disable: show nothing. what: of a part of the
-    work, shown by a bar only, which goes when it is closed.
+    Log records are written above the bar. disable: show nothing. what: name of a part of the work, shown only by a bar,
+    which disappears when it is closed.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class Progress:
         what: str = "",
         leave: bool = True,
     ) -> None:
-        """`leave`: a bar stays where it is when all is done."""
+        """`leave`: keep the bar when all is done."""
         self.total, self.done, self.unit = total, initial, unit
         self._stack, self._bar = contextlib.ExitStack(), None
         terminal = sys.stderr.isatty()
         self._lines = not (disable or terminal or what)
-        self._said, self._said_at, self._next = initial, time.perf_counter(), 0.0  # the last line, and when it is time
+        self._logged, self._logged_at, self._next = initial, time.perf_counter(), 0.0  # last line, time of the next
         if terminal and not disable:
             self._stack.enter_context(logging_redirect_tqdm())
             bar = tqdm(
@@ -52,7 +52,7 @@ class Progress:
             self._bar = self._stack.enter_context(bar)
 
     def update(self, count: int = 1, values: Mapping[str, float | str | None] = MappingProxyType({})) -> None:
-        """So many more units are done; numbers are shown with three digits, None not at all."""
+        """Add `count` finished units; numbers are shown with three digits, None is omitted."""
         self.done += count
         shown = {n: v if isinstance(v, str) else f"{v:.3f}" for n, v in values.items() if v is not None}
         if self._bar is not None:
@@ -65,24 +65,24 @@ class Progress:
         now = time.perf_counter()
         if now < self._next and self.done < self.total:
             return
-        each = (now - self._said_at) / max(1, self.done - self._said)
+        each = (now - self._logged_at) / max(1, self.done - self._logged)
         parts = [f"{self.unit} {self.done}/{self.total}", *(f"{name} {value}" for name, value in shown.items())]
         parts += [f"{each:.2g} s/{self.unit}"]
         if self.done < self.total:
             parts += [f"{duration(each * (self.total - self.done))} left"]
         logger.info("%s", "  ".join(parts))
-        self._said, self._said_at, self._next = self.done, now, now + EVERY
+        self._logged, self._logged_at, self._next = self.done, now, now + EVERY
 
     def go_back(self, step: int) -> None:
-        """The run goes on from `step`, which is earlier."""
+        """Return to an earlier `step`."""
         self.done = min(self.done, step)
-        self._said = min(self._said, step)
+        self._logged = min(self._logged, step)
         if self._bar is not None:
             self._bar.n = self._bar.last_print_n = self.done
             self._bar.refresh()
 
     def close(self) -> None:
-        """Leave a bar as it stands and give the log its console back; may be called twice."""
+        """Close the bar and restore the log's console; may be called twice."""
         self._stack.close()
 
     def __enter__(self) -> "Progress":

@@ -1,11 +1,10 @@
-"""`report.html` of a run: reward before and after, curves, a gallery and how to draw its pictures, in one file.
+"""`report.html` of a run in one file: reward before and after, curves, a gallery, and code that samples an image again.
 
-It is made from what lies in the run folder: at the end of a run, or at any time with
-`python -m gerl.run.report run=FOLDER`.
+Written from the run folder at the end of a run, or at any time with `python -m gerl.run.report run=FOLDER`.
 """
 
 if __name__ == "__main__":
-    # the imports below take most of a second: signals are heard before
+    # the imports below take most of a second: handle signals before
     from gerl.commandline import signals
     from gerl.commandline.command import start
 
@@ -23,26 +22,24 @@ from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import GerlError
-from gerl.pages.page import page_assets, render
 from gerl.run.card import CARD, read_sessions
-from gerl.run.charts import Rows, best_step, reward_charts, series, small_charts
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
-from gerl.run.settings import changes, explanation, labels, read_config
-from gerl.run.tracking import read_metrics
+from gerl.run.settings import changes, read_config
+from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
-from gerl.run.validation import BeforeAfter, estimate, load_validations, mean, standard_error
+from gerl.run.validation import BeforeAfter, estimate, load_validations, mean
 from gerl.utils.files import write_file
+from gerl.web.pages import page_assets, render
 
 log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` from whatever the run has left so far and return its path.
+    """Write `run_dir/report.html` from the files so far and return its path.
 
-    What is damaged is left out, which the log says. Raises `GerlError` if `run_dir` is no run folder or cannot be
-    written.
+    Damaged files are omitted with a warning. Raises `GerlError` if `run_dir` is not a run folder or cannot be written.
     """
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "validation")):
         raise GerlError(
@@ -53,18 +50,12 @@ def write_report(run_dir: Path) -> Path:
     validations = load_validations(run_dir)
     compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
-    errors = {v.step: e for v in validations if (e := standard_error(v.by_prompt(v.rewards))) is not None}
-    charts, constants = small_charts(rows, labels(config))
     html = render(
         "report.html.j2",
         title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
         facts=facts(rows, config),
         headline=_headline(rows, compared),
-        main=reward_charts(rows, labels(config), errors),
-        explanation=explanation(config),
-        charts=charts,
-        constants=constants,
         compared=compared,
         warnings=_warnings(run_dir, rows, config),
         code=usage(run_dir, config, validations),
@@ -80,7 +71,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """The latest sentence of each kind about what kept the run from learning, and of the guard."""
+    """Return the latest finding of each kind, of the health checks and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)
@@ -91,25 +82,25 @@ def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]
 
 @dataclass(frozen=True)
 class Start:
-    """A start of the run as its card has it; `rows` are pairs of name and value, nested names joined by a space."""
+    """A session of the run card; `rows` are pairs of name and value, nested names joined by a space."""
 
     title: str
     rows: list[tuple[str, str]]
 
 
 def _starts(path: Path) -> list[Start]:
-    """The starts on the run card, the latest first; empty where there is no card or it is damaged."""
+    """Return the sessions of the run card, latest first; empty if the card is missing or damaged."""
     found = []
     for number, session in enumerate(read_sessions(path), start=1):
         rows: list[tuple[str, str]] = []
         for name, value in session.items():
             nested = value.items() if isinstance(value, dict) else [("", value)]
-            # the end of a run that still goes on is not known, and a folder may be in no repository
+            # the end of a running run is unknown, and a folder may be in no repository
             rows += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested if value is not None]
         words = [str(session[key]) for key in ("started", "command") if session.get(key)]
         found.append(Start(": ".join(words) or f"start {number}", rows))
     if not found and path.exists():
-        log.warning("%s has no readable start of a run: the report omits it", path)
+        log.warning("%s has no readable session: the report omits it", path)
     return found[::-1]
 
 
@@ -120,7 +111,7 @@ def _words(value: Any) -> str:
 
 
 def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]:
-    """The figures on top: what was measured, before, after, how sure the gain is, and the best step."""
+    """Return the figures at the top: what was measured, before, after, the gain with its interval, the best step."""
     best = best_step(rows)
     if compared is not None and compared.last is not None:
         first, last = compared.first, compared.last

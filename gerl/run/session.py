@@ -1,4 +1,4 @@
-"""A run in its folder from start to end: its log, its card, and the commands that it is given meanwhile."""
+"""A run in its folder: its log, its card, and the commands it receives."""
 
 import contextlib
 import logging
@@ -14,18 +14,18 @@ from gerl.run.card import Card, End, now, redact
 from gerl.run.checkpoint import checkpoint_paths
 from gerl.utils.files import reason, writing
 
-# --- `log.txt` of a run folder: everything that the console logged, with times and levels, and tracebacks besides
+# --- `log.txt`: everything the console logged, with times, levels and tracebacks
 
 LOG = "log.txt"
-LIBRARIES = ("diffusers", "transformers", "huggingface_hub")  # their loggers do not pass on what they show
-EARLY = 10_000  # records kept until there is a folder
+LIBRARIES = ("diffusers", "transformers", "huggingface_hub")  # their loggers do not propagate
+EARLY = 10_000  # records buffered until the folder exists
 
 
 class RunLog:
-    """While entered, log records and Python's warnings are kept; from `open` on they go to `log.txt`, appended.
+    """Context that buffers log records and Python's warnings, and appends them to `log.txt` from `open` on.
 
-    Times are UTC. Secrets are left out. A record that cannot be written is dropped: what else the run writes to its
-    folder says so.
+    Times are UTC; secrets are redacted. A record that cannot be written is dropped: other files of the run then fail
+    with a message.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class RunLog:
         self._handler.close()
 
     def open(self, folder: Path) -> None:
-        """Write to `folder/log.txt`, first what was logged so far; raises `GerlError` if that is not possible."""
+        """Write the buffered and all further records to `folder/log.txt`; raises `GerlError` if that fails."""
         with writing(folder / LOG):
             file = _File(folder / LOG, encoding="utf-8")
         file.setFormatter(_Lines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -59,13 +59,13 @@ class RunLog:
             file.handle(record)
 
     def failure(self, error: BaseException) -> None:
-        """Note the error that ends the run, with its traceback; the console has its sentence."""
+        """Log the error that ends the run with its traceback; the console shows its sentence."""
         found = (type(error), error, error.__traceback__)
         self._handler.handle(logging.LogRecord("gerl", logging.ERROR, __file__, 0, "the run ends: %s", (error,), found))
 
 
 class _Lines(logging.Formatter):
-    converter = time.gmtime  # type: ignore[assignment]  # the time zone of all that a run writes
+    converter = time.gmtime  # type: ignore[assignment]  # UTC, as in all files of a run
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
@@ -75,28 +75,28 @@ class _Lines(logging.Formatter):
 
 class _File(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Pass over a record that cannot be written; the way of `logging` is a traceback on the console for each."""
+        """Drop a record that cannot be written, without the traceback that `logging` prints."""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the records that could not be written
+        with contextlib.suppress(OSError):  # records that could not be written
             super().close()
 
 
-# --- A run in its folder from start to end: its log, its card, and no folder where nothing came of it
+# --- The folder of a run: its log and card, removed again if the run produced nothing
 
 logger = logging.getLogger("gerl")
 METRICS = "metrics.jsonl"
-VOTES = "votes"  # the folder of what people said, which nobody can compute again
-STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # a program that asks for no further step
+VOTES = "votes"  # folder of people's votes, which cannot be computed again
+STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # GeneratorExit: a program that asks for no further step
 
 
 @contextlib.contextmanager
 def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) -> Iterator[Callable[[], None]]:
-    """Keep log and card in the folder, from when the block calls what is yielded until it ends.
+    """Keep log and card in the folder, from the call of the yielded function to the end of the block.
 
-    The block calls it once the folder is there and the run may write into it: one that is refused leaves no trace. The
-    log then has what was logged before, and the card when the block began. A folder that was made in the block goes
-    again if the block ends by an error before the first metrics, checkpoint or vote.
+    The block calls it once the folder exists and the run may write into it: a refused run leaves no trace. Log and card
+    then include the time since the block began. A folder made in the block is removed if the block fails before the
+    first metrics, checkpoint or vote.
     """
     missing = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     how: End = "error"
@@ -106,8 +106,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
 
     def begin() -> None:
         nonlocal card
-        # Not sooner, so a resumed run that fails while it is loaded writes none: the folder is as the run before left
-        # it, and may have nothing wrong with it. The console has the error, with its traceback if there is no sentence.
+        # not sooner: a resumed run that fails to load leaves the folder as it was
         log.open(run_dir)
         card = Card(run_dir, arguments, workers, started)
 
@@ -128,13 +127,13 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
 
 
 def has_results(run_dir: Path) -> bool:
-    """Whether a line of metrics or a checkpoint was written."""
+    """Whether a row of metrics or a checkpoint was written."""
     metrics = run_dir / METRICS
     return (metrics.is_file() and metrics.stat().st_size > 0) or bool(checkpoint_paths(run_dir / "checkpoints"))
 
 
 def remove(made: Sequence[Path]) -> None:
-    """Delete the run folder, the first of the folders that were `made` for it, and those above it that are empty."""
+    """Delete the run folder, the first of the folders `made` for it, and the empty ones above it."""
     run_dir, *above = made
     try:
         shutil.rmtree(run_dir)
@@ -150,10 +149,10 @@ def _complete(card: Card, how: End, why: BaseException | None) -> None:
     except GerlError as error:
         if why is None:
             raise
-        logger.warning("%s", error)  # the first cause is the one that is raised
+        logger.warning("%s", error)  # the first error is raised
 
 
-# --- Commands for a run that trains: files in `control/` of its folder, which the run looks for between steps
+# --- Commands for a running run: files in `control/` of its folder, checked between steps
 
 Command = Literal["save", "validate", "stop"]
 COMMANDS: tuple[Command, ...] = ("save", "validate", "stop")
@@ -161,7 +160,7 @@ FOLDER = "control"
 
 
 def ask(run_dir: Path, command: Command) -> None:
-    """Ask the run to save a checkpoint, validate, or stop after its step; raises `GerlError` if that cannot be."""
+    """Request a checkpoint, a validation, or a stop after the step; raises `GerlError` if it cannot be written."""
     path = run_dir / FOLDER / command
     with writing(path):
         path.parent.mkdir(exist_ok=True)
@@ -169,21 +168,21 @@ def ask(run_dir: Path, command: Command) -> None:
 
 
 def asked(run_dir: Path) -> list[Command]:
-    """The commands that the run has not yet followed."""
+    """Return the pending commands."""
     return [command for command in COMMANDS if (run_dir / FOLDER / command).exists()]
 
 
 def take(run_dir: Path, command: Command) -> bool:
-    """Whether the command was given, which from now on it is not any more."""
+    """Consume a command; returns whether it was pending."""
     try:
         (run_dir / FOLDER / command).unlink()
-    except OSError:  # there is none, as nearly always
+    except OSError:  # not requested, the usual case
         return False
     return True
 
 
 def clear(run_dir: Path) -> None:
-    """Forget what was asked of a run that is over, and make it possible to ask."""
+    """Remove the pending commands and the folder."""
     for command in COMMANDS:
         take(run_dir, command)
     with contextlib.suppress(OSError):

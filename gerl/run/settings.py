@@ -1,4 +1,4 @@
-"""The configuration of a run as a reader wants it: what differs from the defaults, and what its curves show."""
+"""The configuration of a run for its readers: differences from the defaults, and what the curves show."""
 
 import dataclasses
 import functools
@@ -15,14 +15,13 @@ from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
-from gerl.run.charts import Labels
 
 log = logging.getLogger(__name__)
 Values = Mapping[str, Any]
 
 
 def read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a config.yaml and its values; empty where there is none, no values where it is no YAML."""
+    """Read the text and values of a config.yaml; empty if it is missing, no values if it is not valid YAML."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -36,7 +35,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def get(config: Values, *names: str) -> Any:
-    """A nested value, None where there is none."""
+    """Return a nested value, None if it is missing."""
     value: Any = config
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -44,16 +43,16 @@ def get(config: Values, *names: str) -> Any:
 
 
 def learning_rate(config: Values) -> float | None:
-    """The learning rate of what is trained, None where it is not known."""
+    """Return the learning rate of the trained weights, None if unknown."""
     train, lr = get(config, "model", "train") or "lora", get(config, "actor", "lr")
     own = get(config, "actor", "full_lr")
     return lr if train == "lora" else own or (lr / FULL if isinstance(lr, int | float) else None)
 
 
 def changes(config: Values) -> list[tuple[str, str, str]]:
-    """(key, value, default) of the keys that are not as in `experiment=plain` with the algorithm of `config`.
+    """Return (key, value, default) of the keys that differ from `experiment=plain` with the algorithm of `config`.
 
-    Empty where the algorithm is not known.
+    Empty if the algorithm is unknown.
     """
     name = get(config, "algorithm", "name") or "flow_grpo"
     try:
@@ -77,7 +76,7 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
 
 
 def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
-    """(key, value, value in `other`) of the keys that two runs do not share; "-" where one has no such key."""
+    """Return (key, value, value in `other`) of the keys that differ; "-" marks a missing key."""
     own, its = _flat(config), _flat(other)
     keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
     shown = [{key: _show(value) for key, value in values.items()} for values in (own, its)]
@@ -86,26 +85,25 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
 
 @functools.cache
 def _defaults(algorithm: str) -> Config:
-    """Those of `experiment=plain`; nothing of it may be changed. Raises `ConfigError`."""
+    """Compose `experiment=plain` with an algorithm; raises `ConfigError`."""
     preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
     return compose_run(["experiment=plain", preset]).config
 
 
-def labels(config: Values) -> Labels:
-    """The names of the curves: noise is mentioned where there is some."""
-    training = "training, with exploration noise" if is_stochastic(config) else "training"
-    return Labels(training, scorers=scorers(config))
+def training_label(config: Values) -> str:
+    """Name of the training curve; exploration noise is mentioned where there is some."""
+    return "training, with exploration noise" if is_stochastic(config) else "training"
 
 
 def scorers(config: Values) -> list[str]:
-    """The names of the scorers, those with a weight first."""
+    """Return the names of the scorers, those with a weight first."""
     found = get(config, "reward", "scorers")
     names = list(found) if isinstance(found, Mapping) else []
     return sorted(map(str, names), key=lambda name: get(found, name, "weight") == 0)
 
 
 def differentiates(config: Values) -> bool:
-    """Whether the algorithm learns by the gradient of the reward alone; False where it is not known."""
+    """Whether the algorithm learns only from the gradient of the reward; False if unknown."""
     return _differentiates(get(config, "algorithm", "name"))
 
 
@@ -116,12 +114,12 @@ def _differentiates(name: str) -> bool:
 
 
 def is_stochastic(config: Values) -> bool:
-    """Whether steps of a training rollout draw noise."""
+    """Whether training rollouts have stochastic timesteps."""
     kernel, level = get(config, "sampling", "kernel"), get(config, "sampling", "noise_level")
     return kernel not in (None, "ode") and bool(level)
 
 
-WORDS = {  # keys of validation, and how a value of theirs is said
+WORDS = {  # keys of validation -> words before their value
     "height": "at a height of",
     "width": "at a width of",
     "num_inference_steps": "in denoising steps",
@@ -130,7 +128,7 @@ WORDS = {  # keys of validation, and how a value of theirs is said
 
 
 def explanation(config: Values) -> str:
-    """Sentences about what differs between the training and the held-out curve."""
+    """Explain the difference between the training and the held-out curve."""
     if not config:
         return (
             "Training rewards are from that step's prompts; held-out rewards always use the same prompts and "
@@ -163,11 +161,11 @@ def explanation(config: Values) -> str:
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted key; an empty dictionary is a value."""
+    """Flatten nested values to dotted keys; an empty dictionary is a value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        nested = isinstance(value, Mapping) and value and key != "kwargs"  # a scorer's own arguments are one row
+        nested = isinstance(value, Mapping) and value and key != "kwargs"  # the kwargs of a scorer are one row
         flat |= _flat(value, f"{name}.") if nested else {name: _plain(value)}
     return flat
 

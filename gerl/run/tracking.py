@@ -1,4 +1,4 @@
-"""Metrics and images of a run while it trains: `metrics.jsonl` and `samples/`, and the run as trackers know it."""
+"""Metrics and images of a run: `metrics.jsonl`, `samples/`, and the run as described to trackers."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from PIL import Image
 
@@ -17,13 +18,14 @@ from gerl.run.trackers import TrackedRun
 from gerl.utils.files import reason, write_file, writing
 
 METRICS = "metrics.jsonl"
+Rows = list[dict[str, Any]]
 
 
 class MetricsLog:
-    """Writes the metrics and images of one run; the caller merges what belongs to one step into one `log` call.
+    """Writer of the metrics and images of a run; the metrics of a step are logged in one call.
 
-    start_step: the step a resumed run continues from. Lines of later steps, which will be repeated, are cut, and so is
-    a line that a killed process left half-written. Raises `GerlError` if the run folder cannot be written.
+    start_step: the step that a resumed run continues from; rows of later steps and an incomplete last line are removed.
+    Raises `GerlError` if the run folder cannot be written.
     """
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
@@ -42,9 +44,9 @@ class MetricsLog:
         self._last_step = max((row["step"] for row in kept), default=-1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line, `step` and `time` (ISO 8601, UTC) first; a value that is not finite becomes null.
+        """Append a row, `step` and `time` (ISO 8601, UTC) first; values that are not finite become null.
 
-        Steps must rise from call to call. Raises `GerlError` if the line cannot be written, or its file is gone.
+        Steps must increase. Raises `GerlError` if the row cannot be written or the file is gone.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} was logged after step {self._last_step}: merge the metrics of one step")
@@ -55,7 +57,7 @@ class MetricsLog:
         with writing(self._path):
             self._file.write(json.dumps({"step": step, "time": time, **known}) + "\n")
             self._file.flush()
-        if not self._path.exists():  # the system lets a process write to a file that was deleted
+        if not self._path.exists():  # writing to a deleted file does not fail
             raise GerlError(
                 f"{self._path} is gone, with the metrics up to step {step}: the run folder was deleted or moved "
                 "while the run wrote to it; start a new run, in a folder that stays"
@@ -70,7 +72,7 @@ class MetricsLog:
         return path
 
     def close(self) -> None:
-        """Close the file; may be called twice. While another error ends the run, none is raised here."""
+        """Close the file; may be called twice. Raises nothing while another error is being handled."""
         ending = sys.exception()
         try:
             with writing(self._path):
@@ -81,7 +83,7 @@ class MetricsLog:
 
 
 def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> TrackedRun:
-    """The run as trackers know it: named like the last two folders of its path, with its `config.yaml`."""
+    """Describe the run to trackers: named after the last two folders of its path, with its `config.yaml`."""
     with writing(run_dir):
         file = run_dir / "config.yaml"
         text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -105,10 +107,10 @@ def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> Tracked
     )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl`, empty if there is none.
+def read_metrics(path: Path) -> Rows:
+    """Read the rows of a `metrics.jsonl`, empty if it is missing.
 
-    A last line that a killed process left half-written is passed over; `GerlError` names any other line that is wrong.
+    An incomplete last line is skipped; raises `GerlError` for any other damaged line.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -129,3 +131,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             ) from None
         rows.append(row)
     return rows
+
+
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the rows that have the metric `name`; null becomes NaN."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    x = np.array([step for step, _ in found], dtype=float)
+    y = np.array([v if isinstance(v, int | float) else np.nan for _, v in found], dtype=float)
+    return x, y
+
+
+def best_step(rows: Rows) -> tuple[int, float] | None:
+    """The step with the highest held-out reward, the last one of equals; None with fewer than two measurements."""
+    x, y = series(rows, "val/reward/mean")
+    known = [(float(value), int(step)) for step, value in zip(x, y, strict=True) if np.isfinite(value)]
+    return max(known)[::-1] if len(known) > 1 else None

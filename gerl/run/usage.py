@@ -1,4 +1,4 @@
-"""Python that draws a held-out picture of a run again, in plain diffusers."""
+"""Python code that samples a held-out image of a run again, in plain diffusers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ LOAD = "pipe.load_lora_weights(FOLDER)"
 
 
 def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation]) -> str | None:
-    """A program that loads model and LoRA (or trained denoisers) and draws a picture again.
+    """Return a program that loads model and LoRA (or trained denoisers) and samples an image again.
 
-    It is the first one of the newest validation that has a checkpoint. In float32 the picture is the same, but for the
-    last bits where the validation drew several in one batch; in half precision plain diffusers decodes and adds the
-    LoRA less precisely. config: as in config.yaml. Where no validation has a checkpoint, the newest LoRA with a prompt
+    The image is the first one of the newest validation with a checkpoint. In float32 it is reproduced, up to the last
+    bits if the validation sampled several images in one batch; in half precision plain diffusers decodes and applies
+    the LoRA less precisely. config: as in config.yaml. If no validation has a checkpoint, the newest LoRA with a prompt
     to fill in; None without any checkpoint.
     """
     paths = {path.name: trained_weights(path) for path in checkpoint_paths(run_dir / "checkpoints")}
@@ -31,14 +31,14 @@ def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation
 
 
 def trained_weights(checkpoint: Path) -> Path | None:
-    """Where plain diffusers finds what was trained: the LoRA's folder, or that of the denoisers; None: nowhere."""
+    """Return the folder with the LoRA or the trained denoisers for plain diffusers; None if there is none."""
     if (checkpoint / "lora").is_dir():
         return checkpoint / "lora"
     return checkpoint if models_in(checkpoint) else None
 
 
 def program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: SamplingRecord) -> str:
-    """The program of `usage` for the LoRA, or the trained denoisers, in `lora`."""
+    """Return the program of `usage` for the LoRA or the trained denoisers in `lora`."""
     model = config.get("model") or {}
     dtype = model.get("dtype", "auto")
     if dtype == "auto":
@@ -57,7 +57,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
         for name in models_in(lora)
     ]
     for line in whole or drawing.lora_lines or [LOAD]:
-        if line.startswith("load_lora("):  # for denoisers that diffusers loads no LoRA of
+        if line.startswith("load_lora("):  # for denoisers without LoRA support in diffusers
             imports += ["from pathlib import Path", "from gerl.model.lora import load_lora"]
         lines.append(line.replace("FOLDER", repr(str(lora))))
     if drawing.device.startswith("cuda"):
@@ -76,7 +76,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
 
 
 def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing: SamplingRecord) -> list[str]:
-    """The arguments of the call, one a line, as `gerl.model.call.pipeline_call` gives them to validations."""
+    """Return the arguments of the call, one per line, as `gerl.model.call.pipeline_call` passes them."""
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})
@@ -91,9 +91,9 @@ def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing
 
 
 def base_path(config: Mapping[str, Any]) -> str:
-    """The model as Python code."""
+    """Return the model's path as Python code."""
     path = str((config.get("model") or {}).get("path") or "BASE_MODEL")
-    # A pipeline that ships with gerl is known to diffusers by its folder only.
+    # diffusers knows a model shipped with gerl only by its folder
     return repr(str(ASSETS / path)) if (ASSETS / path / "model_index.json").exists() else repr(path)
 
 

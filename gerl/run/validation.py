@@ -1,4 +1,4 @@
-"""Validations on disk, the first and the last side by side, and means with their confidence intervals."""
+"""Validations on disk, comparison of the first and the last, and means with confidence intervals."""
 
 import contextlib
 import io
@@ -19,10 +19,10 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
-from gerl.pages.page import Card, Picture, thumbnail
 from gerl.utils.files import finite, write_file, writing
+from gerl.web.pages import Card, Picture, thumbnail
 
-# --- Means with their confidence intervals, by the bootstrap
+# --- Means with bootstrap confidence intervals
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` prompts with its 95 % confidence interval; NaN where there are too few prompts for it."""
+    """Mean over `count` prompts with its 95 % confidence interval; NaN with too few prompts."""
 
     mean: float
     low: float
@@ -39,10 +39,9 @@ class Estimate:
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:
-    """The percentile interval of the mean of `values` [N] (Efron and Tibshirani 1993, section 13.3).
+    """Percentile interval of the mean of `values` [N] (Efron and Tibshirani 1993, section 13.3).
 
-    The ends are quantiles of the means of 10,000 samples of size N drawn with replacement from `values`; the same for
-    the same values.
+    The ends are quantiles of the means of 10,000 resamples of size N, with a fixed seed.
     """
     return bootstrap_groups([values], confidence, seed)
 
@@ -50,7 +49,7 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
 def bootstrap_groups(
     groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE, seed: int = 0
 ) -> tuple[float, float]:
-    """As `bootstrap`, of the mean of the means of `groups`, each of which is resampled by itself."""
+    """Percentile interval of the mean of the means of `groups`, each resampled separately."""
     generator = np.random.default_rng(seed)
     means = np.mean([_resampled(np.asarray(group, dtype=np.float64), generator) for group in groups], axis=0)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -58,7 +57,7 @@ def bootstrap_groups(
 
 
 def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The means of samples of the size of `data` [N], drawn from it with replacement [RESAMPLES]."""
+    """Return the means of resamples of `data` [N] with replacement, [RESAMPLES]."""
     chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
     sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
     means = [data[generator.integers(len(data), size=(size, len(data)))].mean(axis=1) for size in sizes]
@@ -66,9 +65,9 @@ def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 
 def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:
-    """Mean and interval of `values` [N], one for each image; those that are None are left out.
+    """Return mean and interval of `values` [N], one per image; None is left out.
 
-    Images of the same prompt are averaged first: they are not independent, so prompts are what is resampled.
+    Images of the same prompt are averaged first: they are not independent, so prompts are resampled.
     """
     prompts: dict[int, list[float]] = {}
     for i, value in zip(prompt_ids, values, strict=True):
@@ -80,7 +79,7 @@ def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estim
 
 
 def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The exact interval of a share of which `count` in `total` were seen (Clopper and Pearson 1934), by bisection."""
+    """Return the exact interval of the share `count / total` (Clopper and Pearson 1934), by bisection."""
     rare = (1 - confidence) / 2
 
     def tail(p: float, low: int, high: int) -> float:
@@ -98,10 +97,10 @@ def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tu
     return first, last
 
 
-# --- Validations on disk: the reward of every held-out prompt, and the pictures of some of them
+# --- Validations on disk: rewards of all held-out prompts, images of some
 
 log = logging.getLogger(__name__)
-# what JSON and numpy raise for files that are cut, overwritten or of another kind
+# raised by JSON and numpy for truncated, overwritten and other files
 DAMAGED = (
     OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError, struct.error, zipfile.BadZipFile,
     zlib.error,
@@ -110,19 +109,19 @@ DAMAGED = (
 
 @dataclass(frozen=True)
 class SamplingRecord:
-    """How the pictures of a validation were drawn, as far as it does not stand in config.yaml."""
+    """How the images of a validation were sampled, apart from the settings in config.yaml."""
 
-    seeds: list[int]  # [P] of the noise of each picture
-    given: list[dict[str, Any]]  # [P] arguments of the pipeline that are pictures, by their files
+    seeds: list[int]  # [P] seeds of the initial noise
+    given: list[dict[str, Any]]  # [P] image arguments of the pipeline, by file
     device: str
-    video: bool = False  # a picture is some frames of a video, side by side
-    scheduler: str | None = None  # the pipeline's own, if the run put another one in its place
-    lora_lines: list[str] = field(default_factory=list)  # Python that loads the LoRA in FOLDER, if it is not the usual
+    video: bool = False  # an image shows some frames of a video side by side
+    scheduler: str | None = None  # the pipeline's own scheduler, if the run replaced it
+    lora_lines: list[str] = field(default_factory=list)  # Python that loads the LoRA in FOLDER, if unusual
 
 
 @dataclass(frozen=True)
 class Validation:
-    """One validation: a reward for each of N held-out images (None: not scored), and P of them."""
+    """A validation: rewards of N held-out images (None: not scored), and P of the images."""
 
     __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
@@ -130,16 +129,16 @@ class Validation:
     prompts: list[str]  # [N]
     rewards: list[float | None]  # [N]
     by_scorer: dict[str, list[float | None]]  # scorer -> [N]
-    shown: list[int]  # [P] the images that are here, rising
+    shown: list[int]  # [P] increasing indices of the stored images
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
-    drawing: SamplingRecord | None = None  # None where the images are no longer kept
-    ids: list[int] = field(default_factory=list)  # [N] the number of each image's prompt; empty: one image a prompt
+    drawing: SamplingRecord | None = None  # None once the images are deleted
+    ids: list[int] = field(default_factory=list)  # [N] index of each image's prompt; empty: one image per prompt
     # statistic -> [N], see `gerl.workers.image_statistics`
     looks: dict[str, list[float | None]] = field(default_factory=dict)
 
     @cached_property
     def first_rows(self) -> list[int]:
-        """The first image of each prompt."""
+        """Index of the first image of each prompt."""
         if not self.ids:
             return list(range(len(self.prompts)))
         firsts: dict[int, int] = {}
@@ -149,11 +148,11 @@ class Validation:
 
     @property
     def each(self) -> int:
-        """Images of a prompt."""
+        """Number of images per prompt."""
         return len(self.prompts) // max(len(self.first_rows), 1)
 
     def by_prompt(self, values: Sequence[float | None]) -> list[float | None]:
-        """The mean of `values` [N] over the images of each prompt that have one."""
+        """Return the mean of `values` [N] over the images of each prompt, without missing values."""
         if not self.ids:
             return list(values)
         groups: dict[int, list[float | None]] = {}
@@ -174,7 +173,7 @@ def save_validation(
     ids: Sequence[int] = (),
     looks: Mapping[str, Sequence[float | None]] | None = None,
 ) -> None:
-    """Keep a validation as `validation/step_N.json` and `.npz`.
+    """Save a validation as `validation/step_N.json` and `.npz`.
 
     pixels: `[H, W, 3]` uint8 of the images `shown`, by default the first ones. ids, looks: as in `Validation`. Raises
     `GerlError` if it cannot be written.
@@ -198,15 +197,15 @@ def save_validation(
     path = _path(run_dir, step)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # The JSON comes last: where it is, the images are complete.
+    # the JSON is written last: if it exists, the images are complete
     write_file(path.with_suffix(".npz"), buffer.getvalue())
     write_file(path, json.dumps(finite(values)))
 
 
 def remove_images(run_dir: Path, newest: int) -> None:
-    """Delete the pictures of validations other than the first, the best and the `newest` so many; rewards stay.
+    """Delete the images of all validations but the first, the best and the `newest` last ones; rewards stay.
 
-    One that is damaged is left as it is. Raises `GerlError` if a file cannot be written or deleted.
+    A damaged one is left as it is. Raises `GerlError` if a file cannot be written or deleted.
     """
     means: dict[int, float] = {}
     for step in validation_steps(run_dir):
@@ -225,7 +224,7 @@ def remove_images(run_dir: Path, newest: int) -> None:
 
 
 def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
-    """The validation of `step` that `save_validation` kept, without pixels unless `pictures`.
+    """Load the validation of `step`, with pixels if `pictures`.
 
     Raises `GerlError` if it is missing or damaged.
     """
@@ -248,21 +247,21 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
 
 
 def load_validations(run_dir: Path) -> list[Validation]:
-    """All validations of a run in order, with the pictures of the first and the last only.
+    """Load all validations of a run in order, with the images of the first and the last only.
 
-    One that is damaged is left out, which the log says.
+    Damaged ones are omitted with a warning.
     """
     found: dict[int, Validation] = {}
     for step in validation_steps(run_dir):
         _keep(found, run_dir, step, pictures=False)
     for place in (0, -1):
         while found and not _keep(found, run_dir, sorted(found)[place], pictures=True):
-            pass  # it is gone: the next one is tried
+            pass  # damaged: try the next one
     return [found[step] for step in sorted(found)]
 
 
 def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool) -> bool:
-    """Put a validation into `found`, or take it out if it is damaged; returns whether it is there."""
+    """Load a validation into `found`, or remove it if it is damaged; returns whether it is there."""
     try:
         found[step] = load_validation(run_dir, step, pictures)
     except GerlError as error:
@@ -272,9 +271,9 @@ def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool
 
 
 def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
-    """Column (`reward`, or a scorer's) -> how much higher it is in `later`, over the prompts that both have.
+    """Return column (`reward`, or a scorer's) -> gain in `later`, over the prompts of both validations.
 
-    Of images that both have a score, which were drawn from the same noise.
+    Counts only images scored in both, which start from the same noise.
     """
     if first.prompts != later.prompts or first.ids != later.ids:
         return {}
@@ -291,24 +290,24 @@ def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
 
 
 def validation_steps(run_dir: Path) -> list[int]:
-    """The trainer steps with a validation on disk, in order."""
+    """Return the trainer steps with a validation on disk, in order."""
     names = (re.fullmatch(r"step_(\d+)\.json", p.name) for p in (run_dir / "validation").glob("step_*.json"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def held_out_words(images: int, each: int) -> str:
-    """How so many held-out images, `each` of a prompt, are called."""
+    """Name a number of held-out images, `each` per prompt."""
     return f"{images} held-out prompts" if each == 1 else f"{images} images of {images // each} held-out prompts"
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Mean of the values there are."""
+    """Return the mean of the known values."""
     scored = [v for v in values if v is not None]
     return sum(scored) / len(scored) if scored else None
 
 
 def standard_error(values: Sequence[float | None]) -> float | None:
-    """Standard error of the mean of the values there are; None for fewer than two."""
+    """Return the standard error of the mean of the known values; None for fewer than two."""
     scored = np.array([v for v in values if v is not None], dtype=float)
     return float(scored.std(ddof=1)) / math.sqrt(len(scored)) if len(scored) > 1 else None
 
@@ -324,30 +323,30 @@ def _path(run_dir: Path, step: int) -> Path:
     return run_dir / "validation" / f"step_{step:06d}.json"
 
 
-# --- The first and the last validation of a run side by side: how many prompts gained, and their pictures
+# --- Comparison of the first and the last validation: gains by prompt, with images
 
-SMALL = 256  # pixels; up to this width pictures are kept exactly and shown with sharp pixels
-EQUAL = 5e-4  # rewards that are nearer than this look the same with three digits
+SMALL = 256  # pixels; images up to this width are lossless and shown with sharp pixels
+EQUAL = 5e-4  # rewards closer than this are equal at three digits
 FEATURED, LOSSES = 4, 5
 
 
 @dataclass(frozen=True)
 class Gain:
-    """A held-out prompt with its rewards, means over its images; None: not scored."""
+    """A held-out prompt with its mean rewards before and after; None: not scored."""
 
-    index: int  # its first image
+    index: int  # index of its first image
     prompt: str
     before: float | None
     after: float | None
 
     @property
     def value(self) -> float | None:
-        """How much the reward rose."""
+        """Gain in reward."""
         return None if self.before is None or self.after is None else self.after - self.before
 
     @property
     def trend(self) -> str:
-        """up, down or flat; flat also where it is not known."""
+        """`up`, `down` or `flat`; `flat` also if unknown."""
         return "flat" if self.value is None or abs(self.value) < EQUAL else "up" if self.value > 0 else "down"
 
 
@@ -362,12 +361,12 @@ class Section:
 
 @dataclass(frozen=True)
 class BeforeAfter:
-    """The comparison; without a `last` validation there is nothing to compare yet."""
+    """Comparison of two validations; without `last` there is nothing to compare yet."""
 
     first: Validation
     last: Validation | None
-    gains: list[Gain] = field(init=False)  # of the prompts that both have at the same place
-    pictured: list[int] = field(init=False)  # those of them that have a picture in both
+    gains: list[Gain] = field(init=False)  # prompts that both have at the same index
+    pictured: list[int] = field(init=False)  # those with an image in both
 
     def __post_init__(self) -> None:
         first, other = self.first, self.last or self.first
@@ -380,12 +379,12 @@ class BeforeAfter:
 
     @cached_property
     def known(self) -> list[float]:
-        """The gains of the prompts that were scored both times."""
+        """Gains of the prompts scored in both."""
         return [gain.value for gain in self.gains if gain.value is not None]
 
     @property
     def counts(self) -> str:
-        """How many of all held-out prompts gained and lost, in words."""
+        """Describe how many held-out prompts gained and lost."""
         trends = [gain.trend for gain in self.gains if gain.value is not None]
         better, equal, worse = (trends.count(trend) for trend in ("up", "flat", "down"))
         missing = len(self.gains) - len(trends)
@@ -394,13 +393,13 @@ class BeforeAfter:
 
     @cached_property
     def featured(self) -> list[Card]:
-        """Pairs for the top of the page, spread evenly over the file whatever they gained."""
+        """Pairs for the top of the page, evenly spaced over the file regardless of gain."""
         count = min(FEATURED, len(self.pictured))
         return [self._card(self.pictured[k * len(self.pictured) // count]) for k in range(count)]
 
     @cached_property
     def sections(self) -> list[Section]:
-        """All pairs with pictures: those that gained, those that lost, each the largest change first, and the rest."""
+        """All pairs with images: better, worse, each with the largest change first, and the rest."""
         if self.last is None or not self.known:
             return [Section("all", "", [self._card(i) for i in self.pictured])] if self.pictured else []
         by_index = {gain.index: gain for gain in self.gains}
@@ -416,7 +415,7 @@ class BeforeAfter:
 
     @cached_property
     def losses(self) -> list[Gain]:
-        """The prompts that lost most, of all held-out ones."""
+        """The held-out prompts with the largest losses."""
         down = [gain for gain in self.gains if gain.trend == "down"]
         return sorted(down, key=lambda gain: gain.value or 0.0)[:LOSSES]
 

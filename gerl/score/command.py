@@ -19,7 +19,6 @@ from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
-from gerl.pages.page import Card, Line, Picture, card_page, show, thumbnail
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.scorers import SCORERS
@@ -28,13 +27,14 @@ from gerl.rewards.total import (
     check_any_scored,
     check_columns,
     distinct_columns,
-    looking_always,
-    row_of,
+    score_row,
     stop_at_failure,
+    with_all_active,
 )
 from gerl.run.progress import Progress
 from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
+from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail
 
 # --- Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column
 
@@ -318,7 +318,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         GerlError: something is wrong with images, prompts or scorers, or no image has a total; what was scored is
             written.
     """
-    reward = looking_always(config.reward)
+    reward = with_all_active(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
     try:
         check_reward(reward, [item.prompt for item in items])
@@ -391,7 +391,7 @@ def score(
             (scores,) = scoring.finish()
             shown = [thumbnail(pixels, WIDTH) for pixels in images.pixels]
             places = [(item.path, item.name, item.prompt.text) for item in chosen]
-            yield batch, [ScoredImage(*places[i], shown[i], *row_of(scores, i)) for i in range(len(chosen))]
+            yield batch, [ScoredImage(*places[i], shown[i], *score_row(scores, i)) for i in range(len(chosen))]
 
 
 def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:

@@ -12,8 +12,7 @@ from gerl.algorithms.planning import group_ids
 from gerl.config import Config, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Sample, Scores
-from gerl.rewards.checks import usable_groups
-from gerl.rewards.total import shaped
+from gerl.rewards.total import rescaled, usable_groups
 from gerl.trainer.step import Metrics, ScoreTable
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ def _diversity(algorithm: ShapedConfig, scores: ScoreTable, rows: Sequence[int])
 def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:
     """A scorer's part of the total before its weight, `[B]`: shaped and normalised; 0 where it does not apply."""
     known = torch.tensor([score is not None for score in scores])
-    values = torch.tensor([shaped(scorer, score) for score in scores if score is not None])
+    values = torch.tensor([rescaled(scorer, score) for score in scores if score is not None])
     match scorer.normalise:
         case "group":
             values = group_advantages(values, ids[known])

@@ -16,7 +16,7 @@ from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
-from gerl.rewards.gradients import differentiated
+from gerl.rewards.gradients import scorers_with_gradient
 from gerl.run.card import secrets
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
@@ -55,7 +55,7 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
                 prompts = read_prompts(config, "data.train", config.data.train)
             regularising = read_regularising(config)
         if config.algorithm.needs.reward_gradient:
-            differentiated(config)
+            scorers_with_gradient(config)
         held = config.validation
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.

@@ -29,9 +29,9 @@ from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
-from gerl.rewards.gradients import with_scorers_found
-from gerl.rewards.manager import RewardManager, given, try_scorers
-from gerl.rewards.total import described
+from gerl.rewards.gradients import with_absolute_paths
+from gerl.rewards.manager import RewardManager, functions_of, try_scorers
+from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
@@ -235,7 +235,7 @@ class Run:
         self.state.step = checkpoint.step if checkpoint else 0  # named in the message of a request to stop
         self.notify("stepping")
         name = "/".join(self.run_dir.absolute().parts[-2:])
-        logger.info("reward: %s", described(config.reward.scorers))
+        logger.info("reward: %s", describe_reward(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
         self.fleet = self.start_fleet(checkpoint)
         try:
@@ -255,8 +255,10 @@ class Run:
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
-        functions = given(config.reward.scorers) if config.algorithm.needs.reward_gradient else {}
-        whole = trainer = with_scorers_found(replace(config, model=config.model.for_resume()) if checkpoint else config)
+        functions = functions_of(config.reward.scorers) if config.algorithm.needs.reward_gradient else {}
+        whole = trainer = with_absolute_paths(
+            replace(config, model=config.model.for_resume()) if checkpoint else config
+        )
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))

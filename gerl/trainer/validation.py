@@ -16,9 +16,8 @@ from gerl.cluster import Pending
 from gerl.commandline.command import waiting
 from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
-from gerl.pages.page import grid, still
 from gerl.protocol import Images, ModelFacts, Sample
-from gerl.rewards.checks import check_failures, unscored
+from gerl.rewards.total import check_failures, failure_text
 from gerl.run.progress import Progress
 from gerl.run.validation import (
     Estimate,
@@ -35,6 +34,7 @@ from gerl.trainer.rollouts import PendingRollout
 from gerl.trainer.step import Metrics, ScoreTable, Step, mean
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
+from gerl.web.pages import grid, still
 from gerl.workers.image_statistics import unlikeness
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def conclude_validation(
         )
         return metrics, metrics["val/reward/mean"]
     i = scores.failed[0]
-    first = unscored(f"held-out {scores.samples[i].prompt.text!r}", scores.failures[i])
+    first = failure_text(f"held-out {scores.samples[i].prompt.text!r}", scores.failures[i])
     logger.warning(
         "step %d: reward on %d of %s %.3f, %d not scored; it is excluded from comparisons with other validations; %s",
         *(

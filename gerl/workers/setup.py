@@ -30,7 +30,7 @@ from gerl.model.schedulers import distilled_warnings, guidance_notes
 from gerl.model.teachers import add_fake
 from gerl.objects import Function, offer
 from gerl.protocol import ModelFacts
-from gerl.rewards.gradients import TensorReward, differentiated
+from gerl.rewards.gradients import TensorReward, scorers_with_gradient
 from gerl.utils.files import reason
 from gerl.workers.actor import check_optimizer
 from gerl.workers.collective import Ranks
@@ -120,7 +120,7 @@ def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Funct
     if not isinstance(algorithm, RewardGradient):
         return
     offer(functions)
-    algorithm.reward = TensorReward(algorithm.config.reward, differentiated(algorithm.config), device)
+    algorithm.reward = TensorReward(algorithm.config.reward, scorers_with_gradient(algorithm.config), device)
 
 
 def without_decoder(algorithm: Algorithm) -> None:

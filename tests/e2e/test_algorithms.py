@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import drills
 import pytest
 import tiny
 import torch
@@ -106,7 +107,10 @@ def sd15(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in shipped("algorithm") if name not in (*TAUGHT, *ON_FILES)])
+TRAINED = [name for name in shipped("algorithm") if name not in (*TAUGHT, *ON_FILES)]
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if drills.sampled(name, drills.PRESETS)])
 def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
     settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
     settings += FITTED.get(name, "").split()
@@ -158,6 +162,7 @@ VARIANTS = {
 CALLS = {"lcm": ON_SD15["sampling__call"], "flow_map": "{num_frames: 5, max_sequence_length: 16}"}
 
 
+@drills.more
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_follows_its_sign_too(
     name: str, train: Train, few_steps: dict[str, Path], workplace: Path, tmp_path: Path

@@ -30,9 +30,9 @@ COMMANDS = {  # the module, and where its command line is
     "gerl.export": "gerl.export.command",
     "gerl.preflight": "gerl.preflight.arguments",
     "gerl.run.report": "gerl.run.report",
-    "gerl.watch": "gerl.watch.command",
+    "gerl.watch": "gerl.web.watch",
     "reward_models.serve": "reward_models.serve",
-    "gerl.vote": "gerl.vote.command",
+    "gerl.vote": "gerl.web.vote",
 }
 # What each says before anything large is imported: a missing key, or a value that cannot be.
 MISSING = {

@@ -5,6 +5,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import drills
 import pytest
 import torch
 
@@ -29,7 +30,8 @@ PRESETS = [
     name
     for name in shipped("algorithm")
     # those that differentiate the reward are compared with loops written by hand, see test_reward_gradient.py
-    if name not in (*OTHER_PIPELINES, *ON_FILES)
+    if drills.sampled(name, (*drills.PRESETS, "flow_dppo"))
+    and name not in (*OTHER_PIPELINES, *ON_FILES)
     and not (name in ALGORITHMS and algorithm_config(name).needs.reward_gradient)
 ]
 

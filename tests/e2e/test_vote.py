@@ -16,8 +16,8 @@ import pytest
 import requests
 from voting import Voter, service
 
-from gerl.vote.ballots import Journal
-from gerl.vote.command import TOKEN
+from gerl.web.ballots import Journal
+from gerl.web.vote import TOKEN
 
 Train = Callable[..., Any]
 RED = """

@@ -33,9 +33,9 @@ MODULES = {
     "export": "gerl.export.command",
     "preflight": "gerl.preflight.arguments",
     "report": "gerl.run.report",
-    "watch": "gerl.watch.command",
+    "watch": "gerl.web.watch",
     "serve": "reward_models.serve",
-    "vote": "gerl.vote.command",
+    "vote": "gerl.web.vote",
     "gerl": "gerl.program.commands",
 }
 

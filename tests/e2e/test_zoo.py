@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 from diffusers.utils import dynamic_modules_utils
+from drills import PIPELINES, sampled
 from zoo import conditioned, text_to_image
 from zoo.base import Entry
 from zoo.checks import Report, check_entry
@@ -26,12 +27,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # diffusers' own, on its olde
 REPORTS: dict[tuple[str, str], Report] = {}
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if sampled(name_of(e), PIPELINES)], ids=name_of)
 def test_a_pipeline_of_diffusers(entry: Entry) -> None:
     REPORTS[entry.name, entry.task] = check_entry(entry)
 
 
-@pytest.mark.parametrize("entry", [e for e in conditioned.ENTRIES if e.batch == 4], ids=lambda e: e.name)
+PICTURED = [e for e in conditioned.ENTRIES if e.batch == 4 and sampled(name_of(e), PIPELINES)]
+
+
+@pytest.mark.parametrize("entry", PICTURED, ids=lambda e: e.name)
 def test_the_pictures_of_one_prompt_for_all_samples_of_it(entry: Entry) -> None:
     def once(_: int) -> dict[str, Any]:
         given = entry.inputs(1) if entry.inputs else {}

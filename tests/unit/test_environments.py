@@ -111,8 +111,8 @@ def test_a_groupwise_function_that_only_its_process_can_import_is_refused_there(
     (tmp_path / "mine.py").write_text("def compute_score(i, p, m):\n    return [0.0]\ncompute_score.groupwise = True\n")
     config = {"mine": ScorerConfig(path="mine.py")}
     with pytest.raises(RewardError, match=r"reward\.scorers\.mine is groupwise.*inside the function"):
-        RewardWorker(config, 0, str(tmp_path), groupwise=()).ready()
-    RewardWorker(config, 0, str(tmp_path), groupwise=("mine",)).ready()
+        RewardWorker(config, 0, str(tmp_path), groupwise=()).build()
+    RewardWorker(config, 0, str(tmp_path), groupwise=("mine",)).build()
 
 
 def test_a_package_that_its_own_environment_lacks_is_looked_for_there(
@@ -122,4 +122,4 @@ def test_a_package_that_its_own_environment_lacks_is_looked_for_there(
     (tmp_path / "mine.py").write_text("import nosuchpackage\n")
     config = {"mine": ScorerConfig(path="mine.py", env={"pip": ["other"]})}
     with pytest.raises(RewardError, match=r"nosuchpackage.*add it to reward\.scorers\.mine\.env"):
-        RewardWorker(config, 0, str(tmp_path)).ready()
+        RewardWorker(config, 0, str(tmp_path)).build()

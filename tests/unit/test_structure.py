@@ -16,13 +16,13 @@ LAYERS = (
     ("protocol",),
     ("config",),
     ("objects", "timeline", "utils"),
-    ("commandline", "engine", "pages"),
+    ("commandline", "engine", "web.pages"),
     ("data", "cluster"),
     ("model", "rewards", "run"),
     ("algorithms",),
     ("workers",),
     ("trainer",),
-    ("export", "preflight", "evaluate", "score", "vote", "watch"),
+    ("export", "preflight", "evaluate", "score", "vote", "watch", "web"),
     ("api",),
     ("program",),
     ("__init__", "__main__"),
@@ -46,8 +46,9 @@ def tree(path: Path) -> ast.Module:
 
 
 def package(path: Path) -> str:
-    """The folder or file of gerl that a file is, or lies in."""
-    return path.relative_to(ROOT / "gerl").parts[0].removesuffix(".py")
+    """The folder or file of gerl that a file is, or lies in; the pages, which runs write too, are apart."""
+    inside = path.relative_to(ROOT / "gerl").with_suffix("").parts
+    return "web.pages" if inside == ("web", "pages") else inside[0]
 
 
 def is_signpost(path: Path) -> bool:

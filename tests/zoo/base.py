@@ -52,3 +52,8 @@ T2I = "text to image"
 NEGATIVE = {"negative_prompt": "..."}  # replaced by one per sample
 SHORT, MEDIUM, LONG = ({"max_sequence_length": length} for length in (8, 16, 64))
 TWO_LAYERS = LONG | {"text_encoder_out_layers": (0, 1)}  # of FLUX.2
+
+
+def as_class(pipe: Any, cls: type, **more: Any) -> Any:
+    """A pipeline of another class with the components of `pipe`, and others."""
+    return cls(**pipe.components | more)

@@ -10,8 +10,8 @@ import tiny
 import torch
 import transformers
 from PIL import Image
-from zoo.base import SHORT, TWO_LAYERS, Entry, scale, true_cfg
-from zoo.text_to_image import flux2, flux2_klein
+from zoo.base import SHORT, TWO_LAYERS, Entry, as_class, scale, true_cfg
+from zoo.text_to_image import flux2, flux2_klein, sdxl
 
 I2I = "image to image"
 
@@ -43,11 +43,6 @@ def two_references(_: int) -> dict[str, Any]:
 def megapixels(n: int) -> dict[str, Any]:
     """Qwen-Image-Edit scales every picture to this area; the VAE is fastest on upright ones."""
     return {"image": [picture.resize((256, 4096)) for picture in pictures(n)]}
-
-
-def as_class(pipe: Any, cls: type, **more: Any) -> Any:
-    """A pipeline of another class with the components of `pipe`, and others."""
-    return cls(**pipe.components | more)
 
 
 def converted(source: Callable[[], Any], cls: type, task: str, **more: Any) -> Entry:
@@ -121,7 +116,23 @@ PAINTED: dict[str, Any] = {"call": SHORT | THREE_OF_FOUR, "inputs": given(image=
 CONTROLLED: dict[str, Any] = {"call": SHORT, "inputs": given(control_image=pictures)}
 REFERENCES: dict[str, Any] = {"call": TWO_LAYERS, "inputs": two_references, "size": 32}
 
-ENTRIES = [
+
+def sdxl_inpaint() -> Any:
+    return as_class(sdxl(), diffusers.StableDiffusionXLInpaintPipeline)
+
+
+def z_image_inpaint() -> Any:
+    return as_class(tiny.z_image(), diffusers.ZImageInpaintPipeline)
+
+
+def flux_control_inpaint() -> Any:
+    pipe = tiny.flux()
+    transformer = diffusers.FluxTransformer2DModel.from_config(pipe.transformer.config, in_channels=32, out_channels=16)
+    parts = {name: part for name, part in pipe.components.items() if part is not None}
+    return diffusers.FluxControlInpaintPipeline(**parts | {"transformer": transformer.eval()})
+
+
+ENTRIES: list[Entry] = [
     converted(tiny.flux, diffusers.FluxInpaintPipeline, "inpainting", **TRUE_CFG, **PAINTED),
     Entry("StableDiffusion3InpaintPipeline", "inpainting", sd3_inpaint, **GUIDANCE, **PAINTED),
     Entry("FluxControlNetPipeline", "ControlNet", flux_controlnet, **TRUE_CFG, **CONTROLLED),
@@ -142,5 +153,29 @@ ENTRIES = [
     *(
         Entry(cls.__name__, "editing", partial(qwen_edit, cls), **TRUE_CFG, inputs=megapixels, batch=batch, size=256)
         for cls, batch in ((diffusers.QwenImageEditPipeline, 2), (diffusers.QwenImageEditPlusPipeline, 1))
+    ),
+    Entry(
+        "StableDiffusionXLInpaintPipeline",
+        "inpainting",
+        sdxl_inpaint,
+        **scale(1.0, 5.0),
+        call={"num_inference_steps": 4, "strength": 0.99},
+        inputs=given(image=pictures, mask_image=masks),
+        kernel="ddim",
+    ),
+    Entry(
+        "ZImageInpaintPipeline",
+        "inpainting",
+        z_image_inpaint,
+        **scale(0.0, 3.0, negative=False),
+        call=THREE_OF_FOUR,
+        inputs=given(image=pictures, mask_image=masks),
+    ),
+    Entry(
+        "FluxControlInpaintPipeline",
+        "inpainting",
+        flux_control_inpaint,
+        call=SHORT | THREE_OF_FOUR,
+        inputs=given(image=pictures, mask_image=masks, control_image=pictures),
     ),
 ]

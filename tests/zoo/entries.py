@@ -1,20 +1,9 @@
 """All entries of the zoo."""
 
-from zoo import (
-    conditioned,
-    conditioned_2,
-    refused,
-    samplers,
-    text_to_image,
-    text_to_image_2,
-    text_to_image_3,
-    video,
-    video_2,
-)
+from zoo import conditioned, refused, samplers, text_to_image, video
 from zoo.base import Entry
 
-TEXT_TO_IMAGE = (text_to_image, text_to_image_2, text_to_image_3)
-MODULES = (*TEXT_TO_IMAGE, conditioned, conditioned_2, video, video_2, samplers, refused)
+MODULES = (text_to_image, conditioned, video, samplers, refused)
 ENTRIES: list[Entry] = [entry for module in MODULES for entry in module.ENTRIES]
 
 

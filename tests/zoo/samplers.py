@@ -4,10 +4,9 @@ from typing import Any
 
 import diffusers
 import tiny
-from zoo.base import MEDIUM, T2I, Entry, scale
-from zoo.conditioned import as_class, given, pictures
-from zoo.text_to_image import sana, sdxl
-from zoo.text_to_image_3 import Unchecked
+from zoo.base import MEDIUM, T2I, Entry, as_class, scale
+from zoo.conditioned import given, pictures
+from zoo.text_to_image import Unchecked, sana, sdxl
 
 from gerl.model.schedulers import trainable_scheduler
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
+from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.base import JSON, Metadata, number_of
-from gerl.rewards.scorers.http import Client, HttpScorer, check_url
+from gerl.rewards.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class ChatScorer(HttpScorer):
 
     `extra_body` are further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}; they
     replace gerl's own, and null removes one. An answer that cannot be read is asked for `answer_retries` times again.
+    Images are reduced to at most `image_size` pixels a side.
     """
 
     base_url: str
@@ -46,10 +48,15 @@ class ChatScorer(HttpScorer):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     extra_body: dict[str, object] = field(default_factory=dict)
     answer_retries: Annotated[int, Field(ge=0)] = 2
+    image_size: Annotated[int, Field(ge=1)] | None = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_url("base_url", self.base_url)
+
+    def png(self, image: Image.Image) -> str:
+        """The image as it is sent, a PNG in base64."""
+        return png_base64(at_most(image, self.image_size))
 
     def ask(
         self,
@@ -64,8 +71,7 @@ class ChatScorer(HttpScorer):
 
         `prompt` is what the last image was drawn for, for messages; `body` are further fields of the request.
 
-        Raises:
-            RewardError: the request failed, or no answer could be read.
+        Raises `RewardError` if the request failed, or no answer could be read.
         """
         urls = [f"data:image/png;base64,{image}" for image in images]
         content = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
@@ -220,12 +226,6 @@ def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
         return str(values[name])
 
     return PLACE.sub(value, template)
-
-
-def check_question(template: str) -> None:
-    """Raise `RewardError` for a template of a question that has no place for it."""
-    if "{question}" not in template:
-        raise RewardError("template has no {question}, so the judge would not know what is asked: add it")
 
 
 def bare(token: str) -> str:

@@ -1,27 +1,42 @@
-"""Scorers on a CLIP model, shared by those of a process: CLIPScore, PickScore and the aesthetic score."""
+"""Scorers on a CLIP model, shared by those of a process: CLIPScore, PickScore, the aesthetic score, and HPS v2."""
 
 import hashlib
-import itertools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
-import safetensors.torch
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from pydantic import Field
-from safetensors import SafetensorError
 
-from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Metadata, Scorer
-from gerl.rewards.scorers.tensor_preprocessing import normalised, resized, shorter_side
+from gerl.rewards.scorers.base import Metadata, require
+from gerl.rewards.scorers.networks import (
+    PIXEL_MEAN,
+    PIXEL_STD,
+    NetworkScorer,
+    expanded,
+    hub_file,
+    image_processor,
+    in_batches,
+    linear_head,
+    loading,
+    longer_side,
+    normalised,
+    pretrained,
+    read_tensors,
+    resized,
+    resolve_device,
+    resolve_dtype,
+    shorter_side,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
+    import open_clip
     from transformers import BaseImageProcessor, CLIPModel, PreTrainedTokenizerBase
 
 
@@ -29,14 +44,12 @@ if TYPE_CHECKING:
 #
 # Source: "Learning Transferable Visual Models From Natural Language Supervision" (arXiv 2103.00020).
 
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-
 CLIP_L14 = "openai/clip-vit-large-patch14"
 
 
 @dataclass(frozen=True, eq=False)
 class ClipTower:
-    """Image and text features of a CLIP model, in batches and without gradients; `clip_tower` gives one."""
+    """Image and text features of a CLIP model; `clip_tower` gives one."""
 
     model: "CLIPModel"
     image_processor: "BaseImageProcessor"
@@ -51,14 +64,12 @@ class ClipTower:
 
     def image_features(self, images: list[Image.Image], batch_size: int) -> torch.Tensor:
         """Features [B, dim] of length 1, fp32 on the CPU; each image is resized and cropped by itself."""
-        features = []
-        for start in range(0, len(images), batch_size):
-            batch = [image.convert("RGB") for image in images[start : start + batch_size]]
-            pixels = self.image_processor(images=batch, return_tensors="pt")["pixel_values"]
-            with torch.inference_mode():
-                output = self.model.get_image_features(pixels.to(self.model.device, self.dtype))
-            features.append(_normalised(output.pooler_output))
-        return torch.cat(features)
+
+        def features(batch: list[Image.Image]) -> torch.Tensor:
+            rgb = [image.convert("RGB") for image in batch]
+            return self._encoded(self.image_processor(images=rgb, return_tensors="pt")["pixel_values"])
+
+        return in_batches(batch_size, features, images)
 
     def features_of(self, images: torch.Tensor) -> torch.Tensor:
         """Features [B, dim] of length 1, fp32 on the model's device, with graph, of images [B, 3, H, W] in [0, 1]."""
@@ -68,38 +79,31 @@ class ClipTower:
             short = size.get("shortest_edge")
             images = shorter_side(images, short) if short else resized(images, size["height"], size["width"])
         if crop is not None:
-            top, left = (
-                (side - crop[name]) // 2 for side, name in zip(images.shape[2:], ("height", "width"), strict=True)
-            )
-            images = images[:, :, top : top + crop["height"], left : left + crop["width"]]
-        pixels = normalised(images, processor.image_mean, processor.image_std)
+            height, width = crop["height"], crop["width"]
+            top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
+            images = images[:, :, top : top + height, left : left + width]
+        return self._encoded(normalised(images, processor.image_mean, processor.image_std))
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
         output = self.model.get_image_features(pixels.to(self.model.device, self.dtype))
-        return torch.nn.functional.normalize(output.pooler_output.float(), dim=-1)
+        return F.normalize(output.pooler_output.float(), dim=-1)
 
     def text_features(self, texts: list[str], batch_size: int) -> torch.Tensor:
         """Features [B, dim] of length 1, fp32 on the CPU; a text beyond the model's length (77 tokens) is cut off."""
-        unique = list(dict.fromkeys(texts))  # the images of a group share their prompt
         # Padded to the longest of the batch, a text would be computed in another shape next to other texts, and so,
         # in half precision, to another value.
         length = self.model.config.text_config.max_position_embeddings
-        features = []
-        for start in range(0, len(unique), batch_size):
+
+        def features(batch: list[str]) -> torch.Tensor:
             inputs = self.tokenizer(
-                unique[start : start + batch_size],
-                padding="max_length",
-                max_length=length,
-                truncation=True,
-                return_tensors="pt",
+                batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
             ).to(self.model.device)
-            with torch.inference_mode():
-                output = self.model.get_text_features(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            features.append(_normalised(output.pooler_output))
+            output = self.model.get_text_features(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+            return F.normalize(output.pooler_output.float(), dim=-1)
+
+        unique = list(dict.fromkeys(texts))  # the images of a group share their prompt
         rows = {text: row for row, text in enumerate(unique)}
-        return torch.cat(features)[[rows[text] for text in texts]]
-
-
-def _normalised(features: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(features.float(), dim=-1).cpu()
+        return in_batches(batch_size, features, unique)[[rows[text] for text in texts]]
 
 
 def clip_tower(model: str, processor: str | None = None, device: str = "auto", dtype: str = "auto") -> ClipTower:
@@ -118,97 +122,51 @@ def clip_tower(model: str, processor: str | None = None, device: str = "auto", d
 def _tower(model: str, processor: str, device: str, dtype: torch.dtype) -> ClipTower:
     import transformers
 
-    with loading("model", model, "a transformers CLIP model"):
-        clip, info = transformers.CLIPModel.from_pretrained(
-            expanded(model), dtype=torch.float32, output_loading_info=True
-        )
-    if info["missing_keys"]:  # transformers fills them with random numbers, and so would the scores be
-        raise RewardError(
-            f"model={model} has no weights for {sorted(info['missing_keys'])[0]} and {len(info['missing_keys']) - 1} "
-            "more tensors of a CLIP model: give the Hub id or the folder of a complete transformers CLIP model"
-        )
+    clip = pretrained(transformers.CLIPModel, model, "a transformers CLIP model")
     with loading("processor", processor, "a CLIP tokenizer and image processor"):
-        source = expanded(processor)
-        # torchvision resizes to slightly other pixels than PIL: where it happens to be installed must not matter.
-        images = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        images = image_processor(processor)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(expanded(processor))
     # Before the cast: 4.605 in bfloat16 is 4.594, which would lower every score by 1.1 %.
     scale = clip.logit_scale.detach().exp().item()
-    return ClipTower(clip.to(device, dtype).eval().requires_grad_(False), images, tokenizer, scale, dtype)
-
-
-def expanded(source: str) -> str:
-    """A folder below `~` as a path; Hub ids and other folders as they are."""
-    return os.path.expanduser(source)
-
-
-@contextmanager
-def loading(kwarg: str, source: str, what: str) -> Iterator[None]:
-    """Turn what goes wrong while `source` is read from disk or from the Hub into one `RewardError`."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise RewardError(
-            f"{kwarg}={source} cannot be loaded ({type(error).__name__}: {reason}): give the Hub id of {what} that "
-            "this machine can download, or a local folder with one"
-        ) from error
-
-
-def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU if there is one, else the CPU; raises `RewardError` for a GPU that is not there."""
-    count = torch.cuda.device_count()
-    found = torch.device(("cuda" if count else "cpu") if device == "auto" else device)
-    if found.type == "cpu":
-        return found
-    found = torch.device("cuda", found.index or 0)  # so that cuda and cuda:0 are one tower
-    if found.index >= count:
-        raise RewardError(
-            f"device={device}: the scorer's process sees {count} CUDA devices; use another, or device=auto"
-        )
-    return found
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    return ClipTower(clip.to(device, dtype).requires_grad_(False), images, tokenizer, scale, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipScorer(Scorer):
+class ClipScorer(NetworkScorer):
     """The kwargs and the model of the scorers on a CLIP tower.
 
-    `model` and `processor` (default: `model`) are Hub ids or local folders, `batch_size` the images or texts a call of
-    the model, `device` auto, cpu, cuda or cuda:N.
+    `model` and `processor` (default: `model`) are Hub ids or local folders.
     """
 
     model: str = CLIP_L14
     processor: str | None = None
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    device: Device = "auto"
-    dtype: Dtype = "auto"
 
-    @property
-    def shares(self) -> str:
-        return f"clip {self.model} {self.processor} {self.device} {self.dtype}"
+    identity = ("clip", "model", "processor")
 
     @property
     def tower(self) -> ClipTower:
         """Loaded when it is first needed, by whichever scorer comes first."""
         return clip_tower(self.model, self.processor, self.device, self.dtype)
 
-    def cosines(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
-        """Cosine [B] of each image's feature with that of its prompt."""
-        image = self.tower.image_features(images, self.batch_size)
-        return (image * self.tower.text_features(prompts, self.batch_size)).sum(-1)
 
-    def tensor_cosines(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """`cosines` of images [B, 3, H, W] in [0, 1], with graph."""
+class ClipCosine(ClipScorer):
+    """`factor` times the cosine of an image's feature with that of its prompt."""
+
+    differentiable = True
+
+    @property
+    def factor(self) -> float:
+        """The score of a cosine of 1."""
+        raise NotImplementedError
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        image = self.tower.image_features(images, self.batch_size)
+        return ((image * self.tower.text_features(prompts, self.batch_size)).sum(-1) * self.factor).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
         image = self.tower.features_of(images)
-        return (image * self.tower.text_features(prompts, self.batch_size).to(image.device)).sum(-1)
+        text = self.tower.text_features(prompts, self.batch_size).to(image.device)
+        return (image * text).sum(-1) * self.factor
 
 
 # --- CLIPScore: how well an image fits its prompt.
@@ -221,22 +179,13 @@ SCALE = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipScore(ClipScorer):
+class ClipScore(ClipCosine):
     """exp(logit_scale) * cosine(image, prompt) / 30, about 0.5 to 1.2; with `raw` the cosine, in [-1, 1]."""
 
     raw: bool = False
 
-    differentiable = True
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        return (self.cosines(images, prompts) * self.factor).tolist()
-
-    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
-        return self.tensor_cosines(images, prompts) * self.factor
-
     @property
     def factor(self) -> float:
-        """Of the cosine in the score."""
         return 1.0 if self.raw else self.tower.logit_scale / SCALE
 
 
@@ -247,20 +196,16 @@ class ClipScore(ClipScorer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickScore(ClipScorer):
+class PickScore(ClipCosine):
     """exp(logit_scale) * cosine(image, prompt) / `scale`, about 0.7 to 0.9; scale=1 is the score of the paper."""
 
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 26.0
 
-    differentiable = True
-
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        return (self.cosines(images, prompts) * (self.tower.logit_scale / self.scale)).tolist()
-
-    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
-        return self.tensor_cosines(images, prompts) * (self.tower.logit_scale / self.scale)
+    @property
+    def factor(self) -> float:
+        return self.tower.logit_scale / self.scale
 
 
 # --- Aesthetic score: how much people like the look of an image, whatever its prompt.
@@ -271,7 +216,6 @@ class PickScore(ClipScorer):
 
 # The heads that have a name, and the SHA-256 of their files, taken from those in the authors' repository.
 HEADS = {"sac+logos+ava1-l14-linearMSE": "21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0"}
-LAYERS = (0, 2, 4, 6, 7)  # the linear ones of the original module: 1, 3 and 5 are dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,9 +240,8 @@ class AestheticScore(ClipScorer):
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         features = self.tower.image_features(images, self.batch_size)
-        self._head.to(features.device)
         with torch.inference_mode():
-            return self._head(features).squeeze(-1).tolist()
+            return self._head.to(features.device)(features).squeeze(-1).tolist()
 
     def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
         features = self.tower.features_of(images)
@@ -317,63 +260,112 @@ def published(head: str, repository: str) -> str:
     Raises:
         RewardError: it cannot be had from there, or is another file than the authors'.
     """
-    from transformers.utils import cached_file
-
     name = f"{head}.pth"
-    with loading("repository", repository, f"a repository with {name}"):
-        file = cached_file(expanded(repository), name)
-    with Path(file).open("rb") as opened:
+    file = hub_file("repository", repository, name)
+    with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != HEADS[head]:
         raise RewardError(
             f"repository={repository}: its {name} has the SHA-256 {found}, not {HEADS[head]} of the authors' file: "
             "use another repository, or set head to the path of the file if this is intended"
         )
-    return str(file)
+    return file
 
 
-def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> torch.nn.Sequential:
-    """The head [B, width] -> [B, 1] in fp32: linear layers with nothing between them, as the dropout is off.
+# --- HPS v2 and v2.1: which image people prefer for a prompt.
+#
+# Source: "Human Preference Score v2" (arXiv 2306.09341) and its code (github.com/tgxs002/HPSv2), whose score is the
+# cosine without a scale: a CLIP ViT-H/14, fine-tuned on choices between images of one prompt. Only scores of the same
+# prompt and version compare. The authors' package brings an old copy of open_clip; here open_clip itself runs the
+# model. The published checkpoints have not been run by this project.
 
-    `tensors` has the names of the original: `layers.0.weight`, `layers.0.bias`, ... `layers.7.bias`.
 
-    Raises:
-        RewardError: other tensors (such as those of a head with activations), or sizes that do not fit together.
+@dataclass(frozen=True, kw_only=True)
+class HpsV2(NetworkScorer):
+    """cosine(image, prompt), about 0.2 to 0.4 for v2.1; a prompt is cut off after 77 tokens, an image never cropped.
+
+    `model` is a Hub repository or a local folder with the file `checkpoint` (v2.0: HPS_v2_compressed.pt),
+    `architecture` open_clip's name for its sizes. The authors' code computes in float16 on a GPU.
     """
-    if set(tensors) != {f"layers.{i}.{kind}" for i in LAYERS for kind in ("weight", "bias")}:
+
+    model: str = "xswu/HPSv2"
+    checkpoint: str = "HPS_v2.1_compressed.pt"
+    architecture: str = "ViT-H-14"
+
+    identity = ("hpsv2", "model", "checkpoint", "architecture")
+    differentiable = True
+
+    def __post_init__(self) -> None:
+        _open_clip()
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        return in_batches(self.batch_size, self.network.cosines, images, prompts).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        network = self.network
+        return network.tensor_cosines(longer_side(images, network.size), prompts)
+
+    @property
+    def network(self) -> "HpsNetwork":
+        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        return _hps_network(self.model, self.checkpoint, self.architecture, *self.placement)
+
+
+@dataclass(frozen=True, eq=False)
+class HpsNetwork:
+    """A CLIP model of open_clip with its tokenizer."""
+
+    clip: "open_clip.CLIP"
+    tokenizer: "open_clip.HFTokenizer | open_clip.SimpleTokenizer"
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Pixels a side of the images that it sees."""
+        return int(self.clip.visual.image_size[0])
+
+    def cosines(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
+        """Cosine [B] of each image's feature with that of its prompt, fp32.
+
+        Resizes numbers, with antialiasing, as the authors' code does with torchvision >= 0.17; PIL would round to
+        bytes.
+        """
+        whole = torch.cat([longer_side(tensors_of([image]), self.size) for image in images])
+        return self.tensor_cosines(whole, prompts)
+
+    def tensor_cosines(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """`cosines` of images [B, 3, size, size] in [0, 1], on the model's device, with graph."""
+        pixels = normalised(images, PIXEL_MEAN, PIXEL_STD)
+        image = self.clip.encode_image(pixels.to(self.device, self.dtype))
+        unique = list(dict.fromkeys(prompts))  # the images of a group share their prompt
+        with torch.no_grad():
+            text = self.clip.encode_text(self.tokenizer(unique).to(self.device))
+        return F.cosine_similarity(image.float(), text[[unique.index(prompt) for prompt in prompts]].float())
+
+
+@cache
+def _hps_network(
+    model: str, checkpoint: str, architecture: str, device: torch.device, dtype: torch.dtype
+) -> HpsNetwork:
+    sizes = _open_clip().get_model_config(architecture)
+    if sizes is None:
+        raise RewardError(f"architecture={architecture}: open_clip has no such model; the published one is ViT-H-14")
+    file = hub_file("model", model, checkpoint)
+    with loading("model", model, f"a repository with {checkpoint}"):
+        tensors = torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
+        clip = _open_clip().CLIP(**sizes)
+        clip.load_state_dict(tensors)
+    clip = clip.to(device, dtype).eval().requires_grad_(False)
+    return HpsNetwork(clip, _open_clip().get_tokenizer(architecture), device, dtype)
+
+
+def _open_clip() -> ModuleType:
+    """The package; raises `RewardError` naming the pip extra if it, or the torchvision it needs, cannot be imported."""
+    try:
+        return require("open_clip", "clip")
+    except RuntimeError as error:  # of torchvision, where it was built for another torch
         raise RewardError(
-            f"{source}: expected weight and bias of layers {', '.join(map(str, LAYERS))} of a linear head, "
-            f"got {', '.join(sorted(tensors)) or 'nothing'}; give the published file"
-        )
-    weights = [tensors[f"layers.{i}.weight"].float() for i in LAYERS]
-    sizes = [width, *(weight.shape[0] for weight in weights)]
-    if [weight.shape[-1] for weight in weights] != sizes[:-1] or sizes[-1] != 1:
-        raise RewardError(
-            f"{source}: expected a head from {width} to 1 number, got layers of the shapes "
-            f"{', '.join(str(tuple(weight.shape)) for weight in weights)}; give the head that belongs to the model"
-        )
-    head = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
-    with torch.no_grad():
-        for layer, i, weight in zip(head, LAYERS, weights, strict=True):
-            assert isinstance(layer, torch.nn.Linear)
-            layer.weight.copy_(weight)
-            layer.bias.copy_(tensors[f"layers.{i}.bias"])
-    return head.eval().requires_grad_(False)
-
-
-def read_tensors(kwarg: str, path: str) -> dict[str, torch.Tensor]:
-    """The tensors in the file `path`, on the CPU: safetensors, or PyTorch's format read as data without running code.
-
-    Raises:
-        RewardError: there is no such file, or it cannot be read as what its suffix says.
-        pickle.UnpicklingError: a PyTorch file holds more than tensors.
-    """
-    file = Path(path).expanduser()
-    with loading(kwarg, path, "such weights"):
-        if file.suffix == ".safetensors":
-            return safetensors.torch.load_file(file)
-        # Published on a GPU, which the machine at hand may lack.
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise RewardError(f"{kwarg}={path} contains {type(state).__name__}, not named tensors; give a state dict")
-    return dict(state)
+            f"this scorer needs the package open_clip, whose torchvision does not match torch {torch.__version__} "
+            f"({error}): run pip install 'gerl[clip]', then install the torchvision built for that torch"
+        ) from error

@@ -1,36 +1,58 @@
-"""Likeness of images: to a reference, in pixels or in the features of DINO, and to others of the group (diversity)."""
+"""Likeness of images: to a reference, in the features of DINO or CLIP, and to others of the group (diversity)."""
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pydantic import Field
 
-from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, features_of, reference_of
-from gerl.rewards.scorers.clip import ClipScorer, Device, expanded, loading, resolve_device, resolve_dtype
+from gerl.rewards.scorers.clip import ClipScorer
+from gerl.rewards.scorers.networks import NetworkScorer, expanded, image_processor, in_batches, loading, pretrained
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel
 
 
-# --- Likeness of the drawn image to a reference or source picture, in the features of DINO, DINOv2 or DINOv3.
+@dataclass(frozen=True, kw_only=True)
+class ReferenceScorer(Scorer):
+    """Cosine of the features of image and reference, in [-1, 1], 1 for the reference itself.
+
+    The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image.
+    """
+
+    metadata_key: str = "image"
+
+    label = ""  # in messages
+
+    def features(self, images: list[Image.Image]) -> torch.Tensor:
+        """Features [B, dim] of length 1, fp32 on the CPU."""
+        raise NotImplementedError
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        rows = zip(prompts, metadata, strict=True)
+        references = [reference_of(self.label, prompt, row, self.metadata_key) for prompt, row in rows]
+        return (self.features(images) * features_of(references, self.features)).sum(-1).tolist()
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        reference_of(self.label, prompt, metadata, self.metadata_key)
+
+
+# --- Likeness to a reference or source picture in the features of DINO, DINOv2 or DINOv3.
 #
 # Source: the DINO metric of "DreamBooth" (arXiv 2208.12242), section 4.2, the cosine of the CLS features of a ViT that
 # learnt without labels: unlike CLIP it tells apart subjects of one kind. Models: arXiv 2104.14294, 2304.07193 and
 # 2508.10104. The published weights have not been run by this project.
 
-DINO_NAME = "dino_similarity"
 # Those whose first token, after the last norm, is the feature of the whole image; "vit" is the first DINO.
 KINDS = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit", "dinov3_convnext")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DinoSimilarity(Scorer):
+class DinoSimilarity(ReferenceScorer, NetworkScorer):
     """Cosine of the CLS features of image and reference, in [-1, 1], 1 for the reference itself.
 
     The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image. `model`
@@ -38,34 +60,17 @@ class DinoSimilarity(Scorer):
     """
 
     model: str = "facebook/dinov2-base"
-    metadata_key: str = "image"
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    device: Device = "auto"
-    dtype: Dtype = "auto"
 
-    @property
-    def shares(self) -> str:
-        return f"dino {self.model} {self.device} {self.dtype}"
+    label = "dino_similarity"
+    identity = ("dino", "model")
 
     @property
     def network(self) -> "DinoNetwork":
         """Loaded when it is first needed, once a process for all that ask for the same one."""
-        device = resolve_device(self.device)
-        return _network(self.model, device, resolve_dtype(self.dtype, device))
+        return _network(self.model, *self.placement)
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        references = [
-            reference_of(DINO_NAME, prompt, row, self.metadata_key)
-            for prompt, row in zip(prompts, metadata, strict=True)
-        ]
-
-        def features(pictures: list[Image.Image]) -> torch.Tensor:
-            return self.network.features(pictures, self.batch_size)
-
-        return (features(images) * features_of(references, features)).sum(-1).tolist()
-
-    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        reference_of(DINO_NAME, prompt, metadata, self.metadata_key)
+    def features(self, images: list[Image.Image]) -> torch.Tensor:
+        return in_batches(self.batch_size, self.network.features, images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,79 +81,48 @@ class DinoNetwork:
     processor: "BaseImageProcessor"
     dtype: torch.dtype
 
-    def features(self, images: list[Image.Image], batch_size: int) -> torch.Tensor:
-        """CLS features [B, dim] of length 1, fp32 on the CPU."""
-        found = []
-        for start in range(0, len(images), batch_size):
-            batch = [image.convert("RGB") for image in images[start : start + batch_size]]
-            pixels = self.processor(images=batch, return_tensors="pt")["pixel_values"]
-            with torch.inference_mode():
-                tokens = self.model(pixels.to(self.model.device, self.dtype)).last_hidden_state
-            found.append(F.normalize(tokens[:, 0].float(), dim=-1).cpu())
-        return torch.cat(found)
+    def features(self, images: list[Image.Image]) -> torch.Tensor:
+        """CLS features [B, dim] of length 1, fp32."""
+        pixels = self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
+        tokens = self.model(pixels.to(self.model.device, self.dtype)).last_hidden_state
+        return F.normalize(tokens[:, 0].float(), dim=-1)
 
 
 @cache
 def _network(model: str, device: torch.device, dtype: torch.dtype) -> DinoNetwork:
     import transformers
 
-    source, what = expanded(model), "a DINO model of transformers"
+    what = "a DINO, DINOv2 or DINOv3 model of transformers"
     with loading("model", model, what):
-        kind = transformers.AutoConfig.from_pretrained(source).model_type
+        kind = transformers.AutoConfig.from_pretrained(expanded(model)).model_type
     if kind not in KINDS:
-        raise RewardError(f"model={model} is a {kind} model: give a DINO, DINOv2 or DINOv3 one ({', '.join(KINDS)})")
-    with loading("model", model, what):
-        network, info = transformers.AutoModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-        processor = _processor(source, kind)
+        raise RewardError(f"model={model} is a {kind} model: give {what} ({', '.join(KINDS)})")
     # The pooler of the first DINO's class was never trained, and takes no part.
-    missing = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
-    if missing:
-        raise RewardError(
-            f"model={model} has no weights for {missing[0]} and {len(missing) - 1} more tensors of a {kind} model: "
-            "give the Hub id or the folder of a complete one"
-        )
-    return DinoNetwork(network.to(device, dtype).eval(), processor, dtype)
+    network = pretrained(transformers.AutoModel, model, what, unused="pooler.")
+    with loading("model", model, what):
+        if kind.startswith("dinov3"):  # its class has no form without torchvision; that of ViT does the same
+            processor = transformers.ViTImageProcessorPil.from_pretrained(expanded(model))
+        else:
+            processor = image_processor(model)
+    return DinoNetwork(network.to(device, dtype), processor, dtype)
 
 
-def _processor(source: str, kind: str) -> Any:
-    import transformers
-
-    # torchvision resizes to slightly other pixels than PIL: where it happens to be installed must not matter. The
-    # class that DINOv3 names has no form without it; that of ViT resizes and normalises alike.
-    automatic = transformers.AutoImageProcessor
-    kept = transformers.ViTImageProcessorPil if kind.startswith("dinov3") else automatic
-    return kept.from_pretrained(source, **({"backend": "pil"} if kept is automatic else {}))
-
-
-# --- Likeness of the drawn image to a reference image, for editing and for drawing a given subject.
+# --- Likeness to a reference image, for editing and for a given subject, in the features of CLIP.
 #
 # Source: the CLIP-I metric of "DreamBooth" (arXiv 2208.12242), section 4.2.
 
-IMAGE_NAME = "image_similarity"
-
 
 @dataclass(frozen=True, kw_only=True)
-class ImageSimilarity(ClipScorer):
+class ImageSimilarity(ReferenceScorer, ClipScorer):
     """Cosine of the CLIP features of image and reference, in [-1, 1], 1 for the reference itself.
 
     The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image.
     """
 
-    metadata_key: str = "image"
+    label = "image_similarity"
 
-    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        references = [
-            reference_of(IMAGE_NAME, prompt, row, self.metadata_key)
-            for prompt, row in zip(prompts, metadata, strict=True)
-        ]
-
-        def features(pictures: list[Image.Image]) -> torch.Tensor:
-            return self.tower.image_features(pictures, self.batch_size)
-
-        return (features(images) * features_of(references, features)).sum(-1).tolist()
-
-    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        reference_of(IMAGE_NAME, prompt, metadata, self.metadata_key)
+    def features(self, images: list[Image.Image]) -> torch.Tensor:
+        return self.tower.image_features(images, self.batch_size)
 
 
 # --- Diversity: how unlike the other images of its prompt an image is, against the collapse to one picture per prompt

@@ -4,32 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from PIL import Image
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Columns, Metadata, Scorer
-from gerl.rewards.scorers.clip import Device, read_tensors, resolve_device, resolve_dtype
-from gerl.rewards.scorers.vlm_reward import (
-    MARKS,
-    PLACE,
-    base_parts,
-    build_backbone,
-    check_marks,
-    code_folder,
-    constants,
-    hidden_at,
-    hub_file,
-    message_tokens,
-)
-
-if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
-
+from gerl.rewards.scorers.base import Columns, Metadata
+from gerl.rewards.scorers.networks import hub_file, in_batches, read_tensors
+from gerl.rewards.scorers.vlm_reward import VlmNetwork, VlmScorer, base_parts, build_backbone
 
 # --- The model of VideoAlign: frames of a video go through a Qwen2-VL, three tokens of the text end in a linear layer.
 #
@@ -39,7 +23,7 @@ if TYPE_CHECKING:
 # to 66. Two things differ and change what rounding does: frames are resized by Pillow, which differs from torchvision
 # by at most one of 255 levels, and the last layer is in fp32.
 
-TOKENS = ["<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>"]  # in the order of the text and of the numbers
+TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")  # in the order of the text and of the numbers
 SETTINGS = "model_config.json"
 LEAST_PIXELS = 128 * 28 * 28  # of a frame
 LEAST_FRAMES, MOST_FRAMES = 4, 768  # seen of a video, in pairs
@@ -101,13 +85,10 @@ class Settings:
 
 
 @dataclass(frozen=True, eq=False)
-class VideoRewardModel:
-    """The model without its head for words, its head for grades, and what turns messages into tokens."""
+class VideoRewardModel(VlmNetwork):
+    """A model for videos with its head for grades."""
 
-    backbone: "PreTrainedModel"
     head: torch.nn.Linear
-    tokenizer: "PreTrainedTokenizerBase"
-    processor: "BaseImageProcessor"
     settings: Settings
 
     def outputs(
@@ -117,30 +98,25 @@ class VideoRewardModel:
 
         A text has the three tokens once, in their order; it follows its video.
         """
-        at = [int(self.tokenizer.convert_tokens_to_ids(token)) for token in TOKENS]
-        found = []
-        for start in range(0, len(texts), batch_size):
-            rows = slice(start, start + batch_size)
-            seen = [
-                [video[k] for k in chosen_frames(len(video), fps, self.settings.data.fps)] for video in videos[rows]
-            ]
-            with torch.inference_mode():
-                grades = self.head(hidden_at(self.backbone, self._inputs(seen, texts[rows]), at))
-            grades = grades.unflatten(0, (-1, len(TOKENS))).cpu()  # [b, tokens, 1 or 3]
-            found.append(grades.diagonal(dim1=1, dim2=2) if grades.shape[-1] == len(TOKENS) else grades.squeeze(-1))
+
+        def grades(videos: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
+            seen = [[video[k] for k in chosen_frames(len(video), fps, self.settings.data.fps)] for video in videos]
+            found = self.head(self.hidden_at(self._inputs(seen, texts), TOKENS)).unflatten(0, (-1, len(TOKENS)))
+            return found.diagonal(dim1=1, dim2=2) if found.shape[-1] == len(TOKENS) else found.squeeze(-1)
+
         norm = self.settings.norm or Normalisation()
         means = torch.tensor([norm.VQ_mean, norm.MQ_mean, norm.TA_mean])
-        return (torch.cat(found) - means) / torch.tensor([norm.VQ_std, norm.MQ_std, norm.TA_std])
+        deviations = torch.tensor([norm.VQ_std, norm.MQ_std, norm.TA_std])
+        return (in_batches(batch_size, grades, videos, texts) - means) / deviations
 
     def _inputs(self, videos: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Tokens, padded on the right, and pixels: a video's mark stands once for each patch of its pairs of frames."""
         pixels, grids = zip(*(self._patches(video) for video in videos), strict=True)
         grid = torch.stack(grids)
-        mark = str(self.tokenizer.convert_ids_to_tokens(self.backbone.config.video_token_id))
         lengths = [[int(size)] for size in grid.prod(-1) // self.processor.merge_size**2]
         device, dtype = self.backbone.device, self.backbone.dtype
         return {
-            **message_tokens(self.tokenizer, "video", mark, lengths, texts, device),
+            **self.message_tokens("video", lengths, texts),
             "pixel_values_videos": torch.cat(pixels).to(device, dtype),
             "video_grid_thw": grid.to(device),
         }
@@ -186,7 +162,8 @@ def video_reward_model(model: str, file: str, base: str, device: torch.device, d
 
     settings = read_settings(model)
     config, tokenizer, processor = base_parts(base, TOKENS)
-    tensors = {name.removeprefix(PREFIX): value for name, value in read_tensors("model", hub_file(model, file)).items()}
+    tensors = read_tensors("model", hub_file("model", model, file))
+    tensors = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
     weight = tensors.get(HEAD)
     shape = (settings.model.output_dim, config.get_text_config().hidden_size)
     if weight is None or weight.shape != shape:
@@ -197,14 +174,14 @@ def video_reward_model(model: str, file: str, base: str, device: torch.device, d
     lora = settings.lora
     adapter = LoraConfig(r=lora.lora_r, lora_alpha=lora.lora_alpha, use_rslora=lora.use_rslora)
     backbone = build_backbone(model, config, tensors, adapter if lora.lora_enable else None)
-    return VideoRewardModel(backbone.to(device, dtype).eval(), head.to(device), tokenizer, processor, settings)
+    return VideoRewardModel(backbone.to(device, dtype).eval(), tokenizer, processor, head.to(device), settings)
 
 
 def read_settings(model: str) -> Settings:
     """Read `model_config.json` of `model`, a Hub id or a folder; raises `RewardError` for a model of another kind."""
-    text = Path(hub_file(model, SETTINGS)).read_text(encoding="utf-8")
+    text = Path(hub_file("model", model, SETTINGS)).read_text(encoding="utf-8")
     try:
-        found: Any = TypeAdapter(Settings).validate_json(text)
+        return TypeAdapter(Settings).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -212,80 +189,52 @@ def read_settings(model: str) -> Settings:
             f"model={model}: {key} in its {SETTINGS} is unsupported ({first['msg']}): give VideoReward or a model "
             "trained in the same way"
         ) from None
-    assert isinstance(found, Settings)
-    return found
 
 
 # --- VideoAlign's VideoReward: how good a video looks, how well it moves, and how well it follows its prompt.
 #
 # Source: "Improving Video Generation with Human Feedback" (arXiv 2501.13918) and its code
 # (github.com/KwaiVGI/VideoAlign, commit 219ab9d: inference.py, lines 103 to 180, prompt_template.py, lines 24 to 61 and
-# 121 to 122); `video_head.py` has the model. A Qwen2-VL-2B with a LoRA; the published weights have not been run by this
+# 121 to 122): a Qwen2-VL-2B with a LoRA; the published weights have not been run by this
 # project.
-
-PACKAGE = "VideoAlign"
-TEMPLATE = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"
-REMEDY = "clone github.com/KwaiVGI/VideoAlign, and give its folder as code"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoAlign(Scorer):
+class VideoAlign(VlmScorer):
     """The sum of `vq`, `mq` and `ta`, further columns: visual quality, motion quality and alignment with the text.
 
     Each is normalised with the mean and the deviation in the model's `model_config.json`. Of a video with `fps` frames
-    a second (16 as Wan 2.1 draws them) two a second are seen, or as many as that file says. `model` is a Hub repository
-    or a local folder with that file and `checkpoint`, `base` the Qwen2-VL it was trained from, of which the weights are
-    not needed. The words of the question are read from `code`, the folder of a clone of the authors' repository;
-    nothing of it is run.
+    a second (16 as Wan 2.1 generates them) two a second are seen, or as many as that file says.
     """
 
     model: str = "KwaiVGI/VideoReward"
     checkpoint: str = "checkpoint-11352/model.pth"
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
-    code: str | None = None
     fps: Annotated[float, Field(gt=0)] = 16.0
     batch_size: Annotated[int, Field(ge=1)] = 4
-    device: Device = "auto"
-    dtype: Dtype = "auto"
+
     takes_frames = True
+    identity = ("videoalign", "model", "checkpoint", "base")
+    package, tokens = "VideoAlign", TOKENS
+    remedy = "clone github.com/KwaiVGI/VideoAlign, and give its folder as code"
 
-    def __post_init__(self) -> None:
-        _ = self._question
-
-    @property
-    def shares(self) -> str:
-        return f"videoalign {self.model} {self.checkpoint} {self.base} {self.device} {self.dtype}"
+    @cached_property
+    def instructions(self) -> dict[str, str]:
+        return {"overall": self.wording(("prompt_template.py", "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"))}
 
     @property
     def network(self) -> VideoRewardModel:
         """Loaded when it is first needed, once a process for all that ask for the same one."""
-        device = resolve_device(self.device)
-        return video_reward_model(self.model, self.checkpoint, self.base, device, resolve_dtype(self.dtype, device))
+        return video_reward_model(self.model, self.checkpoint, self.base, *self.placement)
 
     def __call__(
         self, images: Sequence[Image.Image | Sequence[Image.Image]], prompts: list[str], metadata: list[Metadata]
     ) -> Columns:
         """The grades [B]; what is graded are lists of the frames of videos."""
         videos = [_frames(image) for image in images]
-        for prompt in prompts:
-            check_marks(prompt)
-        texts = [self._question.replace(PLACE, prompt) for prompt in prompts]
-        grades = self.network.outputs(videos, texts, self.fps, self.batch_size)
+        grades = self.network.outputs(videos, self.texts("overall", prompts), self.fps, self.batch_size)
         parts = dict(zip(("vq", "mq", "ta"), grades.T.tolist(), strict=True))
         return {"overall": grades.sum(-1).tolist(), **parts}
-
-    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        check_marks(prompt)
-
-    @cached_property
-    def _question(self) -> str:
-        file = code_folder(self.code, PACKAGE, REMEDY) / "prompt_template.py"
-        text = constants(file, [TEMPLATE])[TEMPLATE]
-        if MARKS.findall(text) != TOKENS or text.count(PLACE) != 1:
-            raise RewardError(
-                f"code: {TEMPLATE} in {file} must have one each of {', '.join(TOKENS)} and {PLACE}: {REMEDY}"
-            )
-        return text
 
 
 def _frames(video: Image.Image | Sequence[Image.Image]) -> Sequence[Image.Image]:

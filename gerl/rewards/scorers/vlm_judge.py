@@ -1,15 +1,17 @@
-"""Rewards from a vision language model behind an OpenAI-compatible endpoint: vLLM, SGLang, llama.cpp, a paid API.
+"""Grades by a vision language model behind an OpenAI-compatible endpoint: any judge, and UnifiedReward.
 
-Sources: numbers in a judge's text, "Judging LLM-as-a-Judge" (arXiv 2306.05685); the probability of "yes", VQAScore
-(arXiv 2404.01291); a judge who sees the source of an edit, VIEScore (arXiv 2312.14867).
+Sources of the judge: numbers in its text, "Judging LLM-as-a-Judge" (arXiv 2306.05685); the probability of "yes",
+VQAScore (arXiv 2404.01291); the source of an edit shown to it, VIEScore (arXiv 2312.14867).
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal
 
+import yaml
 from PIL import Image
 from pydantic import Field
 
@@ -30,35 +32,9 @@ from gerl.rewards.scorers.chat import (
     text_of,
     within,
 )
-from gerl.rewards.scorers.http import Client, at_most, png_base64
+from gerl.rewards.scorers.http import Client, png_base64
 
-DRAWN = 'The image was drawn for the description "{prompt}". '
-EDITED = 'The last image was made from what is shown before it, by the instruction "{prompt}". '
-RATE = (
-    "Rate from {low} (not at all) to {high} (perfectly) how well it shows everything that is described. Answer with "
-    'one line, "Score: " and the number.'
-)
-RATE_EDIT = (
-    "Rate from {low} (not at all) to {high} (perfectly) how well the instruction is carried out and everything else "
-    'left as it was. Answer with one line, "Score: " and the number.'
-)
-YES_NO = 'Does the image show "{prompt}"? Answer with one word, Yes or No.'
-YES_NO_EDIT = "Is the instruction carried out, and everything else left as it was? Answer with one word, Yes or No."
-RUBRIC = (
-    "Rate each aspect of it from {low} (worst) to {high} (best):\n{aspects}\nAnswer with one JSON object that has the "
-    "keys {keys} and numbers as values, and nothing else."
-)
-ASPECT = (
-    '{question} Rate this aspect only, from {low} (worst) to {high} (best). Answer with one line, "Score: " and the '
-    "number."
-)
-# by mode, and "aspect" where a rubric asks for one at a time: of a drawn image, of an edited one
-TEMPLATES = {
-    "regex": (DRAWN + RATE, EDITED + RATE_EDIT),
-    "yes_no": (YES_NO, EDITED + YES_NO_EDIT),
-    "rubric": (DRAWN + RUBRIC, EDITED + RUBRIC),
-    "aspect": (DRAWN + ASPECT, EDITED + ASPECT),
-}
+TEMPLATES = yaml.safe_load(Path(__file__).with_name("templates.yaml").read_text())
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -82,7 +58,6 @@ class VlmJudge(ChatScorer):
     mode: Literal["regex", "yes_no", "rubric"] = "regex"
     template: str | None = None
     sources: list[str] = field(default_factory=list)
-    image_size: Annotated[int, Field(ge=1)] | None = 1024
     pattern: str = rf"[Ss]core:[\s*_]*(-?{WHOLE_NUMBER})"
     scale: Annotated[float, Field(gt=0)] = 10.0
     limits: tuple[float, float] = (0.0, 10.0)
@@ -116,12 +91,12 @@ class VlmJudge(ChatScorer):
     ) -> list[float] | Columns:
         sources = [self._sources(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         # The images of a group have the same sources: each is read once.
-        shown = {key: self._picture(read(found)) for key, found in {_key(s): s for row in sources for s in row}.items()}
+        shown = {key: self.png(read(found)) for key, found in {_key(s): s for row in sources for s in row}.items()}
         with self.client(self.base_url) as client:
 
             def judge(item: tuple[Image.Image, list[Reference], str, Metadata]) -> dict[str, float]:
                 image, before, prompt, row = item
-                pictures = [*(shown[_key(source)] for source in before), self._picture(image)]
+                pictures = [*(shown[_key(source)] for source in before), self.png(image)]
                 return self._judge(client, pictures, prompt, row)
 
             rows = client.map(judge, zip(images, sources, prompts, metadata, strict=True))
@@ -138,13 +113,13 @@ class VlmJudge(ChatScorer):
     def _sources(self, prompt: str, metadata: Metadata) -> list[Reference]:
         return [found for name in self.sources for found in references_of("vlm_judge", prompt, metadata, name)]
 
-    def _picture(self, image: Image.Image) -> str:
-        return png_base64(at_most(image, self.image_size))
-
     @property
     def _template(self) -> str:
+        if self.template is not None:
+            return self.template
         kind = "aspect" if self.mode == "rubric" and not self.one_request else self.mode
-        return TEMPLATES[kind][bool(self.sources)] if self.template is None else self.template
+        found: str = TEMPLATES["vlm_judge"][kind]["edited" if self.sources else "drawn"]
+        return found
 
     def _text(self, prompt: str, metadata: Metadata, question: str) -> str:
         fields = {"low": f"{self.limits[0]:g}", "high": f"{self.limits[1]:g}"}
@@ -200,3 +175,77 @@ def check_pattern(pattern: str) -> None:
 
 def _key(source: Reference) -> str | int:
     return id(source) if isinstance(source, Image.Image) else str(source)
+
+
+# --- UnifiedReward and its version 2, vision language models trained to grade images.
+#
+# Source: "Unified Reward Model for Multimodal Understanding and Generation" (arXiv 2503.05236); image size and scale of
+# the first are those of Flow-GRPO's reward code, the answer of the second that of github.com/CodeGoat24/UnifiedReward
+# (inference_qwen/UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, lines 28 to 59).
+
+FINAL_SCORE = rf"Final Score:\s*({WHOLE_NUMBER})"
+BEST = 5.0
+ASPECTS = ("alignment", "coherence", "style")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedReward(ChatScorer):
+    """The kwargs of both versions.
+
+    `template` may use {prompt} and the row's other columns: a checkpoint grades best when asked in the words it was
+    trained with, which are on its model card. `model` is the name under which the endpoint serves it.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = 512
+    template: str
+
+    def grades(
+        self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata], read: Callable[[Choice], Answer]
+    ) -> list[Answer]:
+        """What `read` finds in the answer for each of the images."""
+        with self.client(self.base_url) as client:
+
+            def grade(item: tuple[Image.Image, str, Metadata]) -> Answer:
+                image, prompt, row = item
+                text = fill(self.template, prompt, row)
+                return self.ask(client, prompt, text, [self.png(image)], read, max_tokens=self.max_tokens)
+
+            return client.map(grade, zip(images, prompts, metadata, strict=True))
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        fill(self.template, prompt, metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedReward1(UnifiedReward):
+    """The grade 1 to 5 behind the words Final Score, divided by 5; images are sent as squares of `image_size`."""
+
+    model: str = "CodeGoat24/UnifiedReward-7b-v1.5"
+    template: str = TEMPLATES["unified_reward"]
+    image_size: Annotated[int, Field(ge=1)] = 512
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        def grade(choice: Choice) -> float:
+            return number_in(choice, FINAL_SCORE, (1.0, BEST)) / BEST
+
+        return self.grades(images, prompts, metadata, grade)
+
+    def png(self, image: Image.Image) -> str:
+        return png_base64(image.convert("RGB").resize((self.image_size, self.image_size), Image.Resampling.BICUBIC))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifiedReward2(UnifiedReward):
+    """The mean of the grades 1 to 5 for alignment, coherence and style, divided by 5; each is a further column."""
+
+    model: str = "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"
+    template: str = TEMPLATES["unified_reward2"]
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
+        def three(choice: Choice) -> list[float]:
+            patterns = [rf"{name.capitalize()} Score[^:\n]*:[\s*]*({WHOLE_NUMBER})" for name in ASPECTS]
+            return [number_in(choice, pattern, (1.0, BEST)) / BEST for pattern in patterns]
+
+        rows = self.grades(images, prompts, metadata, three)
+        columns = {name: [row[i] for row in rows] for i, name in enumerate(ASPECTS)}
+        return {"mean": [fmean(row) for row in rows], **columns}

@@ -1,23 +1,30 @@
-"""Reward models on a vision language model of the Qwen2-VL family that ends in a small network, such as HPSv3."""
+"""Reward models on a vision language model of the Qwen2-VL family that ends in a small network: HPSv3, EditReward."""
 
 import ast
 import importlib.util
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from PIL import Image
 from pydantic import Field
 
-from gerl.config.blocks import Dtype
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import Columns, Metadata, Scorer
-from gerl.rewards.scorers.clip import Device, expanded, loading, read_tensors, resolve_device, resolve_dtype
+from gerl.rewards.scorers.base import Columns, Metadata, read, reference_of
+from gerl.rewards.scorers.networks import (
+    NetworkScorer,
+    expanded,
+    hub_file,
+    image_processor,
+    in_batches,
+    loading,
+    read_tensors,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 # have the positions of a text, one after the other; and an image is resized to a fixed number of pixels.
 
 PIXELS = 256 * 28 * 28  # of an image
+TOKEN = "<|Reward|>"
+PLACE = "{text_prompt}"  # of the prompt in an instruction
 MARKS = re.compile(r"<\|[A-Za-z_]+\|>")
 # Names of tensors in files of transformers before and after 4.52, and here.
 NAMES = (
@@ -41,86 +50,76 @@ NAMES = (
 LINEAR = (0, 3, 5)  # of a head: 1 and 4 are ReLU, 2 is dropout
 
 
-def check_marks(prompt: str) -> None:
-    """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
-    if found := MARKS.search(prompt):
-        raise DataError(f"{prompt!r} contains {found[0]!r}, a special token of the reward model: remove it")
+@dataclass(frozen=True, eq=False)
+class VlmNetwork:
+    """A model without its head for words, and what turns messages into tokens."""
+
+    backbone: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    processor: "BaseImageProcessor"
+
+    def message_tokens(
+        self, kind: str, lengths: Sequence[Sequence[int]], texts: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask` [B, L], padded on the right: pictures, then the text, an answer due.
+
+        kind: image or video. lengths: of each message's pictures, the number of tokens in its place.
+        """
+        mark = str(self.tokenizer.convert_ids_to_tokens(getattr(self.backbone.config, f"{kind}_token_id")))
+        written = []
+        for row, text in zip(lengths, texts, strict=True):
+            content: list[dict[str, str]] = [{"type": kind} for _ in row]
+            message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
+            chat = str(self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+            left = iter(row)
+            written.append(re.sub(re.escape(mark), lambda _, left=left: mark * next(left), chat))  # type: ignore[misc]
+        tokens = self.tokenizer(written, padding=True, padding_side="right", return_tensors="pt")
+        return {name: tokens[name].to(self.backbone.device) for name in ("input_ids", "attention_mask")}
+
+    def hidden_at(self, inputs: Mapping[str, torch.Tensor], tokens: Sequence[str]) -> torch.Tensor:
+        """The hidden states [N, width], fp32, of all `tokens` in `inputs`, message by message in their order."""
+        ids = inputs["input_ids"]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+        hidden = self.backbone(**inputs, position_ids=positions).last_hidden_state
+        at = torch.tensor([self.tokenizer.convert_tokens_to_ids(token) for token in tokens], device=ids.device)
+        return hidden[torch.isin(ids, at)].float()
 
 
 @dataclass(frozen=True, eq=False)
-class RewardModel:
-    """The model without its head for words, the heads by name, and what turns messages into tokens."""
+class RewardModel(VlmNetwork):
+    """A model for images, of `pixels` each, with its heads by name; they get the hidden state of `TOKEN`."""
 
-    backbone: "PreTrainedModel"
     heads: Mapping[str, torch.nn.Sequential]
-    tokenizer: "PreTrainedTokenizerBase"
-    processor: "BaseImageProcessor"
-    token: str  # of the reward; its hidden state is what a head gets
     pixels: int
 
     def outputs(
         self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
     ) -> torch.Tensor:
         """The numbers [B, N] of `head`, fp32 on the CPU; texts [B] have one reward token and follow their pictures."""
-        at = [self.tokenizer.convert_tokens_to_ids(self.token)]
-        found = []
-        for start in range(0, len(texts), batch_size):
-            rows = slice(start, start + batch_size)
-            inputs = self._inputs(pictures[rows], texts[rows])
-            with torch.inference_mode():
-                found.append(self.heads[head](hidden_at(self.backbone, inputs, at)).cpu())
-        return torch.cat(found)
+
+        def numbers(pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
+            found: torch.Tensor = self.heads[head](self.hidden_at(self._inputs(pictures, texts), [TOKEN]))
+            return found
+
+        return in_batches(batch_size, numbers, pictures, texts)
 
     def _inputs(self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Tokens, padded on the right, and pixels: in place of each image's mark stand as many as it has patches."""
         size = {"shortest_edge": self.pixels, "longest_edge": self.pixels}
         flat = [picture.convert("RGB") for row in pictures for picture in row]
         seen = self.processor(images=flat, size=size, return_tensors="pt")
-        mark = str(self.tokenizer.convert_ids_to_tokens(self.backbone.config.image_token_id))
         patches = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
         device, dtype = self.backbone.device, self.backbone.dtype
-        lengths = [[next(patches) for _ in row] for row in pictures]
         return {
-            **message_tokens(self.tokenizer, "image", mark, lengths, texts, device),
+            **self.message_tokens("image", [[next(patches) for _ in row] for row in pictures], texts),
             "pixel_values": seen["pixel_values"].to(device, dtype),
             "image_grid_thw": seen["image_grid_thw"].to(device),
         }
 
 
-def message_tokens(
-    tokenizer: "PreTrainedTokenizerBase",
-    kind: Literal["image", "video"],
-    mark: str,
-    lengths: Sequence[Sequence[int]],
-    texts: Sequence[str],
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` [B, L], padded on the right: pictures of a `kind`, then the text, an answer due.
-
-    lengths: of each message's pictures, how often the `mark` stands in its place.
-    """
-    written = []
-    for row, text in zip(lengths, texts, strict=True):
-        content: list[dict[str, str]] = [{"type": kind} for _ in row]
-        message = {"role": "user", "content": [*content, {"type": "text", "text": text}]}
-        chat = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-        left = iter(row)
-        written.append(re.sub(re.escape(mark), lambda _, left=left: mark * next(left), chat))  # type: ignore[misc]
-    tokens = tokenizer(written, padding=True, padding_side="right", return_tensors="pt")
-    return {name: tokens[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
-def hidden_at(backbone: "PreTrainedModel", inputs: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """The hidden states [N, width], fp32, of all `tokens` in `inputs`, message by message in their order."""
-    ids = inputs["input_ids"]
-    positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-    hidden = backbone(**inputs, position_ids=positions).last_hidden_state
-    return hidden[torch.isin(ids, torch.tensor(tokens, device=ids.device))].float()
-
-
 @cache
 def reward_model(
-    model: str, file: str, base: str, token: str, pixels: int, device: torch.device, dtype: torch.dtype
+    model: str, file: str, base: str, pixels: int, device: torch.device, dtype: torch.dtype
 ) -> RewardModel:
     """The model with the weights in the `file` of `model`, a Hub id or a folder; `base` names its sizes and tokens.
 
@@ -129,16 +128,16 @@ def reward_model(
     Raises:
         RewardError: something cannot be loaded, or the weights do not fit.
     """
-    config, tokenizer, processor = base_parts(base, [token])
-    tensors = read_tensors("model", hub_file(model, file))
+    config, tokenizer, processor = base_parts(base, [TOKEN])
+    tensors = read_tensors("model", hub_file("model", model, file))
     backbone = build_backbone(model, config, tensors)
-    heads = _heads(model, tensors, config.get_text_config().hidden_size)
-    for head in heads.values():
-        head.to(device)
-    return RewardModel(backbone.to(device, dtype).eval(), heads, tokenizer, processor, token, pixels)
+    heads = {
+        name: head.to(device) for name, head in _heads(model, tensors, config.get_text_config().hidden_size).items()
+    }
+    return RewardModel(backbone.to(device, dtype).eval(), tokenizer, processor, heads, pixels)
 
 
-def base_parts(base: str, tokens: list[str]) -> tuple[Any, "PreTrainedTokenizerBase", "BaseImageProcessor"]:
+def base_parts(base: str, tokens: Sequence[str]) -> tuple[Any, "PreTrainedTokenizerBase", "BaseImageProcessor"]:
     """Configuration, tokenizer with the added `tokens`, and image processor of `base`, a Hub id or a folder."""
     import transformers
 
@@ -146,21 +145,13 @@ def base_parts(base: str, tokens: list[str]) -> tuple[Any, "PreTrainedTokenizerB
         source = expanded(base)
         config = transformers.AutoConfig.from_pretrained(source)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        processor = transformers.AutoImageProcessor.from_pretrained(source, backend="pil")
+        processor = image_processor(base)
     if config.model_type not in ("qwen2_vl", "qwen2_5_vl") or tokenizer.chat_template is None:
         raise RewardError(
             f"base={base} is a {config.model_type} model: give an instruction-tuned Qwen2-VL or Qwen2.5-VL one"
         )
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
     return config, tokenizer, processor
-
-
-def hub_file(model: str, file: str) -> str:
-    """The path of `file` of `model`, a Hub id or a folder."""
-    from transformers.utils import cached_file
-
-    with loading("model", model, f"a repository with {file}"):
-        return str(cached_file(expanded(model), file))
 
 
 def build_backbone(
@@ -188,18 +179,13 @@ def build_backbone(
 
         lora.target_modules = {name.split(".lora_A.")[0] for name in own if ".lora_A." in name}
         peft.inject_adapter_in_model(lora, backbone, low_cpu_mem_usage=True)
-    wanted = backbone.state_dict()
+    wanted, why = backbone.state_dict(), ""
     if differ := sorted(own.keys() ^ wanted.keys()):
-        raise RewardError(
-            f"model={model} does not match the model of base: {differ[0]} and {len(differ) - 1} more tensors are "
-            "only in one of them; give the base that was fine-tuned"
-        )
-    if other := [name for name in own if own[name].shape != wanted[name].shape]:
-        raise RewardError(
-            f"model={model} does not match the model of base: {other[0]} has the shape "
-            f"{list(own[other[0]].shape)}, expected {list(wanted[other[0]].shape)}; give the base that was "
-            "fine-tuned"
-        )
+        why = f"{differ[0]} and {len(differ) - 1} more tensors are only in one of them"
+    elif other := [name for name in own if own[name].shape != wanted[name].shape]:
+        why = f"{other[0]} has the shape {list(own[other[0]].shape)}, expected {list(wanted[other[0]].shape)}"
+    if why:
+        raise RewardError(f"model={model} does not match the model of base: {why}; give the base that was fine-tuned")
     backbone.load_state_dict(own, assign=True)
     return backbone
 
@@ -232,6 +218,105 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
     return heads
 
 
+# --- Scorers on such a model. Theirs grade well only in the very words that they were trained with, which are their
+# authors' and not part of gerl. These are read from the authors' code, which is parsed and never run: their packages
+# need versions of others that do not go with gerl.
+
+
+@dataclass(frozen=True, kw_only=True)
+class VlmScorer(NetworkScorer):
+    """The kwargs of these scorers.
+
+    `model` is a Hub repository or a local folder with the file `checkpoint`, `base` the model that it was trained from,
+    of which the weights are not needed. The instruction is read from `code`, the folder of a clone of the authors'
+    repository, or from their installed package; nothing of it is run.
+    """
+
+    model: str
+    checkpoint: str
+    base: str
+    code: str | None = None
+
+    package, remedy = "", ""  # the folder in the authors' repository, and where to get that
+    tokens: ClassVar[tuple[str, ...]] = (TOKEN,)  # of an instruction
+
+    def __post_init__(self) -> None:
+        _ = self.instructions
+
+    @cached_property
+    def instructions(self) -> dict[str, str]:
+        """The instruction by each column that has its own, with `PLACE` for the prompt."""
+        raise NotImplementedError
+
+    def wording(self, *places: tuple[str, str]) -> str:
+        """The texts of the `places`, a file of the authors' code and a constant in it, one after the other.
+
+        Raises `RewardError` if there is no such text, or it does not have the tokens and `PLACE` once each.
+        """
+        folder = self._code()
+        text = "".join(constant(folder / file, name) for file, name in places)
+        if [mark for mark in MARKS.findall(text) if mark in self.tokens] != [*self.tokens] or text.count(PLACE) != 1:
+            raise RewardError(
+                f"code: the instruction in {folder / places[0][0]} must have one {', one '.join(self.tokens)} and one "
+                f"{PLACE}: {self.remedy}"
+            )
+        return text
+
+    def _code(self) -> Path:
+        """The folder `code`, or that of the installed package."""
+        if self.code is not None:
+            folder = Path(self.code).expanduser()
+            if not folder.is_dir():
+                raise RewardError(f"code={self.code}: there is no such folder: {self.remedy}")
+            return folder / self.package if (folder / self.package).is_dir() else folder
+        found = importlib.util.find_spec(self.package)
+        if found is None or not found.submodule_search_locations:
+            raise RewardError(f"the authors' wording of {self.package}'s instruction is missing: {self.remedy}")
+        return Path(found.submodule_search_locations[0])
+
+    def texts(self, column: str, prompts: Sequence[str]) -> list[str]:
+        """The instruction of `column` for each of the prompts."""
+        for prompt in prompts:
+            check_marks(prompt)
+        return [self.instructions[column].replace(PLACE, prompt) for prompt in prompts]
+
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        check_marks(prompt)
+
+
+def check_marks(prompt: str) -> None:
+    """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
+    if found := MARKS.search(prompt):
+        raise DataError(f"{prompt!r} contains {found[0]!r}, a special token of the reward model: remove it")
+
+
+def constant(file: Path, name: str) -> str:
+    """The text that a Python file assigns to `name` at its top level, without running it; raises `RewardError`."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RewardError(
+            f"code: {file} cannot be read ({type(error).__name__}: {error}): give the authors' code"
+        ) from None
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets, ast.Constant(str() as text)) if name in [getattr(t, "id", None) for t in targets]:
+                return text
+    raise RewardError(f"code: {file} has no text {name}: use the version of the authors' code that has it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageVlmScorer(VlmScorer):
+    """Those for images, which are resized to `pixels` each."""
+
+    pixels: Annotated[int, Field(ge=28 * 28)] = PIXELS
+
+    @property
+    def network(self) -> RewardModel:
+        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        return reward_model(self.model, self.checkpoint, self.base, self.pixels, *self.placement)
+
+
 # --- HPSv3: how much people prefer an image for its prompt, and how sure of it the model is.
 #
 # Source: "HPSv3: Towards Wide-Spectrum Human Preference Score" (arXiv 2508.03789) and its code (package hpsv3 1.0.0 of
@@ -239,103 +324,86 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
 # Qwen2-VL-7B whose head gives the mean and the logarithm of the deviation of a score. The published weights have not
 # been run by this project.
 
-TOKEN = "<|Reward|>"
-PLACE = "{text_prompt}"
-PACKAGE = "hpsv3"
-REMEDY = "run pip install --no-deps hpsv3, or give the folder of a clone of github.com/MizzenAI/HPSv3 as code"
-
 
 @dataclass(frozen=True, kw_only=True)
-class HpsV3(Scorer):
-    """The mean of the score, and as a further column `sigma`, its deviation.
-
-    `model` is a Hub repository or a local folder with the file `checkpoint`, `base` the Qwen2-VL it was trained from,
-    of which the weights are not needed. The words of the instruction are read from the authors' package, or from the
-    folder `code` of a clone; nothing of it is run.
-    """
+class HpsV3(ImageVlmScorer):
+    """The mean of the score, and as a further column `sigma`, its deviation."""
 
     model: str = "MizzenAI/HPSv3"
     checkpoint: str = "HPSv3.safetensors"
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
-    code: str | None = None
-    pixels: Annotated[int, Field(ge=28 * 28)] = PIXELS
     batch_size: Annotated[int, Field(ge=1)] = 8
-    device: Device = "auto"
-    dtype: Dtype = "auto"
 
-    def __post_init__(self) -> None:
-        _ = self._instruction
+    identity = ("hpsv3", "model", "checkpoint", "base", "pixels")
+    package = "hpsv3"
+    remedy = "run pip install --no-deps hpsv3, or give the folder of a clone of github.com/MizzenAI/HPSv3 as code"
 
-    @property
-    def shares(self) -> str:
-        return f"hpsv3 {self.model} {self.checkpoint} {self.base} {self.pixels} {self.device} {self.dtype}"
-
-    @property
-    def network(self) -> RewardModel:
-        """Loaded when it is first needed, once a process for all that ask for the same one."""
-        device = resolve_device(self.device)
-        dtype = resolve_dtype(self.dtype, device)
-        return reward_model(self.model, self.checkpoint, self.base, TOKEN, self.pixels, device, dtype)
+    @cached_property
+    def instructions(self) -> dict[str, str]:
+        file = "dataset/data_collator_qwen.py"
+        return {"mu": self.wording((file, "INSTRUCTION"), (file, "prompt_with_special_token"))}
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
-        for prompt in prompts:
-            check_marks(prompt)
-        texts = [self._instruction.replace(PLACE, prompt) for prompt in prompts]
+        texts = self.texts("mu", prompts)
         outputs = self.network.outputs([[image] for image in images], texts, "rm_head", self.batch_size)
         if outputs.shape[1:] != (2,):
             raise RewardError(f"model={self.model}: its head returns {outputs.shape[1]} numbers, HPSv3's returns 2")
         return {"mu": outputs[:, 0].tolist(), "sigma": outputs[:, 1].exp().tolist()}
 
-    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        check_marks(prompt)
+
+# --- EditReward: how well an image is edited by an instruction, judged beside its source.
+#
+# Source: "EditReward" (arXiv 2509.26346) and its code (github.com/TIGER-AI-Lab/EditReward, commit edb027e:
+# EditReward/inference_vl_edit.py, lines 111 to 195, EditReward/model/qwen2_5_vl_trainer.py, lines 61 to 399): a
+# Qwen2.5-VL-7B that is asked twice, for how the instruction is followed and for quality, with a head for each, whose
+# means count alike. The published weights have not been run by this project.
+
+# column: (the authors' name of the question, the head)
+QUESTIONS = {
+    "following": ("INSTRUCTION_EDIT_FOLLOWING", "rm_heads.head_0"),
+    "quality": ("INSTRUCTION_EDIT_QUALITY", "rm_heads.head_1"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditReward(ImageVlmScorer):
+    """The mean of `following` and `quality`, which are further columns, as is `sigma`, the deviation of their score.
+
+    The source is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image; the prompt
+    is the instruction of the edit.
+    """
+
+    model: str = "TIGER-Lab/EditReward-Qwen2.5-VL-7B"
+    checkpoint: str = "model.safetensors"
+    base: str = "Qwen/Qwen2.5-VL-7B-Instruct"
+    metadata_key: str = "image"
+    batch_size: Annotated[int, Field(ge=1)] = 4
+
+    package = "EditReward"
+    remedy = "clone github.com/TIGER-AI-Lab/EditReward, and give its folder as code"
 
     @cached_property
-    def _instruction(self) -> str:
-        file = code_folder(self.code, PACKAGE, REMEDY) / "dataset" / "data_collator_qwen.py"
-        text = "".join(constants(file, ["INSTRUCTION", "prompt_with_special_token"]).values())
-        if text.count(TOKEN) != 1 or text.count(PLACE) != 1:
-            raise RewardError(f"code: the instruction in {file} must have one {TOKEN} and one {PLACE}: {REMEDY}")
-        return text
+    def instructions(self) -> dict[str, str]:
+        end = ("dataset/data_collator_qwen_edit.py", "prompt_with_special_token")
+        return {column: self.wording(("dataset/prompts.py", name), end) for column, (name, _) in QUESTIONS.items()}
 
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
+        rows = zip(prompts, metadata, images, strict=True)
+        pictures = [[read(self._source(prompt, row)), image] for prompt, row, image in rows]
+        found = []
+        for column, (_, head) in QUESTIONS.items():
+            texts = self.texts(column, prompts)
+            if head not in self.network.heads:
+                raise RewardError(f"model={self.model} has no {head}: use a model with a head for each question")
+            found.append(self.network.outputs(pictures, texts, head, self.batch_size))
+        both = torch.stack(found)  # [questions, B, mean and logarithm of the deviation]
+        means = dict(zip(QUESTIONS, both[..., 0].tolist(), strict=True))
+        mean = both.mean(0)
+        return {"mean": mean[:, 0].tolist(), **means, "sigma": mean[:, 1].exp().tolist()}
 
-# --- The wording of instructions that a published reward model was trained with, read from its authors' code.
-#
-# Their models grade well only if asked in these very words, which are theirs and not part of gerl. The file is parsed
-# and never run: their packages need versions of others that do not go with gerl.
+    def check_prompt(self, prompt: str, metadata: Metadata) -> None:
+        super().check_prompt(prompt, metadata)
+        self._source(prompt, metadata)
 
-
-def code_folder(code: str | None, package: str, remedy: str) -> Path:
-    """The folder `code`, or that of the installed `package`; without one raises `RewardError`, with the `remedy`."""
-    if code is not None:
-        folder = Path(code).expanduser()
-        if not folder.is_dir():
-            raise RewardError(f"code={code}: there is no such folder: {remedy}")
-        return folder / package if (folder / package).is_dir() else folder
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise RewardError(f"the authors' wording of {package}'s instruction is missing: {remedy}")
-    return Path(found.submodule_search_locations[0])
-
-
-def constants(file: Path, names: Collection[str]) -> dict[str, str]:
-    """The texts that a Python file assigns to `names` at its top level, without running it.
-
-    Raises:
-        RewardError: there is no such file, it is no Python, or it has no text of such a name.
-    """
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise RewardError(
-            f"code: {file} cannot be read ({type(error).__name__}: {error}): give the authors' code"
-        ) from None
-    found = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    if missing := [name for name in names if name not in found]:
-        raise RewardError(f"code: {file} has no text {missing[0]}: use the version of the authors' code that has it")
-    return {name: found[name] for name in names}
+    def _source(self, prompt: str, metadata: Metadata) -> Any:
+        return reference_of("editreward", prompt, metadata, self.metadata_key)

@@ -29,7 +29,7 @@ from gerl.config import (
     ValidationConfig,
     algorithm_config,
 )
-from gerl.data.sources import most_of_a_step
+from gerl.data.sources import max_prompts_per_step
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 
 NFT = algorithm_config(name="diffusion_nft")
@@ -297,7 +297,7 @@ def schedules_of_mixture(draw: st.DrawFn) -> MixtureSchedule:
     shares = draw(st.lists(st.fractions(Fraction(1, 20), 20, max_denominator=20), min_size=1, max_size=5))
     per_step = draw(st.integers(1, 30))
     more = st.integers(0, 40)
-    sizes = [most + draw(more) for most in most_of_a_step(shares, per_step)]
+    sizes = [most + draw(more) for most in max_prompts_per_step(shares, per_step)]
     return MixtureSchedule(tuple(sizes), tuple(shares), per_step, draw(st.booleans()), draw(st.integers(0, 2**70)))
 
 
@@ -315,7 +315,7 @@ def test_every_step_has_the_shares_and_no_prompt_twice(schedule: MixtureSchedule
         assert len(set(batch)) == len(batch) == schedule.per_step
         counts = Counter(source_of(schedule, index) for index in batch)
         seen += counts
-        most = most_of_a_step(schedule.weights, schedule.per_step)
+        most = max_prompts_per_step(schedule.weights, schedule.per_step)
         assert all(counts[i] <= most[i] for i in range(len(shares)))
     for i, share in enumerate(shares):
         assert abs(seen[i] - 8 * schedule.per_step * share) <= 1 + share * max(0, len(shares) - 2)

@@ -168,7 +168,7 @@ def of_lagrange(h: Naive, share: float, second: float, tau: float) -> Tensor:
     supports = algorithm._supports(1)
     x, far = h.xs[supports[0][0]], []
     for number, (points, end) in enumerate(zip(supports, (supports[1][0], h.T), strict=True)):
-        weights = reward_gradient.lagrange_weights([h.sigmas[i] for i in points], h.sigmas[points[0]], h.sigmas[end])
+        weights = lagrange_weights([h.sigmas[i] for i in points], h.sigmas[points[0]], h.sigmas[end])
         total = x
         for place, (i, w) in enumerate(zip(points, weights, strict=True)):
             found = h.v(nested(x, share) if number and place == 0 else h.xs[i], i)

@@ -234,7 +234,11 @@ def test_hydra_errors_are_sentences() -> None:
         (["algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
         (["+algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
         (["algorithm.mix=1"], "algorithm.mix=1: awm does not read it", "only crd, diffusion_nft"),
-        (["algorithm=mix_grpo", "algorithm.mix=1"], "algorithm.mix=1: mix_grpo does not read it", "only crd, diffusion_nft"),
+        (
+            ["algorithm=mix_grpo", "algorithm.mix=1"],
+            "algorithm.mix=1: mix_grpo does not read it",
+            "only crd, diffusion_nft",
+        ),
         (
             ["experiment=wan21_1b3_ocr", "algorithm=crd"],
             "algorithm.timestep_weights=uniform: crd does not read it",

@@ -31,7 +31,7 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
     assert "  model.compile=null\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
     assert "  cluster.device=auto (auto|cpu|cuda)\n" in text
     assert explanation(text, "  algorithm.mix=1.0") == [
-        "b: distance of the implicit policies from the old one [diffusion_nft, crd]"
+        "b: distance of the implicit policies from the old one [crd, diffusion_nft]"
     ]
 
 

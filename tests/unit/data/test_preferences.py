@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from gerl.config import DataConfig
-from gerl.data.preferences import check_groups, good_images
+from gerl.data.preferences import check_groups, images_to_imitate
 from gerl.data.sources import load
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.vote.preferences import Preference, write_preferences
+from gerl.web.ballots import Preference, write_preferences
 
 FILES = DataConfig(train_on="files")
 
@@ -96,10 +96,10 @@ def test_what_vote_writes_is_read(parquet: bool, place: Path, monkeypatch: pytes
 def test_of_images_to_be_imitated_the_good_ones_are_taken(place: Path) -> None:
     file = place / "rows.jsonl"
     read(place, {"chosen": "a.png", "rejected": "b.png"}, {"image": "c.png", "label": False}, {"image": "d.png"})
-    found = good_images(load(str(file), DataConfig(), "data.regularise"))
+    found = images_to_imitate(load(str(file), DataConfig(), "data.regularise"))
     assert [(prompt.id, list(given(prompt))) for prompt in found] == [(-1, ["a"]), (-2, ["d"])]
     with pytest.raises(DataError, match="disliked"):
-        good_images(read(place, {"image": "c.png", "label": False}))
+        images_to_imitate(read(place, {"image": "c.png", "label": False}))
 
 
 @pytest.mark.parametrize(

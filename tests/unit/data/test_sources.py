@@ -9,7 +9,15 @@ import pytest
 
 from gerl.config import Config, DataConfig, ValidationConfig
 from gerl.config.blocks import HubParts, hub_parts, sources
-from gerl.data.sources import check_mixture, digest, held_out_of, load, may_have_pictures, most_of_a_step, weights
+from gerl.data.sources import (
+    check_mixture,
+    digest,
+    limit_prompts,
+    load,
+    max_prompts_per_step,
+    may_have_pictures,
+    weights,
+)
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 
@@ -67,7 +75,7 @@ def test_held_out_prompts_are_shared_among_their_sources(
     places = [(s, i) for s, size in enumerate(sizes) for i in range(size)]
     prompts = [Prompt(n, f"{s}/{i}", source=s) for n, (s, i) in enumerate(places)]
     with caplog.at_level("INFO"):
-        found = held_out_of(prompts, most, [f"{s}.txt" for s in range(len(sizes))])
+        found = limit_prompts(prompts, most, [f"{s}.txt" for s in range(len(sizes))])
     assert [p.text for p in found] == [f"{s}/{i}" for s, count in enumerate(expected) for i in range(count)]
     assert ("excludes 2.txt" in caplog.text and "3 or more" in caplog.text) == (0 in expected)
     assert ("of 1.txt" in caplog.text) == (len(sizes) > 1 and len(found) < len(prompts))
@@ -112,8 +120,8 @@ def test_weights() -> None:
     assert weights("a.txt") is None and weights(["a.txt", "b.txt"]) is None
     assert weights([{"path": "a.txt", "weight": 2}]) is None
     assert weights([{"path": "a.txt", "weight": 0.1}, "b.txt"]) == [Fraction(1, 10), 1]
-    assert most_of_a_step([Fraction(3), Fraction(1)], 8) == [6, 2]
-    assert most_of_a_step([Fraction(2), Fraction(1)], 8) == [6, 3]
+    assert max_prompts_per_step([Fraction(3), Fraction(1)], 8) == [6, 2]
+    assert max_prompts_per_step([Fraction(2), Fraction(1)], 8) == [6, 3]
 
 
 def test_a_source_that_is_too_small_for_its_weight() -> None:

@@ -29,7 +29,7 @@ from replaying import (
     with_controlnet,
 )
 from torch.utils._pytree import tree_map
-from zoo.video_2 import motif_video
+from zoo.video import motif_video
 
 from gerl.engine import ReplayedStep, Tape, guidance, record, replay
 from gerl.engine.batching import shapes

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load
-from zoo import text_to_image_3
+from zoo import text_to_image
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.engine import record
@@ -243,7 +243,7 @@ def test_the_fingerprint_is_that_of_the_base_weights(folders: Folders) -> None:
 
 
 def test_a_safety_checker_is_kept_where_the_pipeline_does_not_draw_without(caplog: pytest.LogCaptureFixture) -> None:
-    pipe = text_to_image_3.cosmos2()
+    pipe = text_to_image.cosmos2()
     with caplog.at_level("INFO", "gerl"):
         leave_out_safety_checker(pipe)
     assert pipe.safety_checker is not None

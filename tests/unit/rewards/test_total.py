@@ -6,7 +6,7 @@ import pytest
 
 from gerl.config import ScorerConfig
 from gerl.protocol import Prompt, ScorerFailure
-from gerl.rewards.total import described, total
+from gerl.rewards.total import describe_reward, total
 
 PROMPT = Prompt(0, "a cat")
 
@@ -40,9 +40,9 @@ def test_the_line_says_what_counts_how_much() -> None:
         "bad": ScorerConfig(-2, scale=0.5, normalise="rank", data_sources=["signs", "pages"]),
         "jpeg": ScorerConfig(0, during="validation"),
     }
-    assert described(scorers) == (
+    assert describe_reward(scorers) == (
         "1 x ocr + 0.1 x bright - 2 x bad (scaled, normalised by rank, for signs and pages); watched: sharpness, "
         "jpeg (in validation)"
     )
-    assert described({"ocr": ScorerConfig()}) == "1 x ocr"
-    assert described({"ocr": ScorerConfig(-1)}) == "-1 x ocr"
+    assert describe_reward({"ocr": ScorerConfig()}) == "1 x ocr"
+    assert describe_reward({"ocr": ScorerConfig(-1)}) == "-1 x ocr"

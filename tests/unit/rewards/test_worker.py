@@ -183,7 +183,7 @@ def test_scorers_are_built_from_the_config_and_paths_are_seen_from_the_drivers_f
     )
     monkeypatch.chdir("/")
     made = RewardWorker({"mine": ScorerConfig(path="mine.py", kwargs={"bonus": 1})}, 0, str(tmp_path))
-    made.ready()
+    made.build()
     images = Images(0, np.zeros((1, 4, 4, 3), np.uint8), 0.0)
     assert made.score("mine", [(0, 0)], ["p"], [{}], images).rows == [{"mine": 5.0}]
-    RewardWorker({}, 0, str(tmp_path / "not on this machine")).ready()
+    RewardWorker({}, 0, str(tmp_path / "not on this machine")).build()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from html_page import Page
 
-from gerl.run import charts
 from gerl.run import page as page_data
 from gerl.run.card import Card
 from gerl.run.report import main, write_report
@@ -82,7 +81,6 @@ def test_whole_run(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "step_20" / "lora").mkdir(parents=True)
     text, page = read(run_dir)
     assert page.tags.count("img") == 2 * 2 * 3  # the pairs on top and those in the sections
-    assert page.tags.count("svg") >= 7
     assert "<b>&482" not in text and "&lt;b&gt;&amp;482" in text
     # Means of the scored prompts, and the mean gain of those scored in both.
     assert ">0.467<" in text and ">0.550<" in text and "+0.233" in text and "4 held-out prompts" in text
@@ -105,15 +103,7 @@ def test_the_best_step_is_named_where_it_is_not_the_last(run_dir: Path) -> None:
     validate(run_dir, 0, [0.1] * 4)
     validate(run_dir, 20, [0.2] * 4)
     text, _ = read(run_dir)
-    assert "the best held-out reward was 0.990, at step 10" in text and "best: 0.990 at step 10" in text
-
-
-def test_constants_stand_in_a_table_and_are_not_drawn(run_dir: Path) -> None:
-    text, page = read(run_dir)
-    constants = dict(re.findall(r"<tr><td>(\w+/[^<]*)</td><td>([^<]*)</td><td>\d+</td></tr>", text))
-    assert constants == {"actor/clip_fraction": "0.2", "group/zero_std_fraction": "0.1"}
-    assert "clipped, share" not in text and "norm of the gradient before clipping" in text
-    assert "learning rate" not in page.words and "LoRA rank" in page.words
+    assert "the best held-out reward was 0.990, at step 10" in text
 
 
 def test_the_configuration_is_shown_by_what_differs_from_the_defaults(run_dir: Path) -> None:
@@ -190,8 +180,8 @@ def test_one_validation(run_dir: Path) -> None:
 
 def test_one_step(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1)
-    text, page = read(tmp_path)
-    assert page.tags.count("svg") > 2 and "measured once so far" in text
+    text, _ = read(tmp_path)
+    assert "measured once so far" in text
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1', '{"step": 1, "reward/mean": null}\n'])
@@ -199,14 +189,8 @@ def test_no_metrics_yet(tmp_path: Path, content: str | None) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG if content is None else "not: [valid")
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    text, page = read(tmp_path)
-    assert "No reward measured yet" in text and "svg" not in page.tags
-
-
-def test_long_run_is_thinned(tmp_path: Path) -> None:
-    rows = [{"step": i, "actor/ratio_deviation": 1e-3 if i == 777 else 1e-8} for i in range(5000)]
-    x, y = charts._binned(*charts.series(rows, "actor/ratio_deviation"), reduce=np.max)
-    assert len(x) == charts.MAX_POINTS and y.max() == 1e-3
+    text, _ = read(tmp_path)
+    assert "No reward measured yet" in text
 
 
 def test_the_live_page_is_in_the_report_with_its_data(run_dir: Path) -> None:

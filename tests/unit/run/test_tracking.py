@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from gerl.errors import GerlError
-from gerl.run.tracking import MetricsLog, read_metrics
+from gerl.run.tracking import MetricsLog, best_step, read_metrics, series
 
 
 def test_one_valid_json_object_per_step(tmp_path: Path) -> None:
@@ -81,3 +81,10 @@ def test_an_image_is_named_after_its_step(tmp_path: Path) -> None:
     path = log.image(3, "train", Image.new("RGB", (8, 4), (255, 0, 0)))
     log.close()
     assert path == tmp_path / "samples" / "train_000003.png" and Image.open(path).size == (8, 4)
+
+
+def test_the_best_step_is_the_last_of_the_highest_held_out_rewards() -> None:
+    rows = [{"step": step, "val/reward/mean": value} for step, value in ((0, 0.1), (2, 0.4), (4, 0.4), (6, None))]
+    x, y = series([*rows, {"step": 7}], "val/reward/mean")
+    assert x.tolist() == [0, 2, 4, 6] and y[:3].tolist() == [0.1, 0.4, 0.4] and math.isnan(y[3])
+    assert best_step(rows) == (4, 0.4) and best_step(rows[:1]) is None

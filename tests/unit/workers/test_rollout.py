@@ -12,7 +12,7 @@ from diffusers.pipelines.ltx2.pipeline_output import LTX2PipelineOutput
 from diffusers.pipelines.pipeline_utils import AudioPipelineOutput, ImagePipelineOutput
 from diffusers.utils import BaseOutput
 from replaying import randomise
-from zoo import text_to_image_2, text_to_image_3
+from zoo import text_to_image
 from zoo.base import Entry
 from zoo.checks import build, call_for
 
@@ -32,8 +32,8 @@ from gerl.workers.rollout import Rollout, count_blank, to_uint8
 
 # preset -> bound of the share of the recorded bytes that is kept; grpo_guard reads the recorded means
 KEPT = {"flow_grpo": 0.43, "flow_grpo_fast": 0.38, "awm_fast": 0.7, "branch_grpo": 0.58, "grpo_guard": 0.7}
-PRX = next(e for e in text_to_image_2.ENTRIES if e.name == "PRXPipeline")
-LITE = next(e for e in text_to_image_3.ENTRIES if e.name == "DreamLitePipeline")
+PRX = next(e for e in text_to_image.ENTRIES if e.name == "PRXPipeline")
+LITE = next(e for e in text_to_image.ENTRIES if e.name == "DreamLitePipeline")
 CALLS = {"PRXPipeline": {"use_resolution_binning": False}, "DreamLitePipeline": {"max_sequence_length": 16}}
 
 
@@ -156,7 +156,7 @@ def test_sound_alone_is_refused() -> None:
 
 
 def test_the_images_of_kandinsky_5_are_drawn() -> None:
-    entry = next(e for e in text_to_image_2.ENTRIES if e.name == "Kandinsky5T2IPipeline")
+    entry = next(e for e in text_to_image.ENTRIES if e.name == "Kandinsky5T2IPipeline")
     pipe, _ = build(entry)
     output = pipe(**call_for(entry, pipe, guided=False) | {"output_type": "np"})
     assert to_uint8(output).shape == (4, 32, 32, 3)

@@ -12,7 +12,7 @@ from tiny_blip import SIZE, WORDS, blip_folder, original_file, spacy_folder
 from tiny_clip import assert_scored_alone, pictures
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.blip_vqa import BlipVqa, question
+from gerl.rewards.scorers.blip import BlipVqa, question
 
 PROMPTS = ["a red cat and the blue dog", "the mat", "a cat on the top of a mat"]
 PHRASES = [["a red cat", "and the blue dog"], ["the mat"], ["a cat", "on the top", "of a mat"]]

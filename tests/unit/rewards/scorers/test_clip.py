@@ -25,11 +25,8 @@ from gerl.rewards.scorers.clip import (
     ClipTower,
     PickScore,
     clip_tower,
-    linear_head,
-    read_tensors,
-    resolve_device,
-    resolve_dtype,
 )
+from gerl.rewards.scorers.networks import linear_head, read_tensors, resolve_device, resolve_dtype
 from gerl.rewards.scorers.similarity import ImageSimilarity
 
 PROMPTS = ["a cat", "two dogs on a mat", "a cat"]

@@ -14,7 +14,7 @@ from gerl.config import ScorerConfig
 from gerl.errors import Interrupted, RewardError
 from gerl.objects import PREFIX, function, offered, pipeline
 from gerl.protocol import Images, Prompt
-from gerl.rewards.manager import given
+from gerl.rewards.manager import functions_of
 from gerl.rewards.scorers import build_scorer
 from gerl.rewards.scorers.custom import Call
 from gerl.rewards.worker import RewardWorker
@@ -150,10 +150,10 @@ def test_without_its_program_a_function_is_not_there() -> None:
 def test_a_worker_gets_its_functions_and_names_the_line_that_raised() -> None:
     scorers = {"f": ScorerConfig(path="python:f"), "ocr": ScorerConfig()}
     with offered({"f": fails, "other": of_two}, {}):
-        functions = given(scorers)
+        functions = functions_of(scorers)
         assert functions == {"f": fails}
         worker = RewardWorker({"f": scorers["f"]}, 0, ".", functions)
-        worker.ready()
+        worker.build()
         answer = worker.score("f", [(0, 0)], ["a"], [{}], Images(0, np.zeros((1, 2, 2, 3), np.uint8), 0.0))
     reason = answer.rows[0]["f"].reason  # type: ignore[union-attr]
     assert "ValueError: no" in reason and "test_custom.py, line" in reason and 'raise ValueError("no")' in reason

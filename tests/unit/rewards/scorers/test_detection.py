@@ -14,7 +14,7 @@ from tiny_clip import pictures
 from tiny_detectors import LABELS
 
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.detection import Detection, detector, detector_labels, find_label, mask_box
+from gerl.rewards.scorers.geneval import Detection, detector, detector_labels, find_label, mask_box
 
 THRESHOLD = 0.15
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.dpg import DpgScorer, Question, score
+from gerl.rewards.scorers.vqa import DpgScorer, Question, score
 
 ASKED = [
     {"proposition_id": "1", "dependency": "0", "question_natural_language": "Is there a cat?"},

@@ -8,8 +8,7 @@ from tiny_qwen import PIXELS, head, hidden_of_token, qwen_folder, save_reward_mo
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.editreward import EditReward
-from gerl.rewards.scorers.vlm_reward import TOKEN
+from gerl.rewards.scorers.vlm_reward import TOKEN, EditReward
 
 PROMPTS = ["make it blue", "remove the dog", "make it blue"]
 QUESTIONS = """
@@ -76,7 +75,7 @@ def test_rows_and_code_that_cannot_be_used_are_found_before_any_work(made: Any, 
     (tmp_path / "dataset").mkdir()
     for name, text in WORDS.items():
         (tmp_path / "dataset" / name).write_text(text.replace("Good? {text_prompt}", "Good?"))
-    with pytest.raises(RewardError, match=r"question of quality in .* must have one"):
+    with pytest.raises(RewardError, match=r"instruction in .* must have one"):
         EditReward(code=str(tmp_path))
 
 

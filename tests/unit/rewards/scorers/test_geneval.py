@@ -11,8 +11,18 @@ from tiny_clip import pictures, whole_model
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.detection import Box, Detection, detector
-from gerl.rewards.scorers.geneval import COLOURS, GenEvalScorer, Verdict, judge, object_crop, parse_row, relations
+from gerl.rewards.scorers.geneval import (
+    COLOURS,
+    Box,
+    Detection,
+    GenEvalScorer,
+    Verdict,
+    detector,
+    judge,
+    object_crop,
+    parse_row,
+    relations,
+)
 
 DOG, TWO_DOGS = {"class": "dog", "count": 1}, {"class": "dog", "count": 2}
 RED_DOG = DOG | {"color": "red"}

@@ -7,7 +7,7 @@ from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.geneval2 import GenEval2, geometric_mean, words
+from gerl.rewards.scorers.vqa import GenEval2, geometric_mean, words
 
 ASKED = [["How many cats are in the image?", "two"], ["Are the cats red?", "Yes"], ["Are there any cats?", "Yes"]]
 CATS = Prompt(0, "two red cats", {"vqa_list": ASKED})

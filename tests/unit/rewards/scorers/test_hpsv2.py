@@ -15,7 +15,8 @@ from tiny_clip import SIZE, assert_scored_alone, pictures
 from torchvision_ops import importable_open_clip
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.hpsv2 import HpsV2, preprocess
+from gerl.rewards.scorers.clip import HpsV2
+from gerl.rewards.scorers.networks import longer_side, normalised, tensors_of
 
 PROMPTS = ["a cat", "Two dogs on  a mat", "a cat", "fish &amp; chips " * 9]
 CHECKPOINT = "HPS_v2.1_compressed.pt"
@@ -93,10 +94,15 @@ def transformers_clip(folder: str) -> transformers.CLIPModel:
     return model
 
 
+def seen(image: Image.Image) -> torch.Tensor:
+    """The pixels that the model gets of an image."""
+    return normalised(longer_side(tensors_of([image]), SIZE), MEAN, STD)[0]
+
+
 def test_the_score_is_the_cosine_that_transformers_computes(folder: str) -> None:
     model, images = transformers_clip(folder), pictures(4)
     ids = importlib.import_module("open_clip").get_tokenizer("tiny")(PROMPTS)
-    pixels = torch.stack([preprocess(image, SIZE) for image in images])
+    pixels = torch.stack([seen(image) for image in images])
     with torch.no_grad():
         output = model(input_ids=ids, pixel_values=pixels)
     expected = (output.image_embeds * output.text_embeds).sum(-1).tolist()
@@ -136,15 +142,15 @@ def test_pixels_are_those_of_the_operations_of_the_authors(folder: str, shape: t
     left, top = (SIZE - width) // 2, (SIZE - height) // 2
     whole = functional.pad(whole, [left, top, SIZE - width - left, SIZE - height - top])
     expected = functional.normalize(whole, MEAN, STD)
-    torch.testing.assert_close(preprocess(Image.fromarray(pixels), SIZE), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(seen(Image.fromarray(pixels)), expected, atol=1e-5, rtol=0)
 
 
 def test_the_whole_image_is_seen_between_black_bars() -> None:
-    seen = preprocess(Image.new("L", (64, 33), 255), SIZE)  # 32 x 16.5 rounds to 16 rows
+    pixels = seen(Image.new("L", (64, 33), 255))  # 32 x 16.5 rounds to 16 rows
     black, white = (torch.tensor([(value - m) / s for m, s in zip(MEAN, STD, strict=True)]) for value in (0, 1))
-    assert seen.shape == (3, SIZE, SIZE)
+    assert pixels.shape == (3, SIZE, SIZE)
     for rows, colour in ((slice(0, 8), black), (slice(8, 24), white), (slice(24, 32), black)):
-        torch.testing.assert_close(seen[:, rows], colour[:, None, None].expand_as(seen[:, rows]), atol=1e-5, rtol=0)
+        torch.testing.assert_close(pixels[:, rows], colour[:, None, None].expand_as(pixels[:, rows]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("broken", ["logit_scale", "visual.proj", "state_dict"])

@@ -12,7 +12,7 @@ from tensor_scores import assert_differentiable
 from tiny_clip import assert_scored_alone, pictures
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.imagereward import ImageReward, preprocess
+from gerl.rewards.scorers.blip import ImageReward, preprocess
 
 Tensors = dict[str, torch.Tensor]
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] a cat dog on the red mat two blue sky sits".split()

@@ -6,11 +6,11 @@ from PIL import Image
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
-from gerl.rewards.scorers.unified_reward import UnifiedReward2, UnifiedRewardScorer
+from gerl.rewards.scorers.vlm_judge import UnifiedReward1, UnifiedReward2
 
 
-def scorer(url: str, **kwargs: Any) -> UnifiedRewardScorer:
-    return UnifiedRewardScorer(base_url=f"{url}/v1", **{"timeout": 5.0, "backoff": 0.01, "answer_retries": 0, **kwargs})
+def scorer(url: str, **kwargs: Any) -> UnifiedReward1:
+    return UnifiedReward1(base_url=f"{url}/v1", **{"timeout": 5.0, "backoff": 0.01, "answer_retries": 0, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_no_score_of_one_to_five_is_an_error(text: str) -> None:
         scorer(service.url)([Image.new("RGB", (9, 9))], ["a cat"], [{}])
 
 
-@pytest.mark.parametrize("kind", [UnifiedRewardScorer, UnifiedReward2])
+@pytest.mark.parametrize("kind", [UnifiedReward1, UnifiedReward2])
 def test_a_grade_in_an_answer_that_was_cut_off_is_none(kind: Any) -> None:
     text = "Final Score: 4\nAlignment Score (1-5): 4\nCoherence Score (1-5): 4\nStyle Score (1-5): 4"
     with serving(*judge_says(text, finish="length")) as service, pytest.raises(RewardError, match="max_tokens"):

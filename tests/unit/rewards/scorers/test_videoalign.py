@@ -201,7 +201,7 @@ def test_the_words_are_those_of_the_authors_code_which_is_not_run(made: Any, tmp
     with pytest.raises(RewardError, match=r"clone github\.com/KwaiVGI/VideoAlign, and give its folder as code"):
         VideoAlign()
     (tmp_path / "prompt_template.py").write_text(WORDS.replace(TOKENS[1], TOKENS[0]))
-    with pytest.raises(RewardError, match=r"must have one each of <\|VQ_reward\|>, <\|MQ_reward\|>"):
+    with pytest.raises(RewardError, match=r"must have one <\|VQ_reward\|>, one <\|MQ_reward\|>"):
         VideoAlign(code=str(tmp_path))
 
 

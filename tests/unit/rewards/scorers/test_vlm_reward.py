@@ -116,7 +116,7 @@ def test_the_words_are_those_of_the_authors_code_which_is_not_run(
     package = shutil.copytree(Path(made[0]["code"]) / "dataset", tmp_path / "hpsv3" / "dataset").parent
     (package / "__init__.py").write_text("raise AssertionError('it was run')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert HpsV3(**kwargs)._instruction == HpsV3(**kwargs, code=str(tmp_path))._instruction
+    assert HpsV3(**kwargs).instructions == HpsV3(**kwargs, code=str(tmp_path)).instructions
     file = package / "dataset" / "data_collator_qwen.py"
     for text, message in [
         ("INSTRUCTION = 'a'", "has no text prompt_with_special_token"),

@@ -1,4 +1,0 @@
-from gerl.commandline import signals
-from gerl.commandline.command import start
-
-signals.exit_with(start("gerl.watch.command"))

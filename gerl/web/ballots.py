@@ -1,0 +1,515 @@
+"""The state of a vote service: its groups, the votes on them, the ranks these give, and the journal on disk."""
+
+import hashlib
+import importlib.util
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from gerl.errors import GerlError, RewardError
+from gerl.utils.files import reason, write_file, writing
+
+# --- A group that people are asked about, as the run describes it, with the votes on it
+
+Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
+MOST = 256  # images of a group, and groups of a step: more is no work for people
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoteRequest:
+    """A group as the run describes it; see `gerl.protocol.FeedbackRequest`. `digests`: of the content of its images."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    key: Hex
+    run: Annotated[str, Field(max_length=400)]
+    step: Annotated[int, Field(ge=0)]
+    prompt: int
+    seeds: Annotated[list[int], Field(min_length=2, max_length=MOST)]
+    digests: Annotated[list[Hex], Field(min_length=2, max_length=MOST)]
+    together: Annotated[list[Hex], Field(max_length=10 * MOST)]
+
+    @property
+    def id(self) -> str:
+        """Names the group with the content of its images: others of the same key are another group."""
+        return hashlib.sha256("/".join([self.key, *self.digests]).encode()).hexdigest()[:16]
+
+
+ASKED = TypeAdapter(VoteRequest)
+
+
+def asked(values: object) -> VoteRequest:
+    """`values` from a request or the journal; raises `RewardError` for anything else."""
+    try:
+        found = ASKED.validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["group", *map(str, first["loc"])])
+        raise RewardError(f"{where}: {first['msg']} (is the run of another version of gerl?)") from None
+    if len(found.digests) != len(found.seeds):
+        raise RewardError(f"group: {len(found.digests)} digests for {len(found.seeds)} seeds: send one per image")
+    return found
+
+
+@dataclass(frozen=True)
+class Vote:
+    """Ranks `[B]` from 1 for the best, ties share one, of a voter at a time (seconds since 1970)."""
+
+    voter: str
+    ranks: list[int]
+    time: float
+    used: bool = False  # the run has learned from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """A vote on a group of N images: `ranks` [N] from 1 for the best, ties share one; skipped: all 1.
+
+    images: [N] PNGs, relative to the file's folder; sources: likewise, of the pictures that the prompt comes with.
+    time: seconds since 1970. used: the run has learned from it.
+    """
+
+    run: str
+    step: int
+    prompt_id: int
+    prompt: str
+    images: list[str]
+    sources: list[str]
+    seeds: list[int]
+    ranks: list[int]
+    voter: str
+    time: float
+    used: bool
+
+
+@dataclass
+class Ballot:
+    """A group with the files of its images, relative to the folder of the votes, and the votes, by voter.
+
+    sources: pictures that the prompt comes with, such as the one that is edited; files too.
+    """
+
+    asked: VoteRequest
+    text: str  # the prompt
+    images: list[str]
+    sources: list[str] = field(default_factory=list)
+    votes: dict[str, Vote] = field(default_factory=dict)
+    taken: bool = False  # the run has the scores
+    seen: float = field(default_factory=time.monotonic)  # when the run asked the last time
+    holder: str | None = None  # the voter to whom it is shown
+    until: float = 0.0  # as long as nobody else is
+
+    @property
+    def id(self) -> str:
+        return self.asked.id
+
+    def row(self) -> dict[str, Any]:
+        """Its line of the journal."""
+        row = {"kind": "group", "group": asdict(self.asked), "text": self.text, "images": self.images}
+        return {**row, "sources": self.sources} if self.sources else row
+
+
+def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind: str = "") -> list[str]:
+    """Write PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
+    paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
+    (folder / "images" / group.id).mkdir(parents=True, exist_ok=True)
+    for path, content in zip(paths, files, strict=True):
+        (folder / path).write_bytes(content)
+    return paths
+
+
+# --- The state of a vote service: which groups are to be voted on, who looks at which, and what was said.
+#
+# Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
+
+logger = logging.getLogger("gerl")
+HERE = 60.0  # seconds without a sign after which a voter, or who asks about a group, counts as gone
+UNASKED = 600.0  # seconds after which groups that the run announced and did not ask about are waited for no longer
+
+
+class Refused(GerlError):
+    """A vote or undo that cannot be, in words for the voter."""
+
+
+@dataclass
+class Rules:
+    """votes: on a group, of different people, before it counts. lease: seconds for which a group is one voter's alone.
+
+    undo: seconds after the last vote of a step in which it can be taken back. steps: of the run, if they are known.
+    """
+
+    votes: int = 1
+    lease: float = 120.0
+    undo: float = 3.0
+    steps: int | None = None
+
+
+@dataclass
+class Ballots:
+    """Groups and votes in `folder`; `changed` is called after each change, `clock` counts seconds."""
+
+    folder: Path
+    rules: Rules = field(default_factory=Rules)
+    changed: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.folder)
+        self.ballots: dict[str, Ballot] = {}  # by id, in the order in which they came
+        self.newest: dict[str, str] = {}  # key -> id: a group drawn anew with other pixels takes its place
+        self.last: dict[str, list[str]] = {}  # voter -> ids voted on, the newest last
+        self.voters: dict[str, float] = {}  # when there was a sign of the page of each
+        self.active: dict[str, float] = {}  # and of the person
+        self.asking = -HERE  # when the run asked the last time
+        self.voted = 0.0  # when the last vote came
+        self.step, self.ended = 0, ""
+        for row in self.journal.replay():
+            self._apply(row)
+
+    def _apply(self, row: dict[str, Any]) -> None:
+        """Do what a line of the journal says; raises `GerlError` for a line that cannot be."""
+        try:
+            match row["kind"]:
+                case "group":
+                    files = row["images"], row.get("sources", [])
+                    self._add(Ballot(asked(row["group"]), row["text"], *files, seen=self.clock()))
+                case "vote":
+                    ballot = self.ballots[row["group"]]
+                    ballot.votes[row["voter"]] = Vote(row["voter"], row["ranks"], row["time"])
+                    self._forget(row["voter"], ballot.id).append(ballot.id)
+                case "undo":
+                    del self.ballots[row["group"]].votes[row["voter"]]
+                    self._forget(row["voter"], row["group"])
+                case "taken":
+                    for name in row["groups"]:
+                        self._take(self.ballots[name])
+        except (KeyError, TypeError, RewardError) as error:
+            raise GerlError(f"{self.journal.path} has an inconsistent line ({error}): move it away") from None
+
+    def _add(self, ballot: Ballot) -> None:
+        self.ballots[ballot.id] = ballot
+        self.newest[ballot.asked.key] = ballot.id
+        self.step = max(self.step, ballot.asked.step)
+
+    def _forget(self, voter: str, name: str) -> list[str]:
+        given = self.last.setdefault(voter, [])
+        if name in given:
+            given.remove(name)
+        return given
+
+    def _take(self, ballot: Ballot) -> None:
+        ballot.taken = True
+        ballot.votes = {v.voter: Vote(v.voter, v.ranks, v.time, used=True) for v in ballot.votes.values()}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.journal.append({**row, "time": row.get("time", time.time())})
+        self._apply(row)
+        self.changed()
+
+    # --- for the run
+
+    def ask(
+        self, group: VoteRequest, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()
+    ) -> list[float] | str:
+        """The scores `[B]` of a group, or what is waited for: "images" or "votes".
+
+        Scores are given out when all groups that are asked about together have theirs: until then votes can be taken
+        back. Raises `GerlError` if something cannot be written.
+        """
+        self.asking, self.step = self.clock(), group.step
+        if group.id not in self.ballots:
+            if not files:
+                return "images"
+            with writing(self.folder / "images"):
+                paths = write_images(self.folder, group, files)
+                beside = write_images(self.folder, group, sources, "source_")
+            self._write(Ballot(group, text, paths, beside).row())
+        ballot = self.ballots[group.id]
+        ballot.seen = self.clock()
+        self.newest[group.key] = ballot.id
+        if not self._decided(ballot) or not self._complete(group):
+            return "votes"
+        if not ballot.taken:
+            names = [
+                name for key in group.together if (name := self.newest.get(key)) and self._decided(self.ballots[name])
+            ]
+            self._write({"kind": "taken", "groups": list(dict.fromkeys([*names, ballot.id]))})
+            self.write_preferences()
+        return mean_scores([vote.ranks for vote in ballot.votes.values() if vote.used])
+
+    def _decided(self, ballot: Ballot) -> bool:
+        return ballot.taken or len(ballot.votes) >= self.rules.votes
+
+    def _complete(self, group: VoteRequest) -> bool:
+        """Whether all groups that `group` is asked about with have their votes, and none is to be taken back."""
+        known = [self.newest.get(key) for key in group.together]
+        now, since = self.clock(), self.voted
+        if any(name is not None and not self._decided(self.ballots[name]) for name in known):
+            return False
+        if any(name is not None and self.ballots[name].taken for name in known):
+            return True
+        return now - since >= (UNASKED if None in known else self.rules.undo)
+
+    # --- for voters
+
+    def sign(self, voter: str, active: bool = True) -> None:
+        """A voter's page is open; an `active` one does something, and keeps the group that is shown."""
+        now, news = self.clock(), voter not in self.present() or (active and self.idle(voter))
+        self.voters[voter] = now
+        if active:
+            self.active[voter] = now
+            if (held := self._held(voter)) is not None:
+                held.until = now + self.rules.lease
+        if news:
+            self.changed()
+
+    def idle(self, voter: str) -> bool:
+        """Whether there was no sign of a voter for so long that others come first, if there are others."""
+        away = self.clock() - self.active.get(voter, -self.rules.lease) >= self.rules.lease
+        return away and any(other != voter for other in self.present())
+
+    def present(self) -> list[str]:
+        """The voters who are there."""
+        return [voter for voter, seen in self.voters.items() if self.clock() - seen < HERE]
+
+    def open(self) -> list[Ballot]:
+        """The groups that want votes, the oldest step first."""
+        now = self.clock()
+        asking = now - self.asking < HERE
+        wanted = [
+            ballot
+            for ballot in self.ballots.values()
+            if not self._decided(ballot)
+            and self.newest[ballot.asked.key] == ballot.id
+            and not (asking and now - ballot.seen > HERE)
+        ]
+        return sorted(wanted, key=lambda ballot: ballot.asked.step)
+
+    def _held(self, voter: str) -> Ballot | None:
+        return next((b for b in self.open() if b.holder == voter and voter not in b.votes), None)
+
+    def next(self, voter: str) -> tuple[Ballot | None, Ballot | None]:
+        """The group to show to a voter, who holds it from now on, and the one that is likely to come after it."""
+        now, held = self.clock(), self._held(voter)
+        free = [b for b in self.open() if voter not in b.votes and (b.holder in (None, voter) or b.until <= now)]
+        if held is None and free and not self.idle(voter):
+            held = free[0]
+            held.holder, held.until = voter, now + self.rules.lease
+        return held, next((ballot for ballot in free if ballot is not held), None)
+
+    def vote(self, voter: str, name: str, ranks: Sequence[int]) -> None:
+        """Keep the vote on group `name`; one by the same voter before is replaced. Raises `Refused`."""
+        ballot = self.ballots.get(name)
+        if ballot is None:
+            raise Refused("there is no such group: reload the page")
+        try:
+            given = checked(ranks, len(ballot.images))
+        except RewardError as error:
+            raise Refused(str(error)) from None
+        if voter in ballot.votes and ballot.votes[voter].used:
+            raise Refused(f"step {ballot.asked.step} has already been trained with your vote on it")
+        self.sign(voter)
+        ballot.holder, self.voted = None, self.clock()
+        self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
+
+    def undoable(self, voter: str) -> Ballot | None:
+        """The group of the voter's last vote; it is too late to take it back where that is `taken`."""
+        given = self.last.get(voter)
+        return self.ballots[given[-1]] if given else None
+
+    def undo(self, voter: str) -> None:
+        """Take the last vote of a voter back, who is shown the group again; raises `Refused` if it is too late."""
+        ballot = self.undoable(voter)
+        if ballot is None:
+            raise Refused("there is no vote to undo")
+        if ballot.votes[voter].used:
+            raise Refused(f"too late: step {ballot.asked.step} has been trained with that vote")
+        if (held := self._held(voter)) is not None:
+            held.holder = None
+        ballot.holder, ballot.until = voter, self.clock() + self.rules.lease
+        self._write({"kind": "undo", "group": ballot.id, "voter": voter})
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run is and what there is to do, for the page."""
+        waiting = self.open()
+        step = waiting[0].asked.step if waiting else self.step
+        current = {b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id}
+        count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
+        return {
+            "step": step,
+            "steps": self.rules.steps,
+            "waiting": len(waiting),
+            "decided": sum(self._decided(ballot) for ballot in current.values()),
+            "groups": max(count, len(current)),
+            "voters": len(self.present()),
+            "votes": sum(len(ballot.votes) for ballot in self.ballots.values()),
+            "asking": self.clock() - self.asking < HERE,
+            "ended": self.ended,
+        }
+
+    def end(self, said: str) -> None:
+        """The run is over; `said` tells voters how."""
+        self.ended = said
+        self.changed()
+
+    def preferences(self) -> list[Preference]:
+        """All votes, in the order of the groups."""
+        return [
+            Preference(
+                run=ballot.asked.run,
+                step=ballot.asked.step,
+                prompt_id=ballot.asked.prompt,
+                prompt=ballot.text,
+                images=ballot.images,
+                sources=ballot.sources,
+                seeds=ballot.asked.seeds,
+                ranks=vote.ranks,
+                voter=vote.voter,
+                time=vote.time,
+                used=vote.used,
+            )
+            for ballot in self.ballots.values()
+            for vote in ballot.votes.values()
+        ]
+
+    def write_preferences(self) -> Path | None:
+        """Write the votes as a preference file, if there are any; a failure is only warned of: the journal has all."""
+        try:
+            return write_preferences(self.folder, self.preferences())
+        except GerlError as error:
+            logger.warning("%s", error)
+            return None
+
+
+# --- The journal of a vote service: what happened, a line each, on disk before anybody is told of it
+
+NAME = "journal.jsonl"
+
+
+class Journal:
+    """Lines of JSON in `folder`, which is made with the first one; a service that starts anew reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._file: FileIO | None = None
+
+    def replay(self) -> list[dict[str, Any]]:
+        """All rows so far; what a power cut left of a last line is taken off.
+
+        Raises `GerlError` if the file cannot be read.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            content = self.path.read_bytes()
+            end = content.rfind(b"\n") + 1
+            if end < len(content):
+                logger.warning("%s ends with an incomplete line, which is ignored", self.path)
+                with self.path.open("r+b") as file:
+                    file.truncate(end)
+            rows = [json.loads(line) for line in content[:end].splitlines()]
+        except (OSError, ValueError) as error:
+            raise GerlError(f"{self.path} cannot be read ({reason(error)}): repair it, or move it away") from None
+        if any(not isinstance(row, dict) or "kind" not in row for row in rows):
+            raise GerlError(f"{self.path} is not a journal of votes: move it away")
+        return rows
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written: nothing of it is."""
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        with writing(self.path):
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab", buffering=0)  # what cannot be written must not wait for the next row
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(end)
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+# --- Ranks that people give, from 1 for the best, and the scores they stand for
+
+SKIPPED = 0.5  # the score of all images where they are all equal
+
+
+def checked(ranks: Sequence[int], count: int) -> list[int]:
+    """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for what is none."""
+    if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
+        raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")
+    levels = sorted(set(ranks))
+    return [levels.index(rank) + 1 for rank in ranks]
+
+
+def scores(ranks: Sequence[int]) -> list[float]:
+    """1 for the first rank, 0 for the last, the others evenly between them; all 0.5 where there is only one."""
+    last = max(ranks)
+    return [SKIPPED if last == 1 else 1 - (rank - 1) / (last - 1) for rank in ranks]
+
+
+def mean_scores(votes: Sequence[Sequence[int]]) -> list[float]:
+    """The mean over the votes `[V, B]` on a group, `[B]`."""
+    columns = zip(*(scores(ranks) for ranks in votes), strict=True)
+    return [sum(column) / len(column) for column in columns]
+
+
+# --- Votes as a preference file: `preferences.parquet`, or `.jsonl` without pyarrow; docs/vote.md has the schema
+
+STEM = "preferences"
+
+
+def write_preferences(folder: Path, rows: Sequence[Preference]) -> Path | None:
+    """Write all votes, complete or not at all; the file, None without votes. Raises `GerlError` if it cannot."""
+    if not rows:
+        return None
+    values = [asdict(row) for row in rows]
+    if importlib.util.find_spec("pyarrow") is None:
+        path = folder / f"{STEM}.jsonl"
+        write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in values))
+        return path
+    path = folder / f"{STEM}.parquet"
+    write_file(path, _parquet(values))
+    return path
+
+
+def _parquet(values: list[dict[str, Any]]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema(
+        {
+            "run": pyarrow.string(),
+            "step": pyarrow.int64(),
+            "prompt_id": pyarrow.int64(),
+            "prompt": pyarrow.string(),
+            "images": pyarrow.list_(pyarrow.string()),
+            "sources": pyarrow.list_(pyarrow.string()),
+            "seeds": pyarrow.list_(pyarrow.int64()),
+            "ranks": pyarrow.list_(pyarrow.int64()),
+            "voter": pyarrow.string(),
+            "time": pyarrow.timestamp("us", tz="UTC"),
+            "used": pyarrow.bool_(),
+        }
+    )
+    rows = [{**row, "time": round(row["time"] * 1e6)} for row in values]
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer)
+    return buffer.getvalue()

@@ -1,0 +1,205 @@
+"""Self-contained HTML pages: a table whose lines sort the cards below it, image grids, and pages of cards."""
+
+import base64
+import bisect
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a card, and below it caption, gain, note, why it has no score, and its scores by column."""
+
+    uri: str  # data: URI; JPEG is shown smooth, PNG with sharp pixels
+    alt: str
+    caption: str = ""
+    gain: str = ""
+    trend: str = ""  # up or down: the colour of the gain
+    note: str = ""
+    failure: str = ""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Pictures that belong together under a heading. `values`: by what each line of the table sorts the cards."""
+
+    pictures: Sequence[Picture]
+    values: Sequence[float | None] = ()
+    heading: str = ""
+    note: str = ""
+    gain: str = ""
+    trend: str = ""  # up, down or flat: the colour of the card's edge
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table, whose name is a button that sorts the cards; `first` of those that belong together.
+
+    A cell of numbers is shown as a histogram: so many values of the column lie in each of equal parts.
+    """
+
+    name: str
+    cells: Sequence[str | Sequence[int]]
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of its own above the others, with remarks; its lines are plain text."""
+
+    title: str
+    remarks: Sequence[str]
+    head: Sequence[str] = ()
+    lines: Sequence[Sequence[str]] = ()
+
+
+def card_page(
+    title: str,
+    note: str,
+    head: Sequence[str],
+    lines: Sequence[Line],
+    cards: Sequence[Card],
+    chosen: int = 0,
+    wide: str = "14rem",
+    least: str = "8rem",
+    sheets: Sequence[Sheet] = (),
+) -> str:
+    """The page of a table with `lines` under `head` and of cards, sorted at first by line `chosen`, highest first.
+
+    Cards without a value there come last. wide, least: CSS lengths, the least width of a card and of a picture in it.
+    sheets: tables above all this.
+    """
+    ranked = sorted(cards, key=lambda card: descending(card.values[chosen] if card.values else None))
+    shown = {"note": note, "head": head, "lines": lines, "cards": ranked, "chosen": chosen, "sheets": sheets}
+    return render("page.html.j2", title=title, wide=wide, least=least, **shown)
+
+
+def descending(value: float | None) -> tuple[bool, float]:
+    """A key that sorts the highest value first, and what has no value last."""
+    return value is None, -(value or 0.0)
+
+
+def show(value: float | None, sign: str = "") -> str:
+    """A number with four significant digits; `sign` "+" shows the sign of positive ones too."""
+    return "-" if value is None or math.isnan(value) else f"{value:{sign}.4g}"
+
+
+def render(template: str, **values: object) -> str:
+    """The page of `template` with `values`, escaped; a value that the template misses is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["show"] = show
+    return environment.get_template(template).render(**values)
+
+
+def page_assets(own: str = "") -> dict[str, str]:
+    """`script` and `style` of the page that shows a run; with `own`, its rules are for what is in that element only."""
+    script, style = ((ASSETS / f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    shared, mark, rules = style.partition("/* all below")
+    return {"script": script, "style": f"{shared}{own} {{\n{mark}{rules}}}\n" if own else style}
+
+
+# --- Image grids and data URIs
+
+PAPER, INK, GAP = (255, 255, 255), (30, 30, 30), 6
+
+
+def enlarge(image: np.ndarray, min_width: int = 128, max_width: int = 512) -> Image.Image:
+    """An image [H, W, 3] uint8 at a width in pixels that can be looked at.
+
+    Narrower than `min_width`: enlarged by a whole factor without smoothing, so that its pixels stay visible; wider than
+    `max_width`: reduced.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"expected an image [H, W, 3] uint8, got {list(image.shape)} {image.dtype}")
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    width, height = picture.size
+    if width < min_width:
+        factor = math.ceil(min_width / width)
+        return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
+    if width > max_width:
+        return picture.resize((max_width, max(1, round(height * max_width / width))), Image.Resampling.LANCZOS)
+    return picture
+
+
+def grid(
+    images: list[np.ndarray],
+    captions: list[str] | None = None,
+    columns: int = 8,
+    min_width: int = 128,
+    max_width: int = 512,
+) -> Image.Image:
+    """Images [H, W, 3] uint8 in rows of at most `columns`, each with its caption below, cut to the tile's width.
+
+    Tiles are at least `min_width` and at most `max_width` pixels wide; sizes may differ. Raises `ValueError` if there
+    is no image or the number of captions is another.
+    """
+    if not images:
+        raise ValueError("a grid needs at least one image")
+    if captions is not None and len(captions) != len(images):
+        raise ValueError(f"expected {len(images)} captions, got {len(captions)}")
+    tiles = [enlarge(image, min_width, max_width) for image in images]
+    width = max(tile.width for tile in tiles)
+    height = max(tile.height for tile in tiles)
+    font = ImageFont.load_default(size=max(11, min(20, width // 11)))
+    ascent, descent = font.getmetrics() if isinstance(font, ImageFont.FreeTypeFont) else (11, 0)
+    strip = ascent + descent + 4 if captions is not None else 0
+    columns = max(1, min(columns, len(tiles)))
+    rows = math.ceil(len(tiles) / columns)
+    sheet = Image.new("RGB", (columns * (width + GAP) + GAP, rows * (height + strip + GAP) + GAP), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for i, tile in enumerate(tiles):
+        x = GAP + (i % columns) * (width + GAP)
+        y = GAP + (i // columns) * (height + strip + GAP)
+        sheet.paste(tile, (x + (width - tile.width) // 2, y + (height - tile.height) // 2))
+        if captions is not None:
+            text = _fit(" ".join(captions[i].split()), font, width)
+            draw.text((x + (width - font.getlength(text)) / 2, y + height + 2), text, fill=INK, font=font)
+    return sheet
+
+
+def still(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
+    """An image [H, W, 3] as it is; of a video [F, H, W, 3] some frames, from first to last, side by side."""
+    if pixels.ndim == 3:
+        return pixels
+    chosen = np.linspace(0, len(pixels) - 1, min(frames, len(pixels))).round().astype(int)
+    return np.concatenate([pixels[k] for k in chosen], axis=1)
+
+
+def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
+    """An image [H, W, 3] or stills of a video [F, H, W, 3], uint8, as a data URI.
+
+    It is at most `width` pixels wide and four times as high; up to `exact` pixels width it is kept as it is.
+    """
+    image = enlarge(still(pixels), min_width=1, max_width=width)
+    image.thumbnail((width, 4 * width))
+    return to_data_uri(image, lossy=image.width > exact)
+
+
+def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
+    """The image as a `data:` URI: PNG, or JPEG where `lossy`."""
+    buffer, kind = io.BytesIO(), "jpeg" if lossy else "png"
+    image.convert("RGB").save(buffer, kind, **({"quality": 88} if lossy else {"optimize": True}))
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    fitting = bisect.bisect_right(range(1, len(text)), width, key=lambda n: math.ceil(font.getlength(text[:n] + "...")))
+    return text[:fitting].rstrip() + "..."

@@ -1,0 +1,364 @@
+"""The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons."""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gerl.errors import GerlError
+from gerl.run.checkpoint import alive_since
+from gerl.run.page import RunData
+from gerl.run.session import COMMANDS, ask
+from gerl.web.pages import page_assets, render
+from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+
+# --- The run folders that a page shows
+
+MARKS = ("config.yaml", "metrics.jsonl")
+DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
+MOST = 2000  # run folders
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written into `folder`."""
+    return any((folder / name).is_file() for name in MARKS)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """All run folders below `root`, by their path from there; `chosen` is the one that was asked for."""
+
+    root: Path
+    chosen: str | None = None
+
+    @classmethod
+    def of(cls, given: Path) -> "Folders":
+        """Those of a run folder and the ones beside it, or of a folder with runs in it; raises `GerlError`."""
+        if not given.is_dir():
+            raise GerlError(
+                f"run={given}: there is no such folder; give a run folder, or one with runs, such as outputs/"
+            )
+        folder = given.resolve()
+        if not is_run(folder):
+            return cls(folder)
+        beside = folder.parent.parent if folder.parent.parent.name == "outputs" else folder.parent
+        return cls(beside, folder.relative_to(beside).as_posix())
+
+    def found(self) -> dict[str, Path]:
+        """The run folders there are now, in the order of their names."""
+        names = dict.fromkeys([self.chosen] if self.chosen else [])
+        for path in _below(self.root, DEPTH):
+            names.setdefault(path.relative_to(self.root).as_posix())
+            if len(names) == MOST:
+                break
+        return {name: self.root / name for name in sorted(names)}
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+        return
+    try:
+        inside = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for name in inside if depth else ():
+        if not name.startswith("."):
+            yield from _below(folder / name, depth - 1)
+
+
+# --- Tells pages what has changed: one thread looks at the files of a run, for however many pages
+
+PAUSE = 0.5  # seconds between looks
+ALIVE = 15.0  # seconds after which a stream without news has a line all the same: who reads it may be gone
+
+
+class Watcher:
+    """Looks at a run while there are pages that want to know."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run = run
+        self.signatures: dict[str, str] = {}
+        self.subscribers: set[Subscriber] = set()
+        self._lock = threading.Lock()
+        self._over: threading.Event | None = None
+
+    async def changes(self, closing: threading.Event) -> AsyncIterator[dict[str, str] | None]:
+        """The signatures of all parts of the run now, and whenever one has changed; None from time to time."""
+        subscriber = Subscriber()
+        self._add(subscriber)
+        sent: dict[str, str] = {}
+        try:
+            while not closing.is_set():
+                if self.signatures != sent:
+                    sent = dict(self.signatures)
+                    yield sent
+                elif not await subscriber.wait(ALIVE):
+                    yield None
+        finally:
+            self._remove(subscriber)
+
+    def wake(self) -> None:
+        """Let all pages look, at the end of the server for instance."""
+        for subscriber in list(self.subscribers):
+            subscriber.wake()
+
+    def _add(self, subscriber: Subscriber) -> None:
+        with self._lock:
+            self.subscribers.add(subscriber)
+            if self._over is None:
+                self.signatures = self.run.signatures()
+                self._over = threading.Event()
+                threading.Thread(target=self._look, args=[self._over], name="watcher", daemon=True).start()
+
+    def _remove(self, subscriber: Subscriber) -> None:
+        with self._lock:
+            self.subscribers.discard(subscriber)
+            if not self.subscribers and self._over is not None:
+                self._over.set()
+                self._over = None
+
+    def _look(self, over: threading.Event) -> None:
+        while not over.wait(PAUSE):
+            now = self.run.signatures()
+            if now != self.signatures:
+                self.signatures = now
+                self.wake()
+
+
+# --- The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons
+
+logger = logging.getLogger("gerl")
+FOREVER = "private, max-age=31536000, immutable"  # of pictures, whose address changes when they do
+BODY = 10_000  # bytes of a request
+COOKIE = "gerl_watch"
+
+
+class Unknown(Exception):
+    """There is no such run, step or prompt."""
+
+
+class Site:
+    """The runs below a folder, and what is asked of them."""
+
+    def __init__(self, folders: Folders) -> None:
+        self.folders = folders
+        self.closing = threading.Event()
+        self._runs: dict[str, RunData] = {}
+        self._watchers: dict[str, Watcher] = {}
+        self._answers: dict[str, tuple[object, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End all streams."""
+        self.closing.set()
+        for watcher in list(self._watchers.values()):
+            watcher.wake()
+
+    def run(self, name: str) -> RunData:
+        """The run of this name, which `Folders` found: no path is made from what a request says."""
+        if name not in self._runs:
+            found = self.folders.found()
+            if name not in found:
+                raise Unknown(f"there is no run {name[:200]!r} below the watched folder")
+            self._runs.setdefault(name, RunData(name, found[name]))
+        return self._runs[name]
+
+    def watcher(self, name: str) -> Watcher:
+        """Who looks at a run for all of its pages."""
+        run = self.run(name)
+        with self._lock:
+            return self._watchers.setdefault(name, Watcher(run))
+
+    def runs(self) -> dict[str, Any]:
+        """All runs, those that were written to last first, and the one to begin with."""
+        found = [self.run(name).summary() for name in self.folders.found()]
+        found.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
+        return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
+
+    def answer(self, key: str, now: object, make: Callable[[], Any]) -> bytes:
+        """The JSON of what `make` returns; many pages that ask for the same thing get the same bytes."""
+        with self._lock:
+            known = self._answers.get(key)
+            if known is not None and known[0] == now:
+                return known[1]
+        body = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+        with self._lock:
+            while len(self._answers) > 200:
+                del self._answers[next(iter(self._answers))]
+            self._answers[key] = now, body
+        return body
+
+
+def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
+    """The ASGI application, and what ends its streams."""
+    site = Site(folders)
+
+    def asks(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                found = await run_in_threadpool(work, request)
+            except Unknown as error:
+                return refused(404, str(error))
+            except GerlError as error:
+                return refused(409, str(error))
+            return found if isinstance(found, Response) else JSONResponse(found)
+
+        return endpoint
+
+    def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
+        """JSON about a run, made anew when any of its files has changed."""
+
+        def work(request: Request) -> Response:
+            run = site.run(request.query_params.get("run", ""))
+            key, now = f"{path}?{request.url.query}", tuple(run.signatures().values())
+            return Response(site.answer(key, now, lambda: make(run, request)), media_type="application/json")
+
+        return Route(path, asks(work), methods=["GET"])
+
+    def other(run: RunData, request: Request) -> Any:
+        name = request.query_params.get("other")
+        return run.settings(site.run(name) if name else None)
+
+    def series(run: RunData, request: Request) -> Any:
+        names = request.query_params.get("names", "").split(",")[:200]
+        return run.series(names, number(request, "since"), number(request, "width"), number(request, "generation"))
+
+    assets = page_assets()
+    routes = [
+        Route("/", _asset(render("live.html.j2"), "text/html"), methods=["GET"]),
+        Route("/page.css", _asset(assets["style"], "text/css"), methods=["GET"]),
+        Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
+        Route("/api/runs", asks(lambda _: site.runs()), methods=["GET"]),
+        of_run("/api/run", lambda run, _: run.overview()),
+        of_run("/api/series", series),
+        of_run("/api/held_out", lambda run, _: run.held_out()),
+        of_run("/api/prompt", lambda run, request: there(run.prompt(number(request, "row")))),
+        of_run("/api/live", lambda run, request: run.live(number(request, "step"))),
+        of_run("/api/timeline", lambda run, request: run.timeline(min(number(request, "steps", 3), 100))),
+        of_run("/api/warnings", lambda run, _: run.warnings()),
+        of_run("/api/settings", other),
+        of_run("/api/log", lambda run, _: run.log()),
+        Route("/trace.json", asks(lambda request: _trace(_run(site, request))), methods=["GET"]),
+        Route("/lora.safetensors", asks(lambda request: _lora(_run(site, request))), methods=["GET"]),
+        Route("/held_out", asks(lambda request: _picture(site, request)), methods=["GET"]),
+        Route("/sheet", asks(lambda request: _sheet(site, request)), methods=["GET"]),
+        Route("/api/events", partial(_events, site), methods=["GET"]),
+        Route("/api/control", partial(_control, site), methods=["POST"]),
+    ]
+    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
+    return Starlette(routes=routes, middleware=[gate]), site
+
+
+def _admit(token: str | None, request: Request) -> Visit | Response:
+    """Let in who sends the token, as a cookie, a bearer token, or where the page is opened in its address."""
+    path, headers = request.scope["path"], {}
+    given = [request.cookies.get(COOKIE), bearer(request.headers)]
+    if request.method == "GET" and path == "/" and "token" in request.query_params:
+        given.append(request.query_params["token"])
+        headers = {"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"}
+    if token is None:
+        return Visit(path, BODY)
+    if not any(is_token(each, token) for each in given):
+        return refused(401, "open the page with the address that the command printed: it has the token")
+    return Visit(path, BODY, headers=headers)
+
+
+def number(request: Request, name: str, default: int = -1) -> int:
+    """A whole number of the query; raises `Unknown` for anything else."""
+    text = request.query_params.get(name, str(default))
+    if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
+        raise Unknown(f"{name}={text[:40]!r} is not an integer")
+    return int(text)
+
+
+def there(found: Any) -> Any:
+    """Whatever was found; raises `Unknown` where nothing was."""
+    if found is None:
+        raise Unknown("there is no such step or prompt in this run")
+    return found
+
+
+def _run(site: Site, request: Request) -> RunData:
+    return site.run(request.query_params.get("run", ""))
+
+
+def _asset(content: str, media: str) -> Callable[[Request], Response]:
+    return lambda _: Response(content, media_type=media)
+
+
+def _picture(site: Site, request: Request) -> Response:
+    body, media = there(_run(site, request).picture(number(request, "step"), number(request, "row")))
+    return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
+
+
+def _sheet(site: Site, request: Request) -> Response:
+    body, media = there(_run(site, request).sheet(number(request, "step")))
+    return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
+
+
+def _trace(run: RunData) -> Response:
+    body = json.dumps(run.trace(), separators=(",", ":"))
+    return Response(body, media_type="application/json", headers=_attached(f"{run.folder.name}-trace.json"))
+
+
+def _lora(run: RunData) -> Response:
+    step, body = there(run.lora())
+    name = f"{run.folder.name}-step{step}.safetensors"
+    return Response(body, media_type="application/octet-stream", headers=_attached(name))
+
+
+def _attached(name: str) -> dict[str, str]:
+    name = f"gerl-{name}".encode("ascii", "replace").decode().replace('"', "_")
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
+
+
+async def _events(site: Site, request: Request) -> Response:
+    try:
+        watcher = await run_in_threadpool(site.watcher, request.query_params.get("run", ""))
+    except Unknown as error:
+        return refused(404, str(error))
+
+    async def stream() -> AsyncIterator[str]:
+        yield "retry: 2000\n\n"
+        async for signatures in watcher.changes(site.closing):
+            yield ": still here\n\n" if signatures is None else f"data: {json.dumps(signatures)}\n\n"
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+
+async def _control(site: Site, request: Request) -> Response:
+    try:
+        given = await request.json()
+        name, command = str(given["run"]), given["command"]
+    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
+        return refused(400, "expected a JSON object with run and command")
+    if command not in COMMANDS:
+        return refused(400, f"command: expected one of {', '.join(COMMANDS)}")
+    try:
+        return await run_in_threadpool(_ask, site, name, command)
+    except Unknown as error:
+        return refused(404, str(error))
+    except GerlError as error:
+        return refused(409, str(error))
+
+
+def _ask(site: Site, name: str, command: Any) -> Response:
+    run = site.run(name)
+    if alive_since(run.folder) is None:
+        return refused(409, "the run is not training, so it cannot do this")
+    ask(run.folder, command)
+    logger.info("%s: requested to %s", name, command)
+    return JSONResponse({"asked": command})

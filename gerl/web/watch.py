@@ -1,0 +1,101 @@
+"""Watch runs in a browser: `python -m gerl.watch [run=FOLDER] [key=value ...]`."""
+
+import contextlib
+import logging
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from gerl.commandline.arguments import Parser, key
+from gerl.commandline.command import PAGE, importing, is_loopback, listen, require, run_command
+from gerl.errors import ConfigError, GerlError
+
+logger = logging.getLogger("gerl")
+TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
+LOOK = 0.5  # seconds between looks at whether the server still runs
+CLOSING = 3.0  # seconds for the answers under way when the page is closed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The keys of the command line."""
+
+    run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
+    port: int | None = key(
+        f"port to listen on; 0 selects a free one; default: {PAGE}, or a free one if that is taken",
+        unit="a port, 0 to 65535",
+        low=0,
+    )
+    host: str = key(
+        "the address to listen on; one that other machines can reach, such as 0.0.0.0, requires a token", "127.0.0.1"
+    )
+    token: str | None = key("required to open the page; default: none on this machine, otherwise a random one")
+
+
+PARSER = Parser(
+    "the page",
+    "python -m gerl.watch",
+    "[run=FOLDER] [key=value ...]",
+    "Watch a run in a browser while it trains, or afterwards; closing the page does not affect the run.",
+    Request,
+    bare="run",
+)
+
+
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
+    """Run the command line; returns the exit code, see `run_command`: 0 after Ctrl-C or SIGTERM."""
+
+    def work(arguments: list[str]) -> None:
+        serve(PARSER.parse(arguments)[0], threading.Event())
+
+    return run_command(argv, lambda: PARSER.help(program), work)
+
+
+def serve(request: Request, stop: threading.Event) -> None:
+    """Serve the page until `stop` is set; raises `GerlError` if that is not possible."""
+    if request.token is not None and not TOKEN.fullmatch(request.token):
+        raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
+    if request.port is not None and request.port > 65535:
+        raise ConfigError(f"port={request.port}: expected a port, 0 to 65535")
+    with importing():
+        require("watch", "starlette", "uvicorn")
+        from gerl.web.server import serving, stop_on_signals
+        from gerl.web.site import Folders, build_site
+    folders, token = Folders.of(request.run), request.token
+    if token is None and not is_loopback(request.host):
+        token = secrets.token_urlsafe(24)
+    app, site = build_site(folders, token)
+    listener = opened(request.host, request.port)
+    with serving(app, listener, CLOSING) as thread:
+        stop_on_signals(stop)
+        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
+        try:
+            while not stop.wait(LOOK):
+                if not thread.is_alive():
+                    raise GerlError("the page's server stopped: see its log")
+        finally:
+            site.close()
+
+
+def opened(host: str, port: int | None) -> socket.socket:
+    """A socket at `host:port`, or at any port where none is given and the usual one is taken.
+
+    Raises `ConfigError` if there cannot be one.
+    """
+    if port is None:
+        with contextlib.suppress(ConfigError):
+            return listen(host, PAGE)
+    return listen(host, port or 0, "port=0 selects a free one")
+
+
+def addresses(host: str, listener: socket.socket, token: str | None) -> list[str]:
+    """Where a browser finds the page."""
+    from gerl.web.server import address
+
+    names = ["localhost", socket.gethostname()] if host in ("0.0.0.0", "::") else [host]
+    return [f"{address(listener, name)}/" + (f"?token={quote(token)}" if token else "") for name in names]

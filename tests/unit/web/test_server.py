@@ -1,0 +1,78 @@
+"""Connections on which nothing is asked, against a real server."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+
+from gerl.web import server as http_server
+from gerl.web.server import Connection
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield listener.getsockname()[1]
+    server.should_exit = server.force_exit = True
+    thread.join(10)
+    listener.close()
+
+
+def half_open(port: int) -> socket.socket:
+    opened = socket.create_connection(("127.0.0.1", port), timeout=20)
+    opened.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+    return opened
+
+
+def is_closed(opened: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return opened.recv(100) == b""
+    return True
+
+
+def test_a_head_that_does_not_arrive_ends_its_connection_and_no_other(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD", 0.3)
+    with requests.Session() as session, half_open(port) as opened:
+        assert session.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"
+        assert is_closed(opened)
+        assert session.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"  # the connection is kept
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as second:
+            second.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert second.recv(1000).endswith(b"ok")
+            second.sendall(b"GET / HTTP")  # of the next request
+            assert is_closed(second)
+
+
+def test_of_too_many_connections_those_are_closed_that_wait_longest(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "most", lambda: 10)
+    opened = [half_open(port) for _ in range(30)]
+    try:
+        assert requests.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"
+        assert is_closed(opened[0])
+    finally:
+        for one in opened:
+            one.close()
+
+
+def test_as_many_connections_as_the_process_may_have_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 960), (64, 8), (10**6, 1000), (http_server.resource.RLIM_INFINITY, 1000)):
+        monkeypatch.setattr(http_server.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert http_server.most() == most
