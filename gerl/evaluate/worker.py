@@ -10,7 +10,7 @@ import torch
 
 from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
 from gerl.evaluate.names import BASE

@@ -14,9 +14,8 @@ from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.config import Config
-from gerl.config.algorithms import WeightedConfig
 from gerl.config.blocks import StepWeighting
 from gerl.errors import ConfigError, TrainingError
 from gerl.model.errors import model_errors
@@ -370,7 +369,7 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
 
 def weighting(config: Config) -> StepWeighting | None:
     """The configured weights of the steps, None where the algorithm has no such key."""
-    return config.algorithm.step_weighting if isinstance(config.algorithm, WeightedConfig) else None
+    return getattr(config.algorithm, "timestep_weights", None)
 
 
 Candidate = tuple[str, str, list[float]]  # name, key=value, factors of the measured gradients

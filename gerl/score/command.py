@@ -15,6 +15,7 @@ from PIL import Image
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
+from gerl.commandline.progress import Progress
 from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
@@ -31,7 +32,6 @@ from gerl.rewards.total import (
     stop_at_failure,
     with_all_active,
 )
-from gerl.run.progress import Progress
 from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
 from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail

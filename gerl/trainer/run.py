@@ -21,7 +21,7 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.command import MOMENT, REMINDER, waiting
+from gerl.commandline.progress import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
@@ -210,9 +210,12 @@ class Run:
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
         """Call the method `event` of all extensions and return their results."""
-        plain = getattr(Extension, event)
-        extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
-        return [getattr(extension, event)(self, *arguments) for extension in extensions]
+        return [getattr(extension, event)(self, *arguments) for extension in self.overriding(event).values()]
+
+    def overriding(self, method: str) -> dict[str, Extension]:
+        """Return the extensions that override `method`, by name."""
+        plain = getattr(Extension, method)
+        return {name: e for name, e in self.extensions.items() if getattr(type(e), method) is not plain}
 
     # --- start
 
@@ -255,7 +258,7 @@ class Run:
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
-        functions = functions_of(config.reward.scorers) if config.algorithm.differentiates else {}
+        functions = functions_of(config.reward.scorers) if config.algorithm.needs.reward_gradient else {}
         whole = trainer = with_absolute_paths(
             replace(config, model=config.model.for_resume()) if checkpoint else config
         )
@@ -311,7 +314,7 @@ class Run:
     def calibrate(self) -> None:
         """Measure the numerical noise of the on-policy ratio, and warn of settings that cannot work."""
         config, algorithm = self.config, self.algorithm
-        if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
+        if not algorithm.needs.ratio or config.algorithm.cfg == "off":
             return
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
@@ -320,7 +323,7 @@ class Run:
             probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in ranks]
             probe = probes[0].result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
+        if (clip := config.algorithm.clip_range(probe.dimensions)) is not None:
             self.update.clip_range = clip
             logger.info(
                 "the ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of %s "
@@ -451,7 +454,7 @@ class Run:
         state, step.taken, self.patience = self.state, True, REMINDER
         state.unlogged = step.metrics | step.watch.metrics()
         state.step, state.algorithm = step.number, self.algorithm.state()
-        state.extensions = {name: s for name, e in self.extensions.items() if (s := e.state()) is not None}
+        state.extensions = {name: s for name, e in self.overriding("state").items() if (s := e.state()) is not None}
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
@@ -546,7 +549,7 @@ class Run:
     def load_parts(self) -> None:
         """Load the state of the last finished step into algorithm and extensions."""
         self.algorithm.load_state(self.state.algorithm)
-        for name, extension in self.extensions.items():
+        for name, extension in self.overriding("load_state").items():
             extension.load_state(self.state.extensions.get(name))
 
     def set_kl_coef(self, coef: float | None) -> None:

@@ -12,7 +12,8 @@ import torch
 from gerl.algorithms import KLWeight, build_algorithm
 from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
-from gerl.commandline.command import importing, waiting
+from gerl.commandline.command import importing
+from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.errors import ConfigError, ModelError
 from gerl.model.hub import Downloads
