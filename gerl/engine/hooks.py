@@ -73,6 +73,7 @@ class TapeHead:
         self.tape = tape
         self.device = tape.steps[0].x.device
         self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
+        self.start: dict[int, Tree] = {}  # answers in place of recorded ones, by position
         self.looped = tape.looped_components()
         self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
 
@@ -81,7 +82,7 @@ class TapeHead:
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
         self.answered += 1
-        return self.tape.answers[self.answered - 1].value
+        return self.start.get(self.answered - 1, self.tape.answers[self.answered - 1].value)
 
     def recorded(self, call: ComponentCall) -> Tree:
         """The output of a recorded call, zeros where only the shape was kept."""

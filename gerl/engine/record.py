@@ -313,8 +313,10 @@ class Recorder:
 
     def _leave_out_overwritten(self, k: int) -> None:
         """Average the log-probability of step `k` over those latents that reach the images."""
-        step, overwritten = self.tape.steps[k], self.tape.overwritten(k)
-        if step.log_prob is not None and step.mean is not None and overwritten is not None:
+        step = self.tape.steps[k]
+        if step.log_prob is None or step.mean is None:
+            return
+        if (overwritten := self.tape.overwritten(k)) is not None:
             log_prob = gaussian_log_prob(step.x_next, step.mean, step.rule.std, overwritten)
             self.tape.steps[k] = replace(step, log_prob=log_prob)
 

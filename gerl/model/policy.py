@@ -134,8 +134,6 @@ class Policy:
     @torch.no_grad()
     def remember(self) -> None:
         """Add the rollout weights to the `earlier` ones at the end of a step, and drop the oldest."""
-        if not self.earlier:
-            return
         newest = self.earlier.pop()
         drawing: Mapping[str, torch.Tensor] = self.trained if self.sampler is None else self.sampler.average
         newest.load(drawing, self.version)

@@ -271,7 +271,7 @@ class Rollout:
         if segment.parent is not None:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
-        if samples[0].given is not None:
+        if samples[0].prompt.given:
             return self.called(partial(self._read, samples), samples, form, sigmas=self.sigmas)
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
             self._probes = self.called(self._both_probes, samples, form, sigmas=self.sigmas)
@@ -292,10 +292,10 @@ class Rollout:
         """Record `segment`, whose rows are `samples`, from the prompts on."""
         seeds = [s.init_seed for s in samples if s.init_seed is not None]
         spread = self.sampling.init_noise_spread if seeds else 0.0
-        initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
         several = len(samples) > 1
 
         def record(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
+            initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
             generators, probe = sample_generators(list(segment.seeds)), self._probes.get(several, True)
             return record_plan(self.policy.pipe, call, self._plan(segment), generators, probe, initial)
 
