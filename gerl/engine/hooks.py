@@ -101,7 +101,7 @@ class TapeHead:
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
     def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
-        """The latents after a step of the modality that goes along; `ReplayError` where it starts elsewhere."""
+        """The latents after a step of the secondary modality; `ReplayError` where it starts elsewhere."""
         self.accompanied += 1
         return self.tape.companion(self.accompanied - 1, sample).x_next
 
@@ -250,7 +250,7 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
-    VAE module: pipelines that draw noise inline have no method to route.
+    VAE module: pipelines that sample noise inline have no method to route.
     """
     # in here: the driver of a run does without diffusers
     from diffusers.models.autoencoders import vae as vae_module

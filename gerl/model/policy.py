@@ -96,8 +96,8 @@ class Policy:
     `trained`: the trained parameters, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be sharded,
     and so are then the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares
     with; `sampler`: for rollouts, if not the trained weights. `earlier[i]`: the weights of rollouts `i` finished steps
-    ago, as many as `trainer.staleness` asks for; their number of updates is their `version`. `drawing`: 8-bit copies of
-    frozen weights for rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
+    ago, for `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights
+    for rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
     """
 
     pipe: DiffusionPipeline
@@ -114,7 +114,7 @@ class Policy:
     reference: EMA | None = None
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
-    drawing: QuantizedRollout | None = None
+    quantized: QuantizedRollout | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 
@@ -150,7 +150,7 @@ class Policy:
         """The model computes with the weights for rollouts: of `lag` finished steps ago, or of the `old` policy."""
         average = self.old if old else self.earlier[lag] if lag else self.sampler
         with contextlib.ExitStack() as stack:
-            for weights in (average, self.drawing):
+            for weights in (average, self.quantized):
                 if weights is not None:
                     stack.enter_context(weights.swapped_in())
             yield
