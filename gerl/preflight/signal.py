@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import cast, get_args
 
@@ -304,7 +305,7 @@ def step_gradients(
 ) -> Gradients:
     """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
     with model_errors("update"):
-        return worker.actor.step_gradients(worker.batches(worker.own(credit, groups), pooled), num_pairs)
+        return worker.actor.step_gradients(list(chain(*worker.batches(credit, groups, pooled).values())), num_pairs)
 
 
 def step_facts(worker: PolicyWorker) -> list[StepFacts]:
