@@ -232,10 +232,6 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         name = request.query_params.get("other")
         return run.settings(site.run(name) if name else None)
 
-    def series(run: RunData, request: Request) -> Any:
-        names = request.query_params.get("names", "").split(",")[:200]
-        return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
-
     def held_out(request: Request) -> Response:
         return _image(_run(site, request).picture(query_int(request, "step"), query_int(request, "row")))
 
@@ -246,7 +242,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
         Route("/api/runs", endpoint_of(lambda _: site.runs()), methods=["GET"]),
         of_run("/api/run", lambda run, _: run.overview()),
-        of_run("/api/series", series),
+        of_run("/api/series", _series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
         of_run("/api/prompt", lambda run, request: found_or_404(run.prompt(query_int(request, "row")))),
         of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
@@ -292,6 +288,11 @@ def found_or_404(found: Any) -> Any:
     if found is None:
         raise Unknown("there is no such step or prompt in this run")
     return found
+
+
+def _series(run: RunData, request: Request) -> Any:
+    names = request.query_params.get("names", "").split(",")[:200]
+    return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
 
 
 def _run(site: Site, request: Request) -> RunData:
