@@ -1,6 +1,6 @@
-"""The work of each worker from when to when, as the driver sees it, and the time that the parts of a step take.
+"""Spans of the workers' calls as seen by the driver, and durations of the parts of a step.
 
-Calls begin when they are submitted and end when their end is noticed, and a worker does one after the other.
+A call starts when it is submitted and the worker is free, and ends when the driver notices its end.
 """
 
 import contextlib
@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple, Protocol
 
 What = Literal["draw", "score", "update", "validate", "save", "load"]
-MOST = 256  # spans of a step: in one with more, those of a worker that follow each other are one
+MOST = 256  # spans per step: with more, consecutive ones of a worker are joined
 DRIVER = "run"  # the lane of the run as a whole
 
 
 class Call(Protocol):
-    """A call of a worker, as `gerl.cluster` has it: without a reference it was made in this process, and has ended."""
+    """A call of a worker (`gerl.cluster`); without a reference it was made in this process and has ended."""
 
     @property
     def worker(self) -> str: ...
@@ -25,7 +25,7 @@ class Call(Protocol):
 
 
 class Span(NamedTuple):
-    """`start` and `end` in seconds of the clock, counted on monotonically from the begin of the process."""
+    """`start` and `end` in seconds since the epoch, monotonic within the process."""
 
     worker: str
     what: What
@@ -35,28 +35,28 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects the spans of a step until they are taken; several threads may add to it."""
+    """Thread-safe collection of the spans of a step."""
 
     def __init__(self) -> None:
-        self.step = 0  # the one that is done
+        self.step = 0  # the current step
         self._zero = time.time() - time.perf_counter()
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._running: dict[Call, tuple[What, int, float]] = {}
-        self._free: dict[str, float] = {}  # worker -> the end of its last call
+        self._free: dict[str, float] = {}  # worker -> end of its last call
 
     def now(self) -> float:
-        """Seconds of the clock, which never go back."""
+        """Return the monotonic time in seconds since the epoch."""
         return self._zero + time.perf_counter()
 
     def add(self, worker: str, what: What, start: float) -> None:
-        """`worker` has done something since `start`."""
+        """Add a span of `worker` from `start` until now."""
         with self._lock:
             self._spans.append(Span(worker, what, self.step, start, self.now()))
 
     @contextlib.contextmanager
     def span(self, what: What, *workers: str) -> Iterator[None]:
-        """A block in which all of the `workers`, by default the run as a whole, do something."""
+        """Add the block as a span of all `workers`, by default of the driver."""
         start = self.now()
         try:
             yield
@@ -65,7 +65,7 @@ class Timeline:
                 self.add(worker, what, start)
 
     def submitted(self, call: Call, what: What, start: float) -> None:
-        """A call was submitted at `start`; one in this process has ended by now."""
+        """Record a call submitted at `start`; one in this process has ended by now."""
         if call.reference is None:
             self.add(call.worker, what, start)
             return
@@ -73,7 +73,7 @@ class Timeline:
             self._running[call] = what, self.step, start
 
     def ended(self, calls: Collection[Call]) -> None:
-        """These calls have ended; those that were never said to be submitted do not count."""
+        """Add the spans of calls that have ended; unknown calls are ignored."""
         now = self.now()
         with self._lock:
             for call in calls:
@@ -84,19 +84,19 @@ class Timeline:
                     self._spans.append(Span(call.worker, what, step, begun, now))
 
     def forget(self) -> None:
-        """Calls that were given up end for nothing."""
+        """Drop the running calls."""
         with self._lock:
             self._running.clear()
 
     def take(self) -> list[Span]:
-        """The spans since the last time, at most `MOST` and a few, in the order of their begins."""
+        """Return the spans since the last call, about `MOST` at most, in order of their start."""
         with self._lock:
             spans, self._spans = sorted(self._spans, key=lambda span: span.start), []
         return spans if len(spans) <= MOST else joined(spans)
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """Spans of a worker that follow each other without a pause worth seeing, as one; the pause grows until it fits."""
+    """Join consecutive spans of a worker, with growing tolerance for pauses, until few enough remain."""
     pause = 1e-3
     whole = max(span.end for span in spans) - min(span.start for span in spans)
     while len(spans) > MOST and pause < 2 * whole + 1:
@@ -118,7 +118,7 @@ PHASES: dict[str, What] = {"rollout": "draw", "reward_wait": "score", "update": 
 
 
 class Stopwatch:
-    """Adds up seconds by name; `metrics` gives them as `timing/<name>_s`, and the timeline gets the run's phases."""
+    """Sums of seconds by name, `timing/NAME_s` in `metrics`; phases of a step are also added to the timeline."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -136,7 +136,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def restarted(self) -> "Stopwatch":
-        """Another one that has measured nothing."""
+        """Return a new stopwatch with the same timeline."""
         return Stopwatch(self.timeline)
 
     def metrics(self) -> dict[str, float]:

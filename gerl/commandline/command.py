@@ -13,8 +13,6 @@ import shlex
 import shutil
 import socket
 import sys
-import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -230,48 +228,6 @@ class WhenRead(Packages):
 
     def __len__(self) -> int:
         return len(self._found())
-
-
-# --- Log lines about what a command waits for
-
-MOMENT = 2.0  # seconds before the first line
-REMINDER = 60.0  # seconds between the lines of a long wait
-
-
-@contextlib.contextmanager
-def waiting(
-    what: str, so_far: Callable[[], str] | None = None, after: float = MOMENT, every: float = REMINDER
-) -> Iterator[None]:
-    """Log `what` if the block takes more than `after` seconds, then the elapsed time `every` so many seconds.
-
-    `so_far`: describes the progress for later lines, "" for none; called in another thread.
-    """
-    over, start = threading.Event(), time.perf_counter()
-
-    def speak() -> None:
-        if over.wait(after):
-            return
-        logger.info("%s ...", what)
-        while not over.wait(every):
-            progress = so_far() if so_far is not None else ""
-            passed = duration(time.perf_counter() - start)
-            logger.info("%s: %s so far%s", what, passed, f", {progress}" if progress else "")
-
-    speaker = threading.Thread(target=speak, name=f"waiting: {what}", daemon=True)
-    speaker.start()
-    try:
-        yield
-    finally:
-        over.set()
-        speaker.join(timeout=1)  # its line belongs before the lines of the next operation
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `45 s`, `12 min` or `3 h 5 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 # --- Sockets of commands that serve pages or scores, and requests from other sites

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 from PIL import Image
 
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.config.blocks import HubParts, hub_parts
 from gerl.data.tables import MOST_ROWS, Row, split_row
 from gerl.errors import DataError

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.errors import GerlError, ModelError
 from gerl.model.paths import INDEX
 from gerl.utils.files import reason

@@ -12,13 +12,12 @@ import torch
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.hooks import noise_from
-from gerl.engine.transitions import resamples_noise
+from gerl.engine.transitions import RESAMPLES, family
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators
-from gerl.workers.call_format import CallFormat
-from gerl.workers.rollout import Rollout, find_images
+from gerl.workers.rollout import CallFormat, Rollout, find_images
 from gerl.workers.worker import PolicyWorker
 
 LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
@@ -30,7 +29,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
     """
     pipe = rollout.policy.pipe
-    kernel, noise = ("cps", 1.0) if resamples_noise(pipe.scheduler) else ("ode", 0.0)
+    kernel, noise = ("cps", 1.0) if family(pipe.scheduler) in RESAMPLES else ("ode", 0.0)
 
     def drawn(form: CallFormat) -> float:
         part = samples[: form.of(len(samples))]

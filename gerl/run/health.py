@@ -34,6 +34,11 @@ class Health:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
+        self.scorers = [  # those that count in the reward
+            name
+            for name in get(config, "reward", "scorers") or {}
+            if get(config, "reward", "scorers", name, "weight") != 0
+        ]
         self.last: Row = {}
         self.found: dict[str, Finding] = {}  # the latest of each kind
         self._said: dict[str, int] = {}  # kind -> step
@@ -41,12 +46,6 @@ class Health:
         self._rewards: list[float] = []
         self._blocks: list[tuple[float, float, int]] = []  # mean, standard error, last step
         self._outside: list[float] = []  # latest steps: share of off-policy ratios outside the trust region
-
-    @property
-    def scorers(self) -> list[str]:
-        """Names of the scorers that count in the reward."""
-        entries = get(self.config, "reward", "scorers") or {}
-        return [name for name in entries if get(entries, name, "weight") != 0]
 
     def measure(
         self,

@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gerl.commandline.command import PAGE, importing, waiting, watching
+from gerl.commandline.command import PAGE, importing, watching
+from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed

@@ -21,7 +21,7 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.command import MOMENT, REMINDER, waiting
+from gerl.commandline.progress import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
@@ -39,15 +39,14 @@ from gerl.timeline import Stopwatch, Timeline
 from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong
-from gerl.trainer.recovery import LOSSES, add_resume_notes, lost_workers, recover, rejoin, roll_back, save_last_step
+from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, restart_lost, roll_back, save_last_step
 from gerl.trainer.rollouts import PendingRollout, serve_in_background
 from gerl.trainer.run_folder import RunFolder, check_identity
 from gerl.trainer.step import Metrics, Step
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
-from gerl.workers.checkpointing import CheckpointWriter, Held
-from gerl.workers.fleet import LocalFleet, fleet_of
+from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,8 @@ class Run:
             self.rescue(raised)
             raise
         finally:
-            self.fleet.close()
+            if self.fleet.recovery is not None:
+                self.fleet.recovery.close()
             self.notify("ended", error)
             self.metrics_log.close()
 
@@ -210,9 +210,12 @@ class Run:
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
         """Call the method `event` of all extensions and return their results."""
-        plain = getattr(Extension, event)
-        extensions = [e for e in self.extensions.values() if getattr(type(e), event) is not plain]
-        return [getattr(extension, event)(self, *arguments) for extension in extensions]
+        return [getattr(extension, event)(self, *arguments) for extension in self.overriding(event).values()]
+
+    def overriding(self, method: str) -> dict[str, Extension]:
+        """Return the extensions that override `method`, by name."""
+        plain = getattr(Extension, method)
+        return {name: e for name, e in self.extensions.items() if getattr(type(e), method) is not plain}
 
     # --- start
 
@@ -241,7 +244,7 @@ class Run:
         try:
             self.fleet.check_model(self.downloads)
         except ClusterError as error:  # errors of the model appear when it is loaded
-            self.fleet.restart(lost_workers(self, error))
+            restart_lost(self, error)
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
             try_scorers(self.rewards, config, sampled, self.held_out)
@@ -285,7 +288,7 @@ class Run:
             try:
                 return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads)[0]
             except LOSSES as error:
-                self.fleet.restart(lost_workers(self, error))
+                restart_lost(self, error)
 
     def describe(self) -> None:
         """Log the loaded model and known problems of its kind."""
@@ -402,8 +405,8 @@ class Run:
     def begin(self, step: Step) -> None:
         """Let restarted workers join, once the cluster has room for them."""
         self.timeline.step = step.number
-        admitted = self.fleet.admit(ask=not self.rewards.wants_room)
-        if admitted:
+        recovery = self.fleet.recovery
+        if recovery is not None and (admitted := recovery.admit(ask=not self.rewards.wants_room)):
             rejoin(self, admitted)
 
     def sync(self, step: Step) -> None:
@@ -451,7 +454,7 @@ class Run:
         state, step.taken, self.patience = self.state, True, REMINDER
         state.unlogged = step.metrics | step.watch.metrics()
         state.step, state.algorithm = step.number, self.algorithm.state()
-        state.extensions = {name: s for name, e in self.extensions.items() if (s := e.state()) is not None}
+        state.extensions = {name: s for name, e in self.overriding("state").items() if (s := e.state()) is not None}
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
@@ -463,7 +466,9 @@ class Run:
     def log(self, step: Step) -> None:
         """Write the row of metrics of a step."""
         if step.number:
-            step.metrics |= step.watch.metrics() | self.fleet.lost_metrics()
+            step.metrics |= step.watch.metrics()
+            if self.fleet.recovery is not None:
+                step.metrics |= self.fleet.recovery.metrics()
             step.metrics |= {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}
             step.metrics |= {"guard/rollbacks": float(self.state.rollbacks)} if self.state.rollbacks else {}
         self.metrics_log.log(step.number, step.metrics)
@@ -546,7 +551,7 @@ class Run:
     def load_parts(self) -> None:
         """Load the state of the last finished step into algorithm and extensions."""
         self.algorithm.load_state(self.state.algorithm)
-        for name, extension in self.extensions.items():
+        for name, extension in self.overriding("load_state").items():
             extension.load_state(self.state.extensions.get(name))
 
     def set_kl_coef(self, coef: float | None) -> None:
@@ -562,7 +567,8 @@ class Run:
 
     def remember(self) -> None:
         """Keep a copy of the state outside the workers, in case all of them die."""
-        self.fleet.remember(self.state.step, self.model.trained_parameters)
+        if self.fleet.recovery is not None:
+            self.fleet.recovery.remember(self.state.step, self.model.trained_parameters)
 
 
 def due(step: int, every: int, total: int) -> bool:

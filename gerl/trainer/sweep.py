@@ -27,7 +27,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gerl.commandline import signals
-from gerl.commandline.command import duration
 from gerl.commandline.composition import (
     CHOICES,
     check_arguments,
@@ -43,6 +42,7 @@ from gerl.commandline.composition import (
     sentences,
     set_hydra,
 )
+from gerl.commandline.progress import duration
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.run.card import CARD, read_sessions

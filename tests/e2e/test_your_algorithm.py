@@ -73,7 +73,9 @@ def test_its_keys_are_known(own: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             compose_run([path, wrong])
     assert "  algorithm.width=0.0002" in help_text("PROGRAM", ["--help", path])
-    assert compose_run(["algorithm=mix_grpo", path]).config.sampling == compose_run(["algorithm=mix_grpo"]).config.sampling
+    assert (
+        compose_run(["algorithm=mix_grpo", path]).config.sampling == compose_run(["algorithm=mix_grpo"]).config.sampling
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Trackers of a run besides `metrics.jsonl`: TensorBoard in this process, the others in a process of their own each.
+"""Trackers: TensorBoard in this process, the others in a process of their own each.
 
-A package of somebody else then costs a run no step, whatever it does: it may hang, block at exit, ask for a password or
-catch signals. A new one is a class like `Wandb`, in `REMOTE`.
+So a package cannot cost a run a step, even if it hangs, blocks at exit, prompts for a password or catches signals. To
+add a tracker, write a class like `Wandb` and list it in `REMOTE`.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ from gerl.run.trackers.process import Record, Remote, Sink, TrackedRun, TrackerP
 
 __all__ = ["REMOTE", "Sink", "TrackedRun", "check_trackers", "open_sinks"]
 
-RECORD = "trackers.json"  # of the run folder: by tracker, which of its runs this one is
+RECORD = "trackers.json"  # in the run folder: tracker -> its run
 REMOTE: dict[str, type[Remote]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow, "swanlab": Swanlab}
 
 
@@ -21,7 +21,7 @@ def check_trackers(config: LoggerConfig) -> None:
     """Raise `ConfigError` if the package of a tracker is not installed; none is imported."""
     for name in config.used_trackers:
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, such as the one wandb writes, is no package
+        if found is None or found.origin is None:  # a folder of that name, such as wandb's own, is not a package
             install = f"'gerl[{name}]'" if name in REMOTE else name
             raise ConfigError(
                 f"logger.trackers=[{', '.join(config.trackers)}]: the package {name} is not installed; pip install "
@@ -30,7 +30,7 @@ def check_trackers(config: LoggerConfig) -> None:
 
 
 def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
-    """The trackers that the configuration asks for, which go on with the runs that `trackers.json` names."""
+    """Open the configured trackers; they resume the runs recorded in `trackers.json`."""
     check_trackers(config)
     record = Record(run.folder / RECORD)
     sinks: list[Sink] = []

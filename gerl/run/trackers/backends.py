@@ -1,4 +1,4 @@
-"""The trackers that there are: Weights & Biases, MLflow, SwanLab, trackio and TensorBoard."""
+"""Trackers: Weights & Biases, MLflow, SwanLab, trackio and TensorBoard."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class Wandb:
     """A run of wandb; WANDB_MODE, WANDB_BASE_URL, WANDB_PROJECT, WANDB_NAME and the others are read by the package."""
 
     def __init__(self, run: TrackedRun) -> None:
-        os.environ.setdefault("WANDB_CONSOLE", "off")  # this process says nothing worth to be sent
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # this process prints nothing worth sending
         import wandb
 
         self._wandb, given = wandb, wandb.setup().settings
@@ -38,7 +38,7 @@ class Wandb:
             dir=None if os.environ.get("WANDB_DIR") else str(run.folder),
         )
         self._run.config.update(run.config, allow_val_change=True)
-        # not wandb's own step, which has to rise: a resumed run repeats those after its checkpoint
+        # not wandb's own step, which must increase: a resumed run repeats steps
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self.project, self.name, self.id = self._run.project, self._run.name or run.name, self._run.id
@@ -61,21 +61,21 @@ class Wandb:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
-        self._wandb.teardown()  # waits for its service, which has the end of the run still to write
+        self._wandb.teardown()  # waits until its service has written the end of the run
 
 
 # --- MLflow: a database on this machine, or a server
 
-TEXT = 500  # characters of a parameter that every MLflow takes
-BATCH = 100  # parameters, or metrics, in a request
-NAME = re.compile(r"[^\w\-. /]")  # characters that MLflow refuses in names
+TEXT = 500  # characters of a parameter that all versions accept
+BATCH = 100  # parameters or metrics per request
+NAME = re.compile(r"[^\w\-. /]")  # characters MLflow rejects in names
 
 
 class Mlflow:
     """A run of MLflow; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and the others are read as MLflow does."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # the package's own are minutes; what could not be sent is in metrics.jsonl
+        # the defaults are minutes; what is not sent is in metrics.jsonl
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         import mlflow
@@ -92,7 +92,7 @@ class Mlflow:
             self._client.update_run(self.id, status="RUNNING")
         else:
             self.id = self._client.create_run(self._experiment(run.project), run_name=run.name).info.run_id
-            # only once: the parameters of a run cannot change, config.yaml below can
+            # only once: parameters cannot change, unlike config.yaml below
             values = flat_settings(run.config).items()
             params = [Param(NAME.sub("_", key), shown(value)[:TEXT]) for key, value in values]
             for start in range(0, len(params), BATCH):
@@ -127,7 +127,7 @@ class Mlflow:
         self._client.log_artifacts(self.id, str(folder), f"checkpoints/step_{step}/lora")
 
     def alert(self, step: int, sentence: str) -> None:
-        """MLflow has no alerts: the run's page shows the newest as a tag."""
+        """Set a tag, which the run's page shows: MLflow has no alerts."""
         self._client.set_tag(self.id, "alert", sentence[: 10 * TEXT])
 
     def close(self, failed: bool) -> None:
@@ -144,7 +144,7 @@ class Swanlab:
         import swanlab
 
         self._swanlab = swanlab
-        # without questions, and without what this process prints
+        # without prompts, and without the output of this process
         given = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         if given.mode == "online":
             reach(given.api_host, "SWANLAB_MODE=offline stores a run here, for swanlab sync")
@@ -180,7 +180,7 @@ class Swanlab:
         self._run.save(f"{kept}/*", base_path=self._run.dir, policy="now")
 
     def alert(self, step: int, sentence: str) -> None:
-        """SwanLab has alerts by mail and chat only: it is a text."""
+        """Log a text: SwanLab's alerts are sent only by mail and chat."""
         self._run.log({"alerts": self._swanlab.Text(sentence)}, step=step)
 
     def close(self, failed: bool) -> None:
@@ -190,7 +190,7 @@ class Swanlab:
             self._run.finish()
 
 
-# --- trackio: a database on this machine, a Space of Hugging Face, or a server of one's own
+# --- trackio: a database on this machine, a Hugging Face Space, or your own server
 
 
 class Trackio:
@@ -202,7 +202,7 @@ class Trackio:
 
         self._trackio = trackio
         space, server = os.environ.get("TRACKIO_SPACE_ID"), os.environ.get("TRACKIO_SERVER_URL", "").partition("?")[0]
-        if space or server:  # what follows in the address of a server may be a token
+        if space or server:  # the rest of the URL may contain a token
             away = "without TRACKIO_SPACE_ID and TRACKIO_SERVER_URL runs are stored on this machine"
             reach(constants.ENDPOINT if space else server, away)
         self.project, self.name = run.project or PROJECT, run.name
@@ -234,14 +234,14 @@ class Trackio:
         self._run.finish()
 
 
-# --- TensorBoard's event files, written by this process: no server, and a full disk ends the run as for all its files
+# --- TensorBoard's event files, written by this process: a full disk ends the run, as for its other files
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; those of the steps after `start_step`, which a resumed run repeats, are hidden."""
+    """Event files in `tensorboard/`; steps after `start_step`, which a resumed run repeats, are hidden."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Here and not above: the import takes a second, and only this process needs it.
+        # imported here: it takes a second, and only this process needs it
         from torch.utils.tensorboard import SummaryWriter
 
         folder, start = run.folder / "tensorboard", run.start_step
@@ -259,7 +259,7 @@ class TensorBoard:
             self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
 
     def lora(self, step: int, files: dict[str, bytes]) -> None:
-        """TensorBoard keeps no files."""
+        """Do nothing: TensorBoard stores no files."""
 
     def alert(self, step: int, sentence: str) -> None:
         self._text(step, "alerts", sentence)
@@ -268,4 +268,4 @@ class TensorBoard:
         self._writer.close()
 
     def _text(self, step: int, name: str, content: str) -> None:
-        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # Markdown of code
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # code in Markdown

@@ -1,6 +1,6 @@
-"""The process of a tracker, started by `TrackerProcess`: does call by call what it reads, until it is told to close.
+"""Process of a tracker, started by `TrackerProcess`: executes the calls that it reads until it is closed.
 
-If the run dies before it says so, the tracker's run is closed as failed.
+If the run dies first, the tracker's run is closed as failed.
 """
 
 import contextlib
@@ -21,37 +21,37 @@ from gerl.run.trackers import REMOTE
 from gerl.run.trackers.process import CLOSING, Remote, TrackedRun
 from gerl.utils.files import reason
 
-SHOWN = 300  # characters of somebody else's error
+SHOWN = 300  # characters of an error of the package
 
 
 def main(name: str) -> None:
-    """Serve the tracker `name`; ends the process, with whatever the package has left running."""
-    for number in signals.NUMBERS:  # of the run, which ends this process in its own time
+    """Serve the tracker `name`; ends the process with all threads of the package."""
+    for number in signals.NUMBERS:  # signals for the run, which closes this process
         signal.signal(number, signal.SIG_IGN)
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a package that asks something gets no answer
-    os.dup2(2, 1)  # what it prints goes to the log, as all it says
+    os.dup2(nothing, 0)  # a package that prompts gets no answer
+    os.dup2(2, 1)  # all output goes to the log
 
     def reply(**words: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the run is gone
             replies.write(json.dumps(words) + "\n")
             replies.flush()
 
     try:
         serve(name, calls, reply)
-    except BaseException as error:  # noqa: BLE001 - whatever the package raises, SystemExit too
+    except BaseException as error:  # noqa: BLE001 - anything the package raises, SystemExit too
         traceback.print_exc()
         words = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {reason_of(error)}"
         reply(failed=redact(words)[:SHOWN])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # what a package does at exit may take for ever
+        os._exit(0)  # exit handlers of a package may take forever
 
 
 def serve(name: str, calls: BinaryIO, reply: Any) -> None:
-    """Do the calls; raises what the tracker raises."""
+    """Execute the calls; raises what the tracker raises."""
     tracker: Remote | None = None
     while line := calls.readline():
         header = json.loads(line)
@@ -85,7 +85,7 @@ def serve(name: str, calls: BinaryIO, reply: Any) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The error's own words on one line."""
+    """Return the message of an error on one line."""
     return reason(error) if isinstance(error, Exception) else str(error)
 
 

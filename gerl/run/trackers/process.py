@@ -1,4 +1,4 @@
-"""Trackers: their protocol, the process that each lives in, and the record of which runs they keep."""
+"""Trackers: their protocol, the process each runs in, and the record of their run ids."""
 
 import contextlib
 import json
@@ -17,23 +17,23 @@ from typing import Any, Protocol
 
 import requests
 
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.errors import GerlError
 from gerl.run.card import redact
 from gerl.utils.files import reason, write_file
 
-# --- The protocol of trackers: the run that they are given, and the calls that they take
+# --- The protocol of trackers
 
-PROJECT = "gerl"  # where neither logger.project nor the tracker's own settings name one
-REACHED = 5.0  # seconds in which a server has to answer
+PROJECT = "gerl"  # default if neither logger.project nor the tracker's own settings name one
+REACHED = 5.0  # seconds for a server to answer
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers know it.
+    """Description of a run for trackers.
 
-    `config`: nested values without secrets; `text`: the same as config.yaml has it, or empty. `start_step`: the step
-    that a resumed run carries on from. `id`: of the tracker's own run, if there is one to go on with.
+    `config`: nested values without secrets; `text`: the text of config.yaml, or empty. `start_step`: the step that a
+    resumed run continues from. `id`: the tracker's id of the run to resume, if any.
     """
 
     folder: Path
@@ -47,28 +47,28 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """Takes what a run writes, besides `metrics.jsonl`."""
+    """Receiver of what a run logs, besides `metrics.jsonl`."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the metrics of a step; all are finite."""
+        """Log the metrics of a step; all are finite."""
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Take a picture, such as `samples/train`, which is a file of the run folder."""
+        """Log an image file of the run folder under a name such as `samples/train`."""
 
     def lora(self, step: int, files: dict[str, bytes]) -> None:
-        """Take the LoRA of a checkpoint: its files by name."""
+        """Store the LoRA of a checkpoint: its files by name."""
 
     def alert(self, step: int, sentence: str) -> None:
-        """Take a warning about the run."""
+        """Log a warning about the run."""
 
     def close(self, failed: bool = False) -> None:
-        """Write out what is buffered, and say whether the run failed; may be called twice."""
+        """Flush and end, as failed or finished; may be called twice."""
 
 
 class Remote(Protocol):
-    """A tracker of a package of somebody else: lives in a process of its own, where it may raise.
+    """A tracker of another package, in its own process, where it may raise.
 
-    `project`, `name` and `id` say which run of its own it writes to, `place` where that is found.
+    `project`, `name` and `id` identify the tracker's run, `place` says where to find it.
     """
 
     project: str
@@ -77,26 +77,26 @@ class Remote(Protocol):
     place: str
 
     def __init__(self, run: TrackedRun) -> None:
-        """Import the package, and begin a run or go on with the one that `run.id` names."""
+        """Import the package, and start a run or resume the one with `run.id`."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take the metrics of a step; all are finite."""
+        """Log the metrics of a step; all are finite."""
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Take a picture."""
+        """Log an image."""
 
     def lora(self, step: int, folder: Path) -> None:
-        """Take the LoRA of a checkpoint; the folder is removed afterwards."""
+        """Store the LoRA of a checkpoint; the folder is removed afterwards."""
 
     def alert(self, step: int, sentence: str) -> None:
-        """Take a warning about the run."""
+        """Log a warning about the run."""
 
     def close(self, failed: bool) -> None:
-        """Send the rest and end the tracker's run."""
+        """Flush and end the tracker's run."""
 
 
 def reach(url: str, otherwise: str) -> None:
-    """Raise `GerlError`, with what to do, if nothing answers at `url`: the packages themselves try for minutes."""
+    """Raise `GerlError` with a remedy if nothing answers at `url`: the packages themselves retry for minutes."""
     try:
         requests.head(url, timeout=REACHED)
     except requests.Timeout:
@@ -105,22 +105,21 @@ def reach(url: str, otherwise: str) -> None:
         raise GerlError(f"{redact(url)} cannot be reached ({otherwise})") from error
 
 
-# --- A tracker in a process of its own: the run hands over what it writes and waits for nothing but the end, for a
-# time.
+# --- A tracker in its own process, for which a run waits only at its end, and not forever.
 #
-# To the process go lines of JSON, each followed by the files that it names; back come lines of JSON.
+# Requests are lines of JSON, each followed by the files it names; replies are lines of JSON.
 
 logger = logging.getLogger(__name__)
-SILENCE = 180.0  # seconds that a call may take
-CLOSING, OPENING = 30.0, 60.0  # seconds without progress after which the end is not waited for; if it has not begun yet
-CALLS, BYTES = 2000, 2**30  # that may wait to be taken
+SILENCE = 180.0  # seconds a call may take
+CLOSING, OPENING = 30.0, 60.0  # seconds without progress to wait for its end; before its first reply
+CALLS, BYTES = 2000, 2**30  # that may be pending
 MODULE = "gerl.run.trackers.child"
 
 
 class TrackerProcess:
-    """Hands the calls of a `Sink` to the tracker `name`; one that fails costs a warning and is left out from then on.
+    """Forwards the calls of a `Sink` to the tracker `name`; if it fails, it is disabled with a warning.
 
-    opened: called in another thread with what the tracker says of its run (`project`, `name`, `id`, `place`).
+    opened: called in another thread with the tracker's run (`project`, `name`, `id`, `place`).
     """
 
     def __init__(self, name: str, run: TrackedRun, opened: Callable[[dict[str, str]], None]) -> None:
@@ -130,7 +129,7 @@ class TrackerProcess:
         self._lock = threading.Lock()
         self._ended = self._closing = False
         self._sent = self._taken = self._bytes = 0
-        self._moved = time.monotonic()  # when the process last showed that it goes on
+        self._moved = time.monotonic()  # time of the last sign of life
         self._threads: list[threading.Thread] = []
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -147,8 +146,8 @@ class TrackerProcess:
         self._send("open", run={**asdict(run), "folder": str(run.folder.resolve())})
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # It finds the packages that this process finds, and what it prints goes to a file. It is no part of the
-        # terminal's process group: it has to outlive a Ctrl-C, after which the run still writes.
+        # it finds the same packages, and its output goes to a file; in a process group of its own it outlives a Ctrl-C,
+        # after which the run still logs
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
@@ -182,7 +181,7 @@ class TrackerProcess:
         with waiting(f"sending the rest to {self.name}"):
             while self._threads[1].is_alive():
                 self._threads[1].join(0.05)
-                limit = CLOSING if self._taken else OPENING  # to make a database takes a slow disk its time
+                limit = CLOSING if self._taken else OPENING  # creating a database on a slow disk takes time
                 if time.monotonic() - self._moved > limit:
                     self._leave(f"it did not accept the rest within {limit:.0f} s")
 
@@ -206,7 +205,7 @@ class TrackerProcess:
 
     def _write(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # the process has ended, of which `_read` hears
+        with contextlib.suppress(OSError):  # the process has ended, which `_read` notices
             while (parts := self._queue.get()) is not None:
                 for part in parts:
                     process.stdin.write(part)
@@ -237,7 +236,7 @@ class TrackerProcess:
             self._leave("its process has ended")
 
     def _leave(self, why: str) -> None:
-        """Go on without the tracker."""
+        """Disable the tracker."""
         with self._lock:
             ended, self._ended = self._ended, True
         if ended:
@@ -249,19 +248,19 @@ class TrackerProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and what it started: it is done, or not waited for any more."""
+    """Kill the process and its children."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-# --- Which runs of its trackers a run is: `trackers.json` of the run folder, by which a resumed run goes on with them
+# --- `trackers.json` of the run folder: the trackers' run ids, for a resumed run
 
 KEYS = ("project", "name", "id")
 
 
 class Record:
-    """The file, read when it is opened and written whenever a tracker has begun a run."""
+    """The file, read on construction and written whenever a tracker starts a run."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -280,12 +279,12 @@ class Record:
         }
 
     def for_resume(self, tracker: str, run: TrackedRun) -> TrackedRun:
-        """The run with project, name and id as `tracker` knows it; as it is if there is none to go on with."""
+        """Return the run with the recorded project, name and id of `tracker`; unchanged without a record."""
         known = self._runs.get(tracker)
         return replace(run, project=known["project"], name=known["name"], id=known["id"]) if known else run
 
     def keeper(self, tracker: str) -> Callable[[dict[str, str]], None]:
-        """A function that keeps what the tracker says of its run, and says where it is; for any thread."""
+        """Return a thread-safe function that records and logs the tracker's run."""
 
         def keep(opened: dict[str, str]) -> None:
             logger.info("%s: run %s of project %s; %s", tracker, opened["name"], opened["project"], opened["place"])

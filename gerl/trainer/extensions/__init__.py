@@ -30,7 +30,6 @@ EXTENSIONS = (
     "kl_in_reward:KLInReward",
     "dynamic_sampling:DynamicSampling",
     "training_images:TrainingImages",
-    "live_images:LiveImages",
     "moving_reference:MovingReference",
     "guard:HackingGuard",
     "raise_kl:RaiseKL",

@@ -3,7 +3,7 @@
 import logging
 
 from gerl.errors import Stopped
-from gerl.run.session import take
+from gerl.run.session import FOLDER, Command, take
 from gerl.trainer.extensions import Directive, Extension, Save
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -14,13 +14,16 @@ logger = logging.getLogger(__name__)
 class ControlFiles(Extension):
     """Validate, save or stop on request."""
 
+    def requested(self, run: Run, command: Command) -> bool:
+        return (run.run_dir / FOLDER).exists() and take(run.run_dir, command)
+
     def stepping(self, run: Run) -> None:
         """Raise `Stopped` if a stop was requested."""
-        if take(run.run_dir, "stop"):
+        if self.requested(run, "stop"):
             raise Stopped(run.state.step)
 
     def due(self, run: Run, step: Step) -> bool:
-        if not take(run.run_dir, "validate"):
+        if not self.requested(run, "validate"):
             return False
         if run.held_out:
             logger.info("step %d: validating, as requested", step.number)
@@ -31,7 +34,7 @@ class ControlFiles(Extension):
         return True
 
     def logged(self, run: Run, step: Step) -> Directive | None:
-        if not take(run.run_dir, "save"):
+        if not self.requested(run, "save"):
             return None
         logger.info("step %d: saving a checkpoint, as requested", step.number)
         return Save()

@@ -3,7 +3,7 @@
 import logging
 
 from gerl.commandline import signals
-from gerl.commandline.command import waiting
+from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.errors import GerlError
 from gerl.run.report import write_report

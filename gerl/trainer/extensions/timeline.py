@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 class TimelineFile(Extension):
     """The spans of each step; a failed write is logged once and skipped."""
 
-    said = False
+    failed = False
 
     def concluded(self, run: Run, step: Step) -> None:
         try:
             append_spans(run.run_dir, run.timeline.take())
         except GerlError as error:
-            if not self.said:
-                self.said = True
+            if not self.failed:
                 logger.warning("the page of the run is incomplete: %s", error)
+            self.failed = True

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gerl.commandline.command import WhenRead, duration, importing, waiting
+from gerl.commandline.command import WhenRead, importing
+from gerl.commandline.progress import duration, waiting
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTS = """

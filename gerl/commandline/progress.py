@@ -1,19 +1,53 @@
-"""Progress of a command: a bar on a terminal, elsewhere an occasional line in the log."""
+"""Progress of a command: a bar on a terminal, elsewhere lines in the log; lines about what it waits for."""
 
 import contextlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
-
-from gerl.commandline.command import duration
 
 logger = logging.getLogger("gerl")
 EVERY = 30.0  # seconds between two lines, at least
+MOMENT = 2.0  # seconds before the first line
+REMINDER = 60.0  # seconds between the lines of a long wait
+
+
+@contextlib.contextmanager
+def waiting(
+    what: str, so_far: Callable[[], str] | None = None, after: float = MOMENT, every: float = REMINDER
+) -> Iterator[None]:
+    """Log `what` if the block takes more than `after` seconds, then the elapsed time `every` so many seconds.
+
+    `so_far`: describes the progress for later lines, "" for none; called in another thread.
+    """
+    over, start = threading.Event(), time.perf_counter()
+
+    def speak() -> None:
+        if over.wait(after):
+            return
+        logger.info("%s ...", what)
+        while not over.wait(every):
+            progress = so_far() if so_far is not None else ""
+            passed = duration(time.perf_counter() - start)
+            logger.info("%s: %s so far%s", what, passed, f", {progress}" if progress else "")
+
+    speaker = threading.Thread(target=speak, name=f"waiting: {what}", daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join(timeout=1)  # its line belongs before the lines of the next operation
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `45 s`, `12 min` or `3 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 class Progress:
@@ -39,16 +73,12 @@ class Progress:
         self._lines = not (disable or terminal or what)
         self._logged, self._logged_at, self._next = initial, time.perf_counter(), 0.0  # last line, time of the next
         if terminal and not disable:
+            from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
+
             self._stack.enter_context(logging_redirect_tqdm())
-            bar = tqdm(
-                total=total,
-                initial=initial,
-                unit=unit,
-                desc=what or None,
-                leave=leave,
-                dynamic_ncols=True,
-                smoothing=0.1,
-            )
+            look = {"dynamic_ncols": True, "smoothing": 0.1, "leave": leave}
+            bar = tqdm(total=total, initial=initial, unit=unit, desc=what or None, **look)
             self._bar = self._stack.enter_context(bar)
 
     def update(self, count: int = 1, values: Mapping[str, float | str | None] = MappingProxyType({})) -> None:

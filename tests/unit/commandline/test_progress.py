@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from gerl.run import progress
-from gerl.run.progress import Progress
+from gerl.commandline import progress
+from gerl.commandline.progress import Progress
 
 
 class Terminal(io.StringIO):
