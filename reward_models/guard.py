@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gerl.commandline.command import host_name, is_foreign, is_loopback
-from gerl.rewards.scorers.remote import VERSION
+from gerl.rewards.scorers.base import VERSION
 from reward_models.scoring import ImageLimits
 
 SCORE = "/v1/score"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # --- The base class of all scorers, the types they share, and the import of their packages
 
+VERSION = "1"  # of the HTTP protocol of reward services
 Metadata = dict[str, Any]  # the other columns of a prompt's row
 Columns = dict[str, list[float]]  # name of a column -> [B]
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
