@@ -14,7 +14,7 @@ from scipy import stats
 from suite import FINAL, TUNE, Run, best_run, evaluations, last_reward, other_groups
 
 from gerl.commandline.composition import algorithm_of
-from gerl.config.algorithms import BY_NAME
+from gerl.config.algorithms import algorithm_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "algorithm_benchmark.md"
@@ -300,7 +300,7 @@ def plot(runs: Sequence[Run], path: Path = PICTURE, seeds: int = SEEDS) -> None:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gerl", "font.family": "sans-serif"}):
         families: dict[str, list[Summary]] = {"policy gradients": [], "forward process": [], "from something else": []}
         for summary in found:
-            is_gradient = BY_NAME[algorithm_of(summary.algorithm)].scores_steps
+            is_gradient = algorithm_config(algorithm_of(summary.algorithm)).needs.ratio
             other = summary.algorithm in LEARNS_FROM
             families[list(families)[2 if other else 1 - is_gradient]].append(summary)
         figure = Figure(figsize=(15, 5), layout="constrained")

@@ -84,8 +84,8 @@ class Training:
     def __init__(self, c: Config, policy: Policy | None = None, samples: Sequence[Sample] | None = None) -> None:
         self.config, self.policy = c, policy or new_policy()
         if not self.policy.teachers:
-            self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.taught_by]
-        if c.algorithm.imitates:
+            self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.needs.teachers]
+        if c.algorithm.needs.imitation:
             denoisers = self.policy.denoisers
             fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, "cpu", 0)
             self.policy = replace(self.policy, trained=self.policy.trained | fake)

@@ -8,25 +8,53 @@ noise of a trajectory. `algorithm.weighting` is W:
     uniform l    t  t l    t2  t^2 l    huber  t (sqrt(l + e) - sqrt(e))    ghuber  t ((l + e)^p - e^p) / p,  p = 1/4
 """
 
-from typing import assert_never
+from __future__ import annotations  # of torch, see `lazy`
 
-import torch
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, assert_never
 
+from gerl.algorithms.base import ClippedConfig, DownSampledConfig
 from gerl.algorithms.core_algos import clipped_policy_loss
-from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
 from gerl.config import Config
-from gerl.config.algorithms import AWMConfig
+from gerl.config.algorithms import Needs
 from gerl.config.blocks import LikelihoodWeighting
+from gerl.config.schema import key
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 EPSILON = 1e-10
 POWER = 0.25
 
 
+@dataclass(frozen=True)
+class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
+    """The keys of AWM."""
+
+    weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
+    off_policy: bool = key(
+        True, "the ratio is relative to the old policy; false: to the trained weights, hence 1 and never clipped"
+    )
+    shared_noise: bool = key(
+        False,
+        "the images of a group get the same noise at each level: their common part then cancels in the gradient, "
+        "since their advantages sum to 0",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, old_decay=self.old_decay)
+
+
 class AWM(ForwardProcess):
     """Rows with advantage 0 are trained where their distances to the old policy or to the base model count."""
 
+    names = "awm"
     settings: AWMConfig
-    uses_old = True
     compared_with_old = ("clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
 
     def __init__(self, config: Config) -> None:
@@ -42,13 +70,13 @@ class AWM(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """`clipped_policy_loss` of the likelihoods; reports the shares clipped and the mean log-ratio."""
-        target, weighting = s.target, self.settings.weighting
+        target, weighting, bounds = s.target, self.settings.weighting, self.settings.clip_range(s.x[0].numel())
         log_prob = log_likelihood(s.output, target, s.rule.sigma, weighting)
         if not self.settings.off_policy:
-            return clipped_policy_loss(log_prob, log_prob, s.advantages, *self.settings.clip_range)[0], {}
+            return clipped_policy_loss(log_prob, log_prob, s.advantages, *bounds)[0], {}
         assert s.old is not None
         old = log_likelihood(s.old, target, s.rule.sigma, weighting)
-        losses, metrics = clipped_policy_loss(log_prob, old, s.advantages, *self.settings.clip_range)
+        losses, metrics = clipped_policy_loss(log_prob, old, s.advantages, *bounds)
         del metrics["ratio_deviation"]  # a largest deviation cannot be averaged over micro-batches
         return losses, metrics
 

@@ -1,13 +1,16 @@
-"""The decisions of an algorithm: which trajectories to draw, their credit, and the losses and gradients of a step."""
+"""The decisions of an algorithm: which trajectories to sample, their credit, and the losses and gradients of a step.
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+The driver plans and credits; the workers train. An algorithm never knows which model it trains.
+"""
 
+from __future__ import annotations  # of torch, see `lazy`
+
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, assert_never
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, assert_never
 
 from gerl.algorithms.core_algos import (
     batch_advantages,
@@ -19,19 +22,76 @@ from gerl.algorithms.core_algos import (
 )
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.config import Config
-from gerl.config.algorithms import AlgorithmConfig, DownSampledConfig, NormalisedConfig, ShapedConfig
-from gerl.engine import ReplayedStep, Tape, Trajectory, replay
+from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.blocks import AdvantageEstimator, DiversityShaping, StdKind
+from gerl.config.schema import key, main_key
 from gerl.errors import CheckpointError
 from gerl.protocol import Group, RolloutTask, Sample, Segment, StepFacts, UpdateStats
+from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape, Trajectory
     from gerl.model.policy import Policy
+else:
+    torch, engine = lazy("torch"), lazy("gerl.engine")
 
 
-# --- The decisions of an algorithm: which trajectories to draw, what credit their rewards give, and how to learn from
-# it.
-#
-# The driver plans and credits; the workers train. An algorithm never knows which model it trains.
+# --- The keys that algorithms of several kinds share
+
+
+@dataclass(frozen=True)
+class NormalisedConfig(AlgorithmConfig):
+    """Credit is the reward relative to a baseline."""
+
+    adv_estimator: AdvantageEstimator = key(
+        "grpo",
+        "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
+    )
+    advantage_std: StdKind = key(
+        "group", "divisor of the centred rewards: the group's std, the batch's, or none (Dr. GRPO)"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, single_images=self.adv_estimator == "reinforce_pp")
+
+
+@dataclass(frozen=True)
+class ShapedConfig(NormalisedConfig):
+    """The images of a group may count by how unlike the others they are, too."""
+
+    diversity: DiversityShaping = key(
+        "none",
+        "how an image's dissimilarity to the rest of its group (a watched groupwise scorer) shapes its advantage: "
+        "scale multiplies positive advantages by it, relative to the group's mean (GARDO); add adds diversity_coef "
+        "times the advantage that it would have as a reward (as DRIFT, which shapes the reward by the diversity of "
+        "the group)",
+    )
+    diversity_scorer: str = key("diversity", "the scorer, or its column NAME/PART, that measures the dissimilarity")
+    diversity_coef: float = key(0.1, "see diversity=add", above=0)
+
+
+@dataclass(frozen=True)
+class DownSampledConfig(ShapedConfig):
+    """An image is trained on by itself, so those that teach little may be left out."""
+
+    train_share: float = key(
+        1.0, "share of a group's images used for training, those with the largest |advantage| (PODS)", above=0, high=1
+    )
+
+
+@dataclass(frozen=True)
+class ClippedConfig(AlgorithmConfig):
+    """The ratio to the policy that drew has bounds."""
+
+    clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this value", above=0, high=1)
+    clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this value", above=0)
+
+    def clip_range(self, dimensions: int) -> tuple[float, float]:
+        return self.clip_low, self.clip_high
 
 
 @dataclass(frozen=True)
@@ -78,19 +138,26 @@ class KLWeight:
         return None if self.per_sample is None else self.per_sample.get(task_id)
 
 
-class Algorithm:
-    """The common part: groups of independent images, group-relative advantages for all their steps."""
+class Algorithm(ABC):
+    """The common part: groups of independent images, group-relative advantages for all their steps.
 
-    settings: AlgorithmConfig  # narrowed by each algorithm to its own class, which has its keys and facts
-    reads_means = False  # it reads the means that the rollout recorded, not only latents and log-probabilities
-    reads_finished = False  # it reads the finished latents besides those of the trained steps
-    old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None where none is kept
-    rollout_decay: Sequence[float] | None = None  # of the averaged weights that draw; None where the trained ones do
+    A subclass annotates `settings` with its own configuration class, which has its keys and what it needs.
+    """
+
+    names: ClassVar[str] = ""  # the values of `algorithm.name` that select the class, separated by spaces
+    config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    settings: AlgorithmConfig
     regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if there are any
-    rollout_old_after: int | None = None  # trainer steps after which the old policy draws; None: never
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if declared := vars(cls).get("__annotations__", {}).get("settings"):
+            names = vars(sys.modules[cls.__module__])
+            cls.config_class = names[declared] if isinstance(declared, str) else declared
 
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
+        self.needs = self.settings.needs
         self.kl_coef = self.settings.kl_coef  # the guard may raise it
         self.reference_step = 0  # the trainer step after which the weights were that the KL is measured from
 
@@ -102,9 +169,9 @@ class Algorithm:
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
-        together = self.settings.sampled_together(self.config.rollout.n)
-        size = max(1, self.config.rollout.micro_batch_size // together) * together
-        batches = group_chunks if self.settings.whole_groups else micro_batches
+        unit = self.needs.sampled_images(self.config.rollout.n)
+        size = max(1, self.config.rollout.micro_batch_size // unit) * unit
+        batches = micro_batches if self.needs.loss_over == "image" else group_chunks
         tasks: list[RolloutTask] = []
         windows: dict[Group, tuple[int, ...]] = {}
         for sample in samples:
@@ -187,20 +254,13 @@ class Algorithm:
     def pools(self) -> bool:
         """Whether micro-batches may be smaller than what a loss compares, so that a first pass (`pool`) is needed."""
         rollout, n = self.config.rollout.micro_batch_size, self.config.rollout.n
-        compared = self.settings.compared(n)
-        small = rollout < n or (self.config.actor.micro_batch_size or n) < compared
-        return self.settings.whole_groups and small
+        small = rollout < n or (self.config.actor.micro_batch_size or n) < self.needs.loss_images(n)
+        return self.needs.whole_groups and small
 
     @property
     def needs_whole_batches(self) -> bool:
         """Whether the samples of a micro-batch of the rollout have to be on one tape."""
-        together = self.settings.sampled_together(self.config.rollout.n) > 1
-        return together or (self.settings.whole_groups and not self.pools)
-
-    @property
-    def compares_with_base(self) -> bool:
-        """Whether it asks for what the base model computes (`Policy.base`), or may do so later."""
-        return self.config.has_kl
+        return self.needs.sampled_over != "image" or (self.needs.whole_groups and not self.pools)
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """The part of `rows` of `batch` in the losses of the others of their groups."""
@@ -219,7 +279,7 @@ class Algorithm:
         raise NotImplementedError
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
-        """Log of the ratio to the rollout's policy, `[B]`, where `settings.scores_steps`; on policy 0."""
+        """Log of the ratio to the rollout's policy, `[B]`, where it `needs.ratio`; on policy 0."""
         raise NotImplementedError
 
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
@@ -235,7 +295,7 @@ class Algorithm:
         """Rows of `batch` that are trained together, at most `most`; those without credit are left out."""
         size = min(self.config.actor.micro_batch_size or len(batch.samples), most or len(batch.samples))
         kept = self.kept_rows(batch)
-        if not self.settings.whole_groups or self.pools:
+        if not self.needs.whole_groups or self.pools:
             yield from (kept[i : i + size] for i in range(0, len(kept), size))
             return
         ids, rows = group_ids(batch.samples).tolist(), list[int]()
@@ -256,6 +316,7 @@ class Algorithm:
             kept &= (credit != 0).any(1)
         return [int(r) for r in kept.nonzero()]
 
+    @abstractmethod
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
@@ -263,7 +324,6 @@ class Algorithm:
 
         `meter` measures what each step adds.
         """
-        raise NotImplementedError
 
     def step_batch(self, meter: StepGradients[Any] | None) -> int:
         """Trained steps in one pass of the denoiser: one where what each adds to the gradient is measured."""
@@ -273,7 +333,7 @@ class Algorithm:
         """The same steps under the base model, which is switched to once for the whole micro-batch."""
         kept: dict[int, ReplayedStep] = {}
         with policy.base():
-            replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
+            engine.replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
         return kept
 
 
@@ -314,17 +374,17 @@ def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
 # without gradient over the whole group finds it, as the sum of a number, or of several, per image at each noise level.
 
 # group and noise level -> sum over its images (of a number each, or of n: fp64 [n]), their number
-Pooled = dict[tuple[Group, int], tuple[float | torch.Tensor, int]]
-Sums = tuple[torch.Tensor, torch.Tensor]  # [B] or [B, n] sum over the group of each row, [B] number of its rows
+Pooled = dict[tuple[Group, int], "tuple[float | torch.Tensor, int]"]
+Sums = tuple["torch.Tensor", "torch.Tensor"]  # [B] or [B, n] sum over the group of each row, [B] number of its rows
 
 
 def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
     """The sums over micro-batches and workers."""
     found: Pooled = {}
     for part in parts:
-        for key, (total, count) in part.items():
-            before, known = found.get(key, (0.0, 0))
-            found[key] = before + total, known + count
+        for group, (total, count) in part.items():
+            before, known = found.get(group, (0.0, 0))
+            found[group] = before + total, known + count
     return found
 
 

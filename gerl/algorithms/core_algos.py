@@ -1,12 +1,18 @@
 """The mathematics of the update: advantages, credit, policy losses, KL. Pure functions that never write an input."""
 
+from __future__ import annotations  # of torch, see `lazy`
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
-
-import torch
+from typing import TYPE_CHECKING, get_args
 
 from gerl.config.blocks import KLKind, NodeStdKind, StdKind, StepWeighting
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 # --- advantages
 

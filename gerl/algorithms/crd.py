@@ -17,24 +17,49 @@ that is too large for one backward pass. Unlike a policy gradient it has a fixed
 two centred rewards agree.
 """
 
-from typing import Literal
+from __future__ import annotations  # of torch, see `lazy`
 
-import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
-from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, pooled_mean
-from gerl.config.algorithms import CRDConfig
+from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, group_mean, pooled_mean
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 LOWEST_KL = 1e-4  # weight of the KL of the worst image, with `kl_by_reward`
+
+
+@dataclass(frozen=True)
+class CRDConfig(ContrastConfig):
+    """The keys of CRD."""
+
+    regression: Literal["squared", "cross_entropy"] = key(
+        "squared",
+        "how the two centred rewards are matched: by their squared difference, or by the cross-entropy of the "
+        "probabilities that they are the logits of",
+    )
+    kl_by_reward: bool = key(
+        False, "weight of an image's KL by its quality: from 1e-4 for the worst to kl_coef for the best"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, loss_over="group")
 
 
 class CRD(ForwardProcess):
     """Needs all rows of a group, those with advantage 0 as well: each has a part in the centring."""
 
+    names = "crd"
     settings: CRDConfig
     guided_reference = True
-    uses_old = True
     compared_with_old = ("implicit_reward",)
 
     @property
@@ -99,5 +124,7 @@ def crd_loss(
 def relative_entropy(wanted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """KL divergence `[B]` of coins whose logits are `wanted` `[B]` to those of `logits`: 0 where they agree."""
     probability = wanted.sigmoid()
-    crossed, own = (binary_cross_entropy_with_logits(x, probability, reduction="none") for x in (logits, wanted))
+    crossed, own = (
+        torch.nn.functional.binary_cross_entropy_with_logits(x, probability, reduction="none") for x in (logits, wanted)
+    )
     return crossed - own

@@ -12,25 +12,76 @@ TDM-R1, arXiv 2603.07700, the old policy). As in PPO, a row whose ratio exp(d_ol
 direction of its advantage stops.
 """
 
-import torch
+from __future__ import annotations  # of torch, see `lazy`
 
-from gerl.algorithms.forward_process import ForwardProcess, Noised, group_mean, per_sample, pooled_mean
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from gerl.algorithms.base import ClippedConfig, ShapedConfig
+from gerl.algorithms.forward_process import (
+    ForwardProcess,
+    Noised,
+    PreferenceConfig,
+    group_mean,
+    per_sample,
+    pooled_mean,
+)
 from gerl.config import Config
-from gerl.config.algorithms import DGPOConfig
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key
+from gerl.errors import ConfigError
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
+    """The keys of DGPO."""
+
+    reference: Literal["base", "old"] = key("base", "reference of the preferences: base model or old policy")
+    rollout_old_after: int | None = key(
+        None,
+        "trainer steps after which the old policy samples the rollouts; null: the trained weights always do",
+        low=0,
+    )
+
+    @property
+    def needs(self) -> Needs:
+        needs = super().needs
+        return replace(
+            needs,
+            base_model=needs.base_model or self.reference == "base",
+            old_decay=self.old_decay,
+            rollout_old_after=self.rollout_old_after,
+        )
+
+    def check(self) -> None:
+        super().check()
+        if self.rollout_old_after is not None and self.rollout_decay is not None:
+            raise ConfigError(
+                f"algorithm.rollout_old_after={self.rollout_old_after}: with algorithm.rollout_decay separate "
+                "weights sample the rollouts; use one of them"
+            )
+        if self.reference == "old" and self.reference_guidance is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.reference_guidance: with reference=old and kl_coef=0 the base model is not run; remove it"
+            )
 
 
 class DGPO(ForwardProcess):
     """The preferences are those against the base model, or the old policy, which also bounds the step."""
 
+    names = "dgpo"
     settings: DGPOConfig
-    uses_old = True
     compared_with_old: tuple[str, ...] = ("stopped_fraction",)
     shared_noise = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.uses_reference = self.settings.reference == "base"
-        self.rollout_old_after = self.settings.rollout_old_after
         if self.settings.reference == "old":  # then w is 1/2 as long as the old policy is the trained one
             self.compared_with_old += ("group_weight",)
 
@@ -42,7 +93,7 @@ class DGPO(ForwardProcess):
         """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
         error, old, reference = self._errors(s)
         weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta, pooled_mean(s))
-        stop = stopped(error, old, s.advantages, *self.settings.clip_range)
+        stop = stopped(error, old, s.advantages, *self.settings.clip_range(s.x[0].numel()))
         means = torch.stack([weight.mean(), stop.to(weight.dtype).mean()]).tolist()  # one device synchronisation
         losses = dgpo_loss(error, s.advantages, weight, stop)
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}

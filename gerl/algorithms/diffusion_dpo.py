@@ -9,28 +9,52 @@ published they are those of a file (data.train_on=files), and the reference is t
 At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
 """
 
-import torch
-import torch.nn.functional as F
+from __future__ import annotations  # of torch, see `lazy`
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
-from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
+from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, per_sample
 from gerl.config import Config
-from gerl.config.algorithms import DiffusionDPOConfig
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class DiffusionDPOConfig(PreferenceConfig):
+    """The keys of DiffusionDPO."""
+
+    reference: Literal["old", "base"] = key(
+        "old", "reference of the preferences: the old policy, updated periodically, or the base model"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        needs, base = super().needs, self.reference == "base"
+        old = needs.old_decay if base else self.old_decay
+        # a pair: the best and the worst
+        return replace(needs, loss_over="pair", base_model=needs.base_model or base, old_decay=old)
 
 
 class DiffusionDPO(ForwardProcess):
     """The credit is +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
 
+    names = "diffusion_dpo"
     settings: DiffusionDPOConfig
     shared_noise = True
 
     def __init__(self, config: Config) -> None:
-        assert isinstance(config.algorithm, DiffusionDPOConfig)
-        self.uses_old = config.algorithm.reference == "old"
-        self.uses_reference = not self.uses_old
-        self.compared_with_old = ("preference_margin",) if self.uses_old else ()
         super().__init__(config)
+        self.from_old = self.settings.reference == "old"
+        self.compared_with_old = ("preference_margin",) if self.from_old else ()
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """One pair per group; none where all rewards are equal."""
@@ -57,7 +81,7 @@ class DiffusionDPO(ForwardProcess):
         return s.advantages.sign() * self._excess(s).detach()
 
     def _excess(self, s: Noised) -> torch.Tensor:
-        reference, target = s.old if self.uses_old else s.reference, s.target
+        reference, target = s.old if self.from_old else s.reference, s.target
         assert reference is not None
         return per_sample((s.output - target) ** 2) - per_sample((reference - target) ** 2)
 
@@ -67,7 +91,7 @@ def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Te
 
     `margin` `[B]`: see `preference_margin`. `pairs` `[B]` bool: rows outside them have loss 0.
     """
-    return torch.where(pairs, -F.logsigmoid(beta / 2 * margin) / 2, 0.0)
+    return torch.where(pairs, -torch.nn.functional.logsigmoid(beta / 2 * margin) / 2, 0.0)
 
 
 def preference_margin(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -10,21 +10,33 @@ likelihoods, guidance or a particular solver. At v = v_old the gradient is (2 r 
 matching, whatever b is.
 """
 
+from __future__ import annotations  # of torch, see `lazy`
+
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, per_sample
+from gerl.utils.lazy import lazy
 
-from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.algorithms import DiffusionNFTConfig
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 SMALLEST_WEIGHT = 1e-5
+
+
+@dataclass(frozen=True)
+class DiffusionNFTConfig(ContrastConfig):
+    """The keys of DiffusionNFT."""
 
 
 class DiffusionNFT(ForwardProcess):
     """Rows with advantage 0 are trained as well: their loss pulls back towards the old policy."""
 
+    names = "diffusion_nft"
     settings: DiffusionNFTConfig
-    uses_old = True
     compared_with_old = ("old_distance",)
 
     @property

@@ -1,30 +1,121 @@
 """Distillation on the student's own trajectories: on-policy distillation (OPD) and distribution matching (DMDR)."""
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, assert_never
 
-import torch
-
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
-from gerl.algorithms.flow_grpo import FlowGRPO
+from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.planning import any_steps, sampled_steps
-from gerl.algorithms.policy_gradient import Further
+from gerl.algorithms.policy_gradient import ExtraLoss
 from gerl.config import Config
-from gerl.config.algorithms import NAME, DMDRConfig, OPDConfig, Teacher
-from gerl.config.blocks import StepDistance
-from gerl.engine import ReplayedStep, Tape, record_structure, replay
-from gerl.engine.kernels import Rule
-from gerl.errors import ModelError
+from gerl.config.algorithms import NAME, AlgorithmConfig, Needs, Teacher, teachers
+from gerl.config.blocks import SamplingConfig, StepDistance
+from gerl.config.schema import key, main_key, shown
+from gerl.errors import ConfigError, ModelError
 from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed, sample_generators
 
 if TYPE_CHECKING:
+    import torch
     from diffusers import DiffusionPipeline
 
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape
+    from gerl.engine.kernels import Rule
     from gerl.model.policy import Policy
+else:
+    torch, engine = lazy("torch"), lazy("gerl.engine")
+
+
+@dataclass(frozen=True)
+class OPDConfig(AlgorithmConfig):
+    """The keys of on-policy distillation."""
+
+    teachers: list[dict[str, Any]] = main_key(
+        [{"guidance": 4.5}],
+        "what to learn from: [{lora: CHECKPOINT, data_source: ocr}, {path: PIPELINE, data_source: colour}]; "
+        "without lora and path it is the base model, with another guidance scale",
+    )
+    distance: StepDistance = main_key(
+        "gaussian",
+        "distance of a step to the teacher's: the KL of the two Gaussians; half the squared distance of their "
+        "means, also of steps without noise; or the squared distance of the outputs, which weighs all steps equally",
+    )
+    timesteps: int | None = main_key(
+        None, "noise levels trained per trainer step; null: all in the range", low=1
+    )  # of those with noise, if there is any
+
+    @property
+    def needs(self) -> Needs:
+        found = tuple(teachers(self.teachers))
+        base = any(teacher.is_base for teacher in found)
+        return replace(super().needs, trajectory=True, single_images=True, teachers=found, base_model=base)
+
+    def check(self) -> None:
+        super().check()
+        if not self.needs.teachers:
+            raise ConfigError(
+                f"algorithm.teachers=[]: {self.name} learns from teachers; add one, such as "
+                "'algorithm.teachers=[{lora: CHECKPOINT}]'"
+            )
+        if self.dynamic_sampling:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling={self.dynamic_sampling}: {self.name} learns from all images, "
+                "regardless of their rewards; use 0"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if self.distance == "gaussian" and (sampling.noise_level == 0 or sampling.kernel == "ode"):
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: steps without noise have no KL to the teacher; use algorithm.distance=mean or "
+                "velocity, or kernel=cps with noise_level=0.8"
+            )
+        for teacher in self.needs.teachers:
+            same = teacher.guidance is not None and teacher.guidance == sampling.guidance_scale and not teacher.call
+            if teacher.is_base and same and self.cfg != "off":
+                raise ConfigError(
+                    f"algorithm.teachers={shown(self.teachers)}: the base model with the guidance of the rollout "
+                    "is identical to the initial student; set another guidance, or lora or path"
+                )
+
+
+@dataclass(frozen=True)
+class DMDRConfig(FlowGRPOConfig):
+    """The keys of DMDR."""
+
+    teachers: list[dict[str, Any]] = key(
+        [],
+        "the model whose images a few-step model should match, [{path: PIPELINE, guidance: 4.5}]; []: the model "
+        "that training starts from",
+    )
+    matching_coef: float = main_key(0.01, "weight of distribution matching", low=0)
+    matching_steps: int = key(
+        20, "noise levels at which images are compared: those of this many denoising steps", low=2, high=1000
+    )
+    fake_scale: float = key(
+        2.0,
+        "alpha of the LoRA that imitates the images, relative to that of the trained one: how fast it follows",
+        above=0,
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(
+            super().needs, imitation=self.fake_scale, finished_latents=True, teachers=tuple(teachers(self.teachers))
+        )
+
+    def check(self) -> None:
+        super().check()
+        if len(self.needs.teachers) > 1 or any(t.data_source is not None for t in self.needs.teachers):
+            raise ConfigError(
+                f"algorithm.teachers={shown(self.teachers)}: {self.name} compares with one model, for all prompts; "
+                "give one entry without data_source"
+            )
 
 
 # --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063): a student learns its own
@@ -46,19 +137,16 @@ if TYPE_CHECKING:
 class OPD(Algorithm):
     """The distance of each trained step to that of the teacher of its prompt, and one to the base model."""
 
+    names = "opd"
     settings: OPDConfig
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.teachers = self.settings.taught_by
+        self.teachers = self.needs.teachers
 
     @property
     def needs_all_samples(self) -> bool:
         return True
-
-    @property
-    def compares_with_base(self) -> bool:
-        return super().compares_with_base or any(teacher.is_base for teacher in self.teachers)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         sampling = self.config.sampling
@@ -104,7 +192,7 @@ class OPD(Algorithm):
             stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
             return losses.sum() / num_pairs
 
-        replay(policy.pipe, tape, on_step, **options)
+        engine.replay(policy.pipe, tape, on_step, **options)
         return stats
 
 
@@ -165,10 +253,10 @@ def _steps_of(
     model, options = policy.teachers[number], {**options, "cfg": "joint", "grad": False}
     with policy.teacher(number) as pipe:
         if model.pipe is None and not model.teacher.changed:
-            replay(pipe, tape, keep, **options | {"index": rows})
+            engine.replay(pipe, tape, keep, **options | {"index": rows})
             return outputs
         # another call of a pipeline, at the same latents
-        found = record_structure(pipe, tape, rows, model.teacher.changed)
+        found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
             _check_alike(model.teacher, k, found.steps[k].rule, tape.steps[k].rule)
             shapes = found.steps[k].x.shape[1:], tape.steps[k].x.shape[1:]
@@ -178,7 +266,7 @@ def _steps_of(
                     f"student {list(shapes[1])}: use a teacher with the same latents"
                 )
         latents = {k: tape.steps[k].x[rows] for k in options["steps"]}
-        replay(pipe, found, keep, **options | {"index": None, "latents": latents})
+        engine.replay(pipe, found, keep, **options | {"index": None, "latents": latents})
     return outputs
 
 
@@ -257,30 +345,30 @@ def by_teacher(teachers: Sequence[Teacher], lesson: DistillationTarget, distance
 # `algorithm.fake_scale` lets it follow faster instead; there is no cold start and no schedule, since the student is
 # distilled already.
 
-Levels = dict[int, torch.Tensor]  # by noise level: [R, ...]
+Levels = dict[int, "torch.Tensor"]  # by noise level: [R, ...]
 
 
 class DMDR(FlowGRPO):
     """The clipped surrogate, distribution matching, and the loss of the model that imitates."""
 
+    names = "dmdr"
     settings: DMDRConfig
-    reads_finished = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.teachers = self.settings.taught_by
+        self.teachers = self.needs.teachers
 
     @property
     def needs_all_samples(self) -> bool:
         return True  # also an image without advantage has to look like one
 
-    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> Further:
+    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss:
         images: Levels = {}
 
         def clean(k: int, step: ReplayedStep) -> None:
             images[k] = step.rule.clean(step.x, step.model_output)
 
-        replay(policy.pipe, batch.tape, clean, **options, grad=False)
+        engine.replay(policy.pipe, batch.tape, clean, **options, grad=False)
         samples = [batch.samples[r] for r in rows]
         step_of = dict(zip(self._levels(samples, len(images), "matching"), images, strict=True))
         structure = self._structure(policy.pipe, batch.tape, rows)
@@ -323,7 +411,7 @@ class DMDR(FlowGRPO):
             return loss / num_pairs
 
         with policy.fake():
-            replay(policy.pipe, structure, imitate, steps=levels, latents=noised(structure, images, noise))
+            engine.replay(policy.pipe, structure, imitate, steps=levels, latents=noised(structure, images, noise))
         return total
 
     def _levels(self, samples: Sequence[Sample], count: int, what: str) -> tuple[int, ...]:
@@ -341,7 +429,7 @@ class DMDR(FlowGRPO):
             other["sigmas"] = [1 - j / steps for j in range(steps)]
         if tape.call.get("timesteps") is not None:  # those of its few steps
             other["timesteps"] = None
-        return record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
+        return engine.record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
 
 
 def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
@@ -366,7 +454,7 @@ def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels
     def keep(j: int, step: ReplayedStep) -> None:
         found[j] = step.rule.clean(step.x, step.model_output)
 
-    replay(pipe, structure, keep, steps=sorted(latents), latents=latents, grad=False)
+    engine.replay(pipe, structure, keep, steps=sorted(latents), latents=latents, grad=False)
     return found
 
 

@@ -1,24 +1,104 @@
 """Flow-GRPO and its variants that change the ratio or its bound: GRPO-Guard and Flow-DPPO."""
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.algorithms.base import Batch, Rewards
+from gerl.algorithms.base import Batch, DownSampledConfig, Rewards
 from gerl.algorithms.core_algos import gaussian_kl, guard_log_ratio, masked_policy_loss, ratio_spread
 from gerl.algorithms.planning import sampled_steps
-from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.algorithms.policy_gradient import PolicyGradient, TrajectoryClipConfig, WeightedConfig
 from gerl.config import Config
-from gerl.config.algorithms import ChainConfig, FlowDPPOConfig, FlowGRPOConfig, GRPOGuardConfig
-from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import Rule
-from gerl.errors import CheckpointError
+from gerl.config.algorithms import Needs
+from gerl.config.blocks import StepLikelihood
+from gerl.config.schema import key, main_key
+from gerl.errors import CheckpointError, ConfigError
+from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape
+    from gerl.engine.kernels import Rule
     from gerl.model.policy import Policy
+else:
+    torch, engine = lazy("torch"), lazy("gerl.engine")
+
+
+@dataclass(frozen=True)
+class ChainConfig(WeightedConfig, DownSampledConfig):
+    """Every image has a trajectory of its own."""
+
+    kl_in_reward: bool = key(False, "subtract the KL from the reward rather than add it to the loss")
+    timestep_fraction: float = key(
+        1.0, "share of the stochastic steps that are trained, selected at random each step", above=0, high=1
+    )
+    history: int = key(0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0)
+
+    @property
+    def needs(self) -> Needs:
+        needs = super().needs
+        return replace(needs, single_images=needs.single_images or self.history > 0, recorded_means=self.kl_in_reward)
+
+    @property
+    def subtracts_kl(self) -> bool:
+        return self.kl_in_reward
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_in_reward and self.kl_type == "velocity":
+            raise ConfigError(
+                "algorithm.kl_in_reward=true: it uses values recorded in the rollout, which "
+                f"kl_type={self.kl_type} cannot; use kl_type=gaussian, or put the KL in the loss"
+            )
+
+
+@dataclass(frozen=True)
+class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
+    """The keys of Flow-GRPO."""
+
+    likelihood: StepLikelihood = key(
+        "gaussian",
+        "log-likelihood of a step in the ratio: the Gaussian's, or -(x' - mean)^2, 2 std^2 times as steep (published "
+        "with cps)",
+    )
+    decoupled: bool = key(
+        False,
+        "with trainer.staleness or rollout.quantize: clip the ratio to the weights at the start of the step rather "
+        "than to the sampling weights, and weight it by the ratio of the two (AReaL)",
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, start_weights=self.decoupled)
+
+    @property
+    def step_likelihood(self) -> StepLikelihood:
+        return self.likelihood
+
+
+@dataclass(frozen=True)
+class GRPOGuardConfig(ChainConfig, TrajectoryClipConfig):
+    """The keys of GRPO-Guard."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, recorded_means=self.kl_in_reward or self.cfg != "off")
+
+
+@dataclass(frozen=True)
+class FlowDPPOConfig(ChainConfig):
+    """The keys of Flow-DPPO."""
+
+    kl_threshold: float = main_key(1e-5, "KL to the rollout's policy above which a step stops", above=0)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, recorded_means=self.kl_in_reward or self.cfg != "off")
 
 
 # --- Flow-GRPO (arXiv 2505.05470): every image has a trajectory of its own, whose stochastic steps share its advantage.
@@ -29,13 +109,11 @@ if TYPE_CHECKING:
 class FlowGRPO(PolicyGradient):
     """The clipped surrogate on the steps of independent trajectories."""
 
-    settings: ChainConfig
-    scores_means: ClassVar[bool] = False  # the guided update compares means, not only log-probabilities
+    names = "flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo"
+    settings: FlowGRPOConfig
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        subtracts_kl = self.settings.subtracts_kl and config.has_kl
-        self.reads_means = subtracts_kl or (self.scores_means and self.settings.cfg != "off")
         self.past: dict[int, list[float]] = {}  # prompt -> its latest rewards, where `algorithm.history` asks for them
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
@@ -43,13 +121,13 @@ class FlowGRPO(PolicyGradient):
         return window if count == len(window) else sampled_steps(window, count, self.config.trainer.seed, step)
 
     def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
-        if not isinstance(self.settings, FlowGRPOConfig) or not self.settings.decoupled:
+        if not self.needs.start_weights:
             return None
         found: dict[int, torch.Tensor] = {}
         began = policy.earlier[0]
         if policy.version > began.updates:  # else the present weights are those that the step began with
             with began.swapped_in():
-                replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False, **options)
+                engine.replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False, **options)
         return found
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
@@ -62,7 +140,7 @@ class FlowGRPO(PolicyGradient):
             total.add_(kl.cpu() / len(batch.trained))
 
         with policy.base():
-            replay(policy.pipe, batch.tape, on_step, steps=batch.trained, grad=False)
+            engine.replay(policy.pipe, batch.tape, on_step, steps=batch.trained, grad=False)
         return total
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
@@ -102,8 +180,8 @@ class FlowGRPO(PolicyGradient):
 class GRPOGuard(FlowGRPO):
     """Flow-GRPO with the regulated ratio."""
 
-    settings: GRPOGuardConfig
-    scores_means = True
+    names = "grpo_guard"
+    settings: GRPOGuardConfig  # type: ignore[assignment]
 
     def gain(self, rule: Rule) -> float:
         return rule.jacobian  # the ratio is multiplied by std
@@ -127,8 +205,8 @@ class GRPOGuard(FlowGRPO):
 class FlowDPPO(FlowGRPO):
     """Flow-GRPO with the divergence mask in place of the clip."""
 
-    settings: FlowDPPOConfig
-    scores_means = True
+    names = "flow_dppo"
+    settings: FlowDPPOConfig  # type: ignore[assignment]
 
     def policy_loss(
         self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None

@@ -1,19 +1,19 @@
 """Learning from noised images: the likelihood-free family of DiffusionNFT, and regression to rewarded images."""
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
 import functools
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, assert_never
-
-import torch
 
 from gerl.algorithms.base import (
     Algorithm,
     Batch,
     Pooled,
     Rewards,
+    ShapedConfig,
     StepGradients,
     Sums,
     group_sums,
@@ -23,15 +23,106 @@ from gerl.algorithms.base import (
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
 from gerl.config import Config
-from gerl.config.algorithms import BestOfNConfig, ForwardProcessConfig, RWRConfig, SFTConfig
-from gerl.engine import ReplayedStep, record_structure, replay
-from gerl.engine.batching import unwritten
-from gerl.engine.kernels import Rule
+from gerl.config.algorithms import AlgorithmConfig, Needs, cfg_key
+from gerl.config.blocks import CfgMode, LevelDraw
+from gerl.config.schema import key, main_key
+from gerl.errors import ConfigError
 from gerl.protocol import Sample, UpdateStats
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed, sample_generators
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, batching
+    from gerl.engine.kernels import Rule
     from gerl.model.policy import Policy
+else:
+    torch, engine, batching = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.batching")
+
+
+@dataclass(frozen=True)
+class ForwardProcessConfig(AlgorithmConfig):
+    """Finished images are noised again, and the loss compares outputs at some noise levels."""
+
+    cfg: CfgMode = cfg_key("off")
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
+    timesteps_drawn: LevelDraw = key(
+        "spread",
+        "which levels of the range: one from each of as many equal parts; any, the same for all images of a step; "
+        "or any for each image (each group, if it shares its noise), for which the denoiser runs at all of them",
+    )
+    reference_guidance: float | None = key(
+        None,
+        "guidance scale of the base model as reference of the KL and of preferences, which may differ from the "
+        "rollout's; null: that of the update",
+        low=0,
+    )
+    old_decay: list[float] = key(
+        [0.0, 0.0, 0.0, 0.0],
+        "decay of the old policy, averaged once per trainer step: [hold, start, slope, limit] is start for `hold` "
+        "steps, then rises by slope per step up to limit",
+    )
+    old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
+    rollout_decay: list[float] | None = key(
+        None, "the same for the weights that sample rollouts; null: the trained weights"
+    )
+    old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
+    norm_coef: float = key(
+        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
+    )
+
+    @property
+    def needs(self) -> Needs:
+        old = self.old_decay if self.old_kl_coef > 0 else None
+        return replace(super().needs, base_model=self.norm_coef > 0, old_decay=old, rollout_decay=self.rollout_decay)
+
+    def check(self) -> None:
+        super().check()
+        for name, value in (("old_decay", self.old_decay), ("rollout_decay", self.rollout_decay)):
+            if value is not None and (len(value) != 4 or not (0 <= value[1] <= 1 and 0 <= value[3] <= 1)):
+                raise ConfigError(
+                    f"algorithm.{name}={list(value)}: expected [hold, start, slope, limit], decays in [0, 1]"
+                )
+
+
+@dataclass(frozen=True)
+class ContrastConfig(ForwardProcessConfig, ShapedConfig):
+    """The policy is compared with the old one by what it implies."""
+
+    mix: float = key(1.0, "b: distance of the implicit policies from the old one", above=0)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, old_decay=self.old_decay)
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(ForwardProcessConfig):
+    """The images of a group are preferred to each other, at noise that they share."""
+
+    beta: float = key(100.0, "sharpness of preferences", above=0)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, loss_over="group")
+
+
+@dataclass(frozen=True)
+class RWRConfig(ForwardProcessConfig):
+    """The keys of reward-weighted regression."""
+
+    beta: float = key(1.0, "sharpness of the softmax over the rewards of a group", above=0)
+
+
+@dataclass(frozen=True)
+class SFTConfig(ForwardProcessConfig):
+    """The keys of supervised fine-tuning."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, files=True, single_images=True)
 
 
 # --- Learning from noised images: the likelihood-free family of DiffusionNFT.
@@ -69,7 +160,7 @@ class Noised:
         These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
         learn. Raises `ReplayError` if that leaves nothing of a row.
         """
-        part = functools.partial(unwritten, written=written)
+        part = functools.partial(batching.unwritten, written=written)
         old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
         x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
@@ -116,36 +207,23 @@ class ForwardProcess(Algorithm):
     """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
     settings: ForwardProcessConfig
-    uses_old: bool = False
-    uses_reference: bool = False
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: bool = False  # the samples of a group get the same noise at each level
     compared_with_old: tuple[str, ...] = ()  # what `loss` reports that is 0 if the old policy is the trained
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.needs_old = self.uses_old or self.settings.old_kl_coef > 0
-        self.old_decay = self.settings.old_decay if self.needs_old else None
-        self.rollout_decay = self.settings.rollout_decay
+        self.needs_old, self.needs_reference = self.needs.old_decay is not None, self.needs.base_model
         _, start, slope, limit = self.settings.old_decay
         follows = start == 0 and slope * limit == 0  # it is the trained policy again after every trainer step
         self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates > 1
 
-    @property
-    def compares_with_base(self) -> bool:
-        return self.needs_base or self.config.has_kl
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether the loss asks for what the base model computes."""
-        return self.uses_reference or self.kl_coef > 0 or self.settings.norm_coef > 0
-
     def renews_old(self, step: int) -> bool:
         return step % self.settings.old_every == 0
 
+    @abstractmethod
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
-        raise NotImplementedError
 
     def pooled(self, s: Noised) -> torch.Tensor:
         """The part of each row in the losses of the others of its group, `[B]` or `[B, n]`: the group's sum matters."""
@@ -194,13 +272,14 @@ class ForwardProcess(Algorithm):
         def on_level(k: int, s: Noised, of: list[Sample]) -> None:
             found.append(pooled_rows(self.pooled(s), of, k))
 
-        self._visit(policy, batch, rows, NoiseLevelPass(on_level, False, self.uses_reference, self.step_batch(None)))
+        self._visit(policy, batch, rows, NoiseLevelPass(on_level, False, self.needs_reference, self.step_batch(None)))
         return pooled_sum(found)
 
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, stats = self.settings, UpdateStats()
+        base = self.needs_reference or self.kl_coef > 0
 
         def on_level(k: int, s: Noised, samples: list[Sample]) -> torch.Tensor:
             nonlocal stats
@@ -224,7 +303,7 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, self.needs_base, self.step_batch(meter)))
+        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, base, self.step_batch(meter)))
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: NoiseLevelPass) -> None:
@@ -252,7 +331,7 @@ class ForwardProcess(Algorithm):
                 s = s.without(step.written)
             return visit.on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
 
-        replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, **options)
+        engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, **options)
 
     def _others(
         self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any], with_reference: bool
@@ -267,14 +346,14 @@ class ForwardProcess(Algorithm):
 
         if policy.old is not None and self.needs_old and not policy.old_is_current:
             with policy.old.swapped_in():
-                replay(policy.pipe, tape, keep(old), grad=False, cfg=cfg, **options)
+                engine.replay(policy.pipe, tape, keep(old), grad=False, cfg=cfg, **options)
         if with_reference:
             cfg = "joint" if self.guided_reference or guidance is not None else cfg
             with policy.base():
                 if guidance is not None:  # another call of the pipeline, at the same latents
-                    tape = record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
+                    tape = engine.record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
                     options = options | {"index": None}
-                replay(policy.pipe, tape, keep(reference), grad=False, cfg=cfg, **options)
+                engine.replay(policy.pipe, tape, keep(reference), grad=False, cfg=cfg, **options)
         return old, reference
 
     def _noise_seed(self, sample: Sample) -> tuple[int | str, ...]:
@@ -328,6 +407,7 @@ class _Regression(ForwardProcess):
 class RewardWeightedRegression(_Regression):
     """The credit is `group size * softmax(beta * advantage)`: mean 1 in a group, 0 where all rewards are equal."""
 
+    names = "rwr"
     settings: RWRConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
@@ -338,7 +418,7 @@ class RewardWeightedRegression(_Regression):
 class BestOfN(_Regression):
     """The credit is 1 for the best of each group and 0 for the others, which are not trained on."""
 
-    settings: BestOfNConfig
+    names = "best_of_n"
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Nothing where all rewards are equal."""
@@ -357,6 +437,7 @@ class SFT(_Regression):
     That is the best image of a row with several, and one alone unless it is disliked.
     """
 
+    names = "sft"
     settings: SFTConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:

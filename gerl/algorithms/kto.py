@@ -9,14 +9,36 @@ z is a constant, the mean over all images and noise levels of the update. At the
 derivative by mse is y w beta / 4. The sigmoid bounds what a single image adds, so labels may be wrong now and then.
 """
 
-import math
+from __future__ import annotations  # of torch, see `lazy`
 
-import torch
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gerl.algorithms.base import Pooled, Rewards, Sums
-from gerl.algorithms.forward_process import ForwardProcess, Noised, per_sample
-from gerl.config.algorithms import KTOConfig
+from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key
 from gerl.protocol import Sample
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class KTOConfig(ForwardProcessConfig):
+    """The keys of KTO."""
+
+    beta: float = key(1000.0, "sharpness of preferences", above=0)
+    weight_liked: float = key(1.0, "weight of images that are liked, or above the mean of their group", low=0)
+    weight_disliked: float = key(1.0, "weight of the others", low=0)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, base_model=True, single_images=True)
 
 
 class KTO(ForwardProcess):
@@ -25,8 +47,8 @@ class KTO(ForwardProcess):
     Images at the mean are not trained on. Works on files and on drawn images.
     """
 
+    names = "kto"
     settings: KTOConfig
-    uses_reference = True
 
     @property
     def pools(self) -> bool:

@@ -1,5 +1,7 @@
 """Plans of what a step draws: pure functions of the configuration and the step, the same on any number of workers."""
 
+from __future__ import annotations  # of torch, see `lazy`
+
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,15 +10,21 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import ceil, floor
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from gerl.config import Config, SamplingConfig
 from gerl.data.sources import max_prompts_per_step, weights
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
 from gerl.utils.condition_images import pictures_of
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 # --- The order of the prompts of a mixture of weighted sources, as a pure function of seed and step
 

@@ -4,14 +4,14 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 2505.05470); their log-probabilities under current and recorded weights give PPO's clipped surrogate.
 """
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gerl.algorithms.base import Algorithm, Batch, StepGradients
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, StepGradients
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
@@ -20,16 +20,99 @@ from gerl.algorithms.core_algos import (
     step_weights,
 )
 from gerl.config import Config
-from gerl.config.algorithms import PolicyGradientConfig
-from gerl.engine import ReplayedStep, Tape, replay
-from gerl.engine.kernels import Rule, with_noise
+from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.blocks import KLKind, SamplingConfig, StepLikelihood, StepWeighting
+from gerl.config.schema import key
+from gerl.errors import ConfigError
 from gerl.protocol import StepFacts, UpdateStats
+from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape, kernels
+    from gerl.engine.kernels import Rule
     from gerl.model.policy import Policy
+else:
+    torch, engine, kernels = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.kernels")
 
 
-Further = Callable[[int, ReplayedStep], tuple[torch.Tensor, dict[str, float]]]
+@dataclass(frozen=True)
+class TrajectoryClipConfig(ClippedConfig):
+    """The ratio is that of log-probabilities that are means over the D dimensions of the latents.
+
+    Their difference is a mean of D independent terms and spreads as 1 / sqrt(D): what is a narrow range for one size is
+    a wide one for another.
+    """
+
+    clip_dimensions: int | None = key(
+        65536,
+        "latent dimensions for which clip_low and clip_high are meant (SD3 at 512 x 512: 65536): with D dimensions "
+        "they are scaled by sqrt(this / D); null: unscaled",
+        low=1,
+    )
+
+    def clip_range(self, dimensions: int) -> tuple[float, float]:
+        scale = 1.0 if self.clip_dimensions is None else math.sqrt(self.clip_dimensions / dimensions)
+        return scale * self.clip_low, scale * self.clip_high
+
+
+@dataclass(frozen=True)
+class PolicyGradientConfig(AlgorithmConfig):
+    """The noise of a trajectory's stochastic steps is scored."""
+
+    kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, trajectory=True, ratio=True, noise=True)
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        """The factors of the steps' losses."""
+        return "uniform"
+
+    @property
+    def step_likelihood(self) -> StepLikelihood:
+        """The log-likelihood that the ratio is of."""
+        return "gaussian"
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_type == "k1" and not self.subtracts_kl:
+            raise ConfigError(
+                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it has no effect; "
+                f"use gaussian or k2{'' if self.needs.tree else ', or algorithm.kl_in_reward=true'}"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.noise_level == 0 or sampling.kernel == "ode":
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: {self.name} is a policy gradient and needs stochastic steps: "
+                "a deterministic one has no log-probability; use kernel=flow_sde with noise_level=0.7, or "
+                "algorithm=diffusion_nft"
+            )
+
+
+@dataclass(frozen=True)
+class WeightedConfig(PolicyGradientConfig):
+    """Steps may count differently."""
+
+    timestep_weights: StepWeighting = key(
+        "uniform",
+        "factor of each step's loss, whose gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, std |dt| / "
+        "|J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+    )
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        return self.timestep_weights
+
+
+# A loss beside the surrogate's, and its metrics, as a function of each trained step
+ExtraLoss = Callable[[int, "ReplayedStep"], "tuple[torch.Tensor, dict[str, float]]"]
 
 
 class PolicyGradient(Algorithm):
@@ -66,7 +149,7 @@ class PolicyGradient(Algorithm):
         del policy, tape, options
         return None
 
-    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> Further | None:
+    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss | None:
         """A loss besides the surrogate's, and its metrics, as a function of each trained step; None: there is none.
 
         `options`: the arguments of the replay.
@@ -92,7 +175,7 @@ class PolicyGradient(Algorithm):
         `proximal`: log-probabilities `[B]` of another policy than the rollout's that the ratio is clipped to. It then
         weighs the loss by its own ratio to the rollout's (decoupled PPO: AReaL, arXiv 2505.24298, equation 5).
         """
-        log_ratio, bounds = self.log_ratio(step), self.settings.clip_range_at(step.x[0].numel())
+        log_ratio, bounds = self.log_ratio(step), self.settings.clip_range(step.x[0].numel())
         assert bounds is not None
         moved = log_ratio if proximal is None else self._as_configured(step, step.log_prob - proximal)
         losses, metrics = clipped_policy_loss(moved, torch.zeros_like(moved), advantages, *bounds)
@@ -135,7 +218,7 @@ class PolicyGradient(Algorithm):
             found.append(UpdateStats(len(rows), sums, deviation if compared else None))
             return total * (len(rows) / num_pairs)
 
-        replay(policy.pipe, tape, on_step, **options)
+        engine.replay(policy.pipe, tape, on_step, **options)
         return sum(found, UpdateStats())
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
@@ -169,4 +252,4 @@ def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
     rule, sampling = tape.steps[k].rule, config.sampling
     if rule.std > 0:
         return rule
-    return with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)
+    return kernels.with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)

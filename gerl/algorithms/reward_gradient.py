@@ -1,27 +1,90 @@
 """Reward gradients: the reward of decoded images is differentiated, back to the weights, exactly or by surrogates."""
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
-from gerl.config.algorithms import RewardGradientConfig
-from gerl.engine import ReplayedStep, Tape, backprop_step, decoded, replay
-from gerl.engine.kernels import FlowRule
-from gerl.errors import ReplayError
+from gerl.config import Config
+from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.blocks import SamplingConfig
+from gerl.config.schema import key
+from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
-from gerl.utils.seeding import derive_seed
+from gerl.utils.lazy import lazy
+from gerl.utils.seeding import derive_seed, sample_generators
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape, kernels
+    from gerl.engine.kernels import FlowRule
     from gerl.model.policy import Policy
+else:
+    torch, engine, kernels = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.kernels")
+
+
+@dataclass(frozen=True)
+class RewardGradientConfig(AlgorithmConfig):
+    """Images are decoded with a gradient, and the reward's goes back to the weights."""
+
+    margin: float | None = key(
+        None, "the loss is the shortfall of the reward below this, 0 above; null: the negative reward"
+    )
+    target: float | None = key(None, "the loss is the distance of the reward from this; null: see margin")
+    loss_scale: float = key(1.0, "factor of the loss", above=0)
+    decode_batch: int = key(
+        1, "images decoded and scored with gradient at the same time: memory of decoder and scorers", low=1
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, trajectory=True, reward_gradient=True, finished_latents=True, single_images=True)
+
+    def check(self) -> None:
+        super().check()
+        if self.margin is not None and self.target is not None:
+            raise ConfigError(
+                f"algorithm.margin={self.margin} and algorithm.target={self.target}: the loss is measured from one "
+                "of them; remove the other"
+            )
+        if self.cfg == "off":
+            raise ConfigError(
+                "algorithm.cfg=off: the scored images were sampled with guidance, through which the reward's "
+                "gradient passes; use cfg=joint or cfg=detach_uncond"
+            )
+        if self.dynamic_sampling:
+            raise ConfigError(
+                f"algorithm.dynamic_sampling={self.dynamic_sampling}: there is a gradient even if all rewards of a "
+                "group are equal; remove it"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        plain = {"solver": "euler", "compression": 1, "cache": "none"}
+        for name, value in plain.items():
+            if (given := getattr(sampling, name)) != value:
+                raise ConfigError(
+                    f"sampling.{name}={given}: {self.name} differentiates every step as it was taken; use "
+                    f"sampling.{name}={value}"
+                )
+        if self.needs.deterministic and sampling.kernel != "ode":
+            raise ConfigError(
+                f"sampling.kernel={sampling.kernel}: {self.name} is defined for steps without noise; use "
+                "sampling.kernel=ode"
+            )
+        if sampling.num_inference_steps < self.needs.min_steps:
+            raise ConfigError(
+                f"sampling.num_inference_steps={sampling.num_inference_steps}: {self.name} needs at least "
+                f"{self.needs.min_steps}"
+            )
 
 
 # --- Reward gradients: the reward of decoded images is differentiated, back to the weights.
@@ -31,8 +94,8 @@ if TYPE_CHECKING:
 # is known; it adds to the gradient of the weights, and gives that of its own latents to the hop before, or not. What
 # algorithms differ in is where the reward looks, and the hops (`gradient_paths`).
 
-LeadsTo = Callable[[ReplayedStep], torch.Tensor]
-Score = Callable[[torch.Tensor, Sequence[Prompt]], torch.Tensor]  # images, their prompts -> rewards [B], with graph
+LeadsTo = Callable[["ReplayedStep"], "torch.Tensor"]
+Score = Callable[["torch.Tensor", Sequence[Prompt]], "torch.Tensor"]  # images, their prompts -> rewards [B], with graph
 
 
 @dataclass(frozen=True)
@@ -96,9 +159,11 @@ class RewardGradient(Algorithm):
 
     settings: RewardGradientConfig
     needs_all_samples = True
-    reads_finished = True
     reward: Score  # set where images are decoded, by the worker
-    decode = staticmethod(decoded)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.decode: Callable[..., torch.Tensor] = engine.decoded
 
     @abstractmethod
     def drawn(self, step: int) -> tuple[int, ...]:
@@ -148,7 +213,7 @@ class RewardGradient(Algorithm):
                 gradient = passed(gradient)
             carry = hop.nested > 0 and number + 1 < len(hops)
             options: dict[str, Any] = {"latents": hop.latents, "cfg": cfg, "carry": carry}
-            latents = backprop_step(policy.pipe, tape, hop.step, hop.leads_to, gradient, **options)
+            latents = engine.backprop_step(policy.pipe, tape, hop.step, hop.leads_to, gradient, **options)
             if latents is not None:
                 gradient = latents.direct + hop.nested * latents.through
 
@@ -161,7 +226,7 @@ class RewardGradient(Algorithm):
         def keep(k: int, step: ReplayedStep) -> None:
             found[k] = at.leads_to(step)
 
-        replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
+        engine.replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
         return found[at.step]
 
     def _at(self, policy: Policy, part: Part, look: RewardEvaluation, latents: torch.Tensor) -> torch.Tensor:
@@ -172,7 +237,7 @@ class RewardGradient(Algorithm):
         for start in range(0, count, self.settings.decode_batch):
             index = list(range(start, min(start + self.settings.decode_batch, count)))
             x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
-            with allow_mutation_on_saved_tensors():
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
                 images = self.decode(policy.pipe, part.tape.rows(index), x)
                 rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
                 losses = self.loss(rewards)
@@ -197,7 +262,7 @@ class RewardGradient(Algorithm):
             total += float(distances.detach().sum())
             return self.kl_coef * self.weighted_kl(distances, batch, rows).sum() / num_pairs
 
-        replay(policy.pipe, batch.tape, on_step, **options)
+        engine.replay(policy.pipe, batch.tape, on_step, **options)
         return {"kl": total}
 
 
@@ -231,7 +296,7 @@ def handed_on(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
     return _derivative(step.rule.mean, step.x, gradient, None if k == 0 else step.written)
 
 
-def handed_on_clean(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
+def clean_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
     """The same from that of the clean latents that the step predicts."""
     step = tape.steps[k]
     return _derivative(step.rule.clean, step.x, gradient, step.written)
@@ -248,7 +313,7 @@ def _derivative(
 def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     """The rule of step `k`; raises `ReplayError` where it is not one of flow matching."""
     rule = tape.steps[k].rule
-    if not isinstance(rule, FlowRule):
+    if not isinstance(rule, kernels.FlowRule):
         raise ReplayError(
             f"algorithm.name={name}: its leaps between noise levels require flow matching, this pipeline has a "
             f"{type(rule).__name__.removesuffix('Rule')} scheduler; use draft, refl or draft_lv"
@@ -275,71 +340,20 @@ def drawn_length(mean: int, std: float, total: int, draw: np.random.Generator) -
     return min(mean, total)
 
 
-def late_biased(steps: range, count: int, bias: float, draw: np.random.Generator) -> list[int]:
-    """`count` different ones of `steps`, in order; the i-th of them, from 1, is drawn with weight i to the `bias`."""
-    count = min(count, len(steps))
-    weights = np.arange(1, len(steps) + 1, dtype=np.float64) ** bias
-    chosen = draw.choice(len(steps), count, replace=False, p=weights / weights.sum())
-    return sorted(steps[int(i)] for i in chosen)
+def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
+    """One of the last so many steps, drawn for trainer step `step`."""
+    total = algorithm.config.sampling.num_inference_steps
+    draw = generator(algorithm.config.trainer.seed, step)
+    return int(draw.integers(total - min(last, total), total))
 
 
-def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int]:
-    """`count` of the first `total` steps at equal distances, from a first one that is drawn."""
-    count = min(count, total)
-    stride = total // count
-    first = int(draw.integers(total - (count - 1) * stride))
-    return [first + i * stride for i in range(count)]
+def by_rule(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
+    """Where another rule than its own leads from a step."""
+    return rule.mean(step.x, step.model_output)
 
 
-def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
-    """Two different ones of `total` steps, in order, every pair as likely."""
-    k, j = sorted(draw.choice(total, 2, replace=False).tolist())
-    return k, j
-
-
-def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
-    """Two of `total` steps, k < j: steps after j, from k to j, and up to k, shared by a Dirichlet distribution.
-
-    Each share is at least one step, so j is not the last. j is one of the last `latest` steps: what is above goes to
-    the share up to k.
-    """
-    shares = draw.dirichlet(parts)
-    counts = np.round(shares * total).astype(int)
-    counts[shares.argmax()] += total - counts.sum()
-    counts = counts.clip(min=1)
-    counts[counts.argmax()] += total - counts.sum()
-    after, between, _ = counts.tolist()
-    j = total - 1 - min(after, max(1, (latest or total) - 1))
-    return j - between, j
-
-
-def split_count(count: int, before: int, after: int) -> tuple[int, int]:
-    """`count` active steps shared among `before` and `after` steps by their numbers, at least one each."""
-    count = min(count, before + after)
-    first = min(max(round(count * before / (before + after)), 1, count - after), before, count - 1)
-    return first, count - first
-
-
-def scale_up(lengths: Sequence[float], active: Sequence[int], rescale: float) -> float:
-    """1 + `rescale` times what the way of all steps exceeds that of the `active` ones, to the latter."""
-    whole, part = sum(map(abs, lengths)), sum(abs(lengths[k]) for k in active)
-    return 1 + rescale * (whole / part - 1)
-
-
-def spread_supports(start: int, end: int, count: int) -> list[int]:
-    """At most `count` steps of [start, end), evenly spread; the first is `start`."""
-    if end - start <= count:
-        return list(range(start, end))
-    places = np.linspace(0, end - start - 1, count).round().astype(int).tolist()
-    return sorted({start, *(start + p for p in places[1:])})
-
-
-def lagrange_weights(points: Sequence[float], start: float, end: float) -> list[float]:
-    """The integrals from `start` to `end` of the Lagrange polynomials through `points`, which are all different."""
-    weights = []
-    for i, point in enumerate(points):
-        others = [other for j, other in enumerate(points) if j != i]
-        basis = np.poly1d(others, r=True) if others else np.poly1d([1.0])
-        integral = np.polyint(basis)
-        weights.append(float((integral(end) - integral(start)) / np.prod([point - other for other in others])))
-    return weights
+def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
+    """Standard normal noise as `like` `[B, ...]`, from a seed for each sample."""
+    shape = (len(like) // len(seeds), *like.shape[1:])
+    drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
+    return torch.cat(drawn).to(like.device)

@@ -24,7 +24,7 @@ def ratio_problem(deviation: float, limit: float) -> str:
 
 def nearer_bound(algorithm: AlgorithmConfig, probe: SamplingProbe) -> float | None:
     """How far the ratio may go from 1 for the latents of `probe` before it is clipped; None where it is not."""
-    bounds = algorithm.clip_range_at(probe.dimensions)
+    bounds = algorithm.clip_range(probe.dimensions)
     return min(bounds) if bounds else None
 
 

@@ -1,17 +1,115 @@
 """Credit of single steps, from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
 
+from __future__ import annotations  # of torch, see `lazy`
+
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from gerl.algorithms.base import Rewards
+from gerl.algorithms.base import NormalisedConfig, Rewards
 from gerl.algorithms.core_algos import tree_advantages
-from gerl.algorithms.planning import group_ids, micro_batches, sde_window
-from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.config.algorithms import BranchGRPOConfig, DenseGRPOConfig, TempFlowGRPOConfig
+from gerl.algorithms.planning import group_ids, micro_batches
+from gerl.algorithms.policy_gradient import (
+    PolicyGradient,
+    PolicyGradientConfig,
+    TrajectoryClipConfig,
+    WeightedConfig,
+)
+from gerl.config.algorithms import Needs
+from gerl.config.blocks import NodeStdKind, SamplingConfig
+from gerl.config.schema import key, main_key
+from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, Sample, Segment
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
+
+
+@dataclass(frozen=True)
+class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
+    """Images share the beginning of a trajectory."""
+
+    branch_factor: int = main_key(2, "children of a node of a tree", low=2)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, tree=True, single_images=True)
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        if sampling.window_size is not None or sampling.compression < 1 or sampling.same_init_noise:
+            raise ConfigError(
+                f"sampling.window_size, compression and same_init_noise have no effect for {self.name}, whose tree "
+                "defines which steps are stochastic; leave them at their defaults"
+            )
+
+
+@dataclass(frozen=True)
+class BranchGRPOConfig(TreeConfig):
+    """The keys of BranchGRPO."""
+
+    split_steps: list[int] | None = key(
+        [0, 2, 4], "steps at which a trajectory splits; null: those of the window, the only ones with noise (tree_grpo)"
+    )
+    node_std: NodeStdKind = key(
+        "depth", "divisor of a node's advantage: the std of the nodes at its depth, or of the leaves (TreeGRPO)"
+    )
+    split_noise: float = key(
+        1.0,
+        "factor of sampling.noise_level at the steps at which a trajectory splits, so that its children differ",
+        above=0,
+    )
+
+    def check(self) -> None:
+        super().check()
+        if (splits := self.split_steps) is not None and (not splits or sorted(set(splits)) != list(splits)):
+            raise ConfigError(f"algorithm.split_steps={list(splits)}: expected increasing step indices")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        self.check_splits(sampling)
+        if self.split_noise > 1 and sampling.kernel in ("cps", "ddim") and self.split_noise * sampling.noise_level > 1:
+            raise ConfigError(
+                f"algorithm.split_noise={self.split_noise}: times sampling.noise_level={sampling.noise_level} it "
+                f"exceeds 1, the maximum of {sampling.kernel}; lower one"
+            )
+
+    def check_splits(self, sampling: SamplingConfig) -> None:
+        """Raise `ConfigError` unless trees can split at `split_steps`."""
+        last = sampling.steps_range[1] - 1
+        if self.split_steps is None:
+            raise ConfigError("algorithm.split_steps=null: only algorithm=tree_grpo splits at the steps of a window")
+        if self.split_steps[-1] > last:
+            raise ConfigError(
+                f"algorithm.split_steps={list(self.split_steps)}: the last stochastic step is {last}, split before it"
+            )
+
+
+@dataclass(frozen=True)
+class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
+    """The keys of TempFlow-GRPO."""
+
+
+@dataclass(frozen=True)
+class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
+    """The keys of DenseGRPO."""
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, tree=True)
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        super().check_sampling(sampling)
+        if sampling.compression < 1:
+            raise ConfigError(
+                f"sampling.compression={sampling.compression}: {self.name} turns the latents of every step into an "
+                "image, which must be comparable; use 1"
+            )
+
 
 # --- BranchGRPO (arXiv 2509.06040): rollouts as trees, credit by depth.
 #
@@ -22,31 +120,29 @@ from gerl.utils.seeding import derive_seed
 #
 # At a split the noise level is `split_noise` times as high, so that the children differ enough for their rewards to. It
 # is that of the recorded step, mean and log-probability included; the published code widens the noise that it draws
-# there without telling the likelihood, which makes its ratios wrong.
-#
-# TreeGRPO (arXiv 2512.08153) is the same with other settings: noise in a window of steps only, which each trainer step
-# places anew (`split_steps: null`), and a split at each of them; the advantages of the leaves are normalised once, over
-# all leaves of a prompt, and that of a node is their mean (`node_std: leaves`), so that early edges, a mean of many,
-# have smaller ones. The paper weighs a node's children by their densities; here they count alike: they are drawn by
-# these densities, which so would count twice.
+# there without telling the likelihood, which makes its ratios wrong. TreeGRPO (`contrib/tree_grpo.py`) is a variant.
 
 
 class BranchGRPO(PolicyGradient):
     """`rollout.n` trees per prompt, each with `branch_factor` images to the power of the number of splits."""
 
+    names = "branch_grpo"
     settings: BranchGRPOConfig
 
     @property
     def leaves_per_tree(self) -> int:
         """Images of a tree."""
-        splits = self.settings.split_steps
-        depth = self.config.sampling.trained_steps if splits is None else len(splits)
-        return int(self.settings.branch_factor**depth)
+        return int(self.settings.branch_factor ** len(self.splits(1)))
 
     def splits(self, step: int) -> list[int]:
         """The steps at which the trees of trainer step `step` split."""
-        splits = self.settings.split_steps
-        return list(sde_window(self.config, step)) if splits is None else list(splits)
+        del step
+        return list(self.settings.split_steps or ())
+
+    def stochastic_steps(self, step: int) -> tuple[int, int]:
+        """The first stochastic step of trainer step `step`, and the one after the last."""
+        del step
+        return self.config.sampling.steps_range
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         trees = max(1, self.config.rollout.micro_batch_size // self.leaves_per_tree)
@@ -54,9 +150,7 @@ class BranchGRPO(PolicyGradient):
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
         factor, splits = self.settings.branch_factor, self.splits(roots[0].step)
-        first, end = self.config.sampling.steps_range
-        if self.settings.split_steps is None:
-            first, end = splits[0], splits[-1] + 1
+        first, end = self.stochastic_steps(roots[0].step)
         ends = [*splits[1:], end]
         window = tuple(range(first, splits[0]))
         per_row, count = self.leaves_per_tree, len(roots)
@@ -104,6 +198,7 @@ class BranchGRPO(PolicyGradient):
 class TempFlowGRPO(PolicyGradient):
     """One branching point per step; the group of a sample is (prompt, step it branched at)."""
 
+    names = "tempflow_grpo"
     settings: TempFlowGRPOConfig
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
@@ -171,6 +266,7 @@ class DenseGRPO(PolicyGradient):
     The images of a trajectory have consecutive `index`, in the order of the steps, and all of them its credit.
     """
 
+    names = "dense_grpo"
     settings: DenseGRPOConfig
 
     @property

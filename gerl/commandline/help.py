@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.config import keys
-from gerl.config.algorithms import BY_NAME
+from gerl.config.registry import ALGORITHMS
+from gerl.config.schema import resolved_fields
 
 Field = dataclasses.Field[Any]
 
@@ -74,11 +75,11 @@ def _every_key() -> Iterator[tuple[str, Field, object, str]]:
             yield name, f, _default(f), ""
             continue
         variants: dict[tuple[str, str], tuple[Field, list[str]]] = {}
-        for algorithm, cls in BY_NAME.items():
-            for own in (own for own in dataclasses.fields(cls) if own.name == leaf):
+        for algorithm, cls in ALGORITHMS.items():
+            for own in (own for own in resolved_fields(cls.config_class) if own.name == leaf):
                 variants.setdefault((own.metadata["help"], str(_default(own))), (own, []))[1].append(algorithm)
         for own, readers in variants.values():
-            yield name, own, _default(own), f" [{', '.join(readers)}]" if len(readers) < len(BY_NAME) else ""
+            yield name, own, _default(own), f" [{', '.join(readers)}]" if len(readers) < len(ALGORITHMS) else ""
 
 
 def _default(f: Field) -> object:

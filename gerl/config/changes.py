@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gerl.config import Config, keys
-from gerl.config.algorithms import BY_NAME
+from gerl.config.registry import ALGORITHMS
 
 Settings = dict[str, Any]  # block -> key -> value
 
@@ -96,7 +96,9 @@ def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
     """The keys of a `config.yaml` that there are no longer; a block that is no mapping counts as one."""
     algorithm = settings.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-    known = {key for key, _ in keys(BY_NAME.get(str(name)))}
+    known = {
+        key for key, _ in keys(ALGORITHMS[name].config_class if isinstance(name, str) and name in ALGORITHMS else None)
+    }
     found = flat_settings(settings)
     return [key for key in found if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ConfigDict
 
-from gerl.config.algorithms import AnyAlgorithm, AWMConfig, FlowGRPOConfig, RewardGradientConfig
+from gerl.config.algorithms import AnyAlgorithm, algorithm_config
 from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
@@ -38,7 +38,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: AnyAlgorithm = field(default_factory=FlowGRPOConfig)
+    algorithm: AnyAlgorithm = field(default_factory=algorithm_config)
     actor: ActorConfig = field(default_factory=ActorConfig)
     reward: RewardConfig = field(default_factory=lambda: RewardConfig({"ocr": ScorerConfig()}))
     data: DataConfig = field(default_factory=DataConfig)
@@ -50,7 +50,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        if self.rollout.n < 2 and not self.algorithm.groups_of_one:
+        if self.rollout.n < 2 and not self.algorithm.needs.single_images:
             raise ConfigError(
                 f"rollout.n={self.rollout.n}: {self.algorithm.name} compares images of the same prompt, use at least 2"
             )
@@ -114,7 +114,7 @@ class Config:
 
     def _check_gradients(self) -> None:
         algorithm = self.algorithm
-        if not isinstance(algorithm, RewardGradientConfig):
+        if not algorithm.needs.reward_gradient:
             return
         if self.actor.updates > 1:
             raise ConfigError(
@@ -126,7 +126,7 @@ class Config:
                 f"trainer.staleness={self.trainer.staleness}: {algorithm.name} backpropagates through the sampling "
                 "steps, which come from outdated weights when sampled ahead; use trainer.staleness=0"
             )
-        if self.cluster.context > 1 and algorithm.carries:
+        if self.cluster.context > 1 and algorithm.needs.latent_gradient:
             raise ConfigError(
                 f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of whole latents, of "
                 "which each rank that shares tokens has only a part; use cluster.context=1, or algorithm=draft "
@@ -183,7 +183,7 @@ class Config:
                 f"actor.micro_batch_size={micro}: it must be at most rollout.micro_batch_size="
                 f"{rollout.micro_batch_size}, whose recorded batches are replayed"
             )
-        together = algorithm.sampled_together(rollout.n)
+        together = algorithm.needs.sampled_images(rollout.n)
         if rollout.n % together:
             raise ConfigError(f"rollout.n={rollout.n}: {algorithm.name} compares images in pairs, use an even number")
         if rollout.micro_batch_size < together:
@@ -192,12 +192,12 @@ class Config:
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
                 f"of a {what} in one micro-batch; raise it"
             )
-        if algorithm.cfg == "off" and algorithm.replays_latents and actor.updates > 1:
+        if algorithm.cfg == "off" and algorithm.needs.trajectory and actor.updates > 1:
             raise ConfigError(
                 f"{actor.said}: with algorithm.cfg=off the rollout records values of the guided policy, so only "
                 "the first update is on policy; use 1"
             )
-        if isinstance(algorithm, AWMConfig) and not algorithm.off_policy and actor.updates > 1:
+        if not getattr(algorithm, "off_policy", True) and actor.updates > 1:
             raise ConfigError(
                 f"{actor.said}: with algorithm.off_policy=false the ratio is 1 even in later updates, which are "
                 "off-policy; use 1, or off_policy=true"

@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithms import BY_NAME, FlowGRPOConfig
+from gerl.config.algorithms import AlgorithmConfig, UnknownAlgorithm
 from gerl.config.configuration import Config
+from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import fits, kind_words, shown
 from gerl.config.suggestions import LISTED, answered, did_you_mean, is_foreign, keys, other_name, other_value, readers
 from gerl.errors import ConfigError
@@ -20,14 +21,19 @@ def from_mapping(values: dict[str, Any]) -> Config:
     """The typed configuration from nested dictionaries; raises `ConfigError` naming the first key that is wrong."""
     algorithm = values.get("algorithm", {})
     if isinstance(algorithm, dict):  # without a name it is the default one
-        values = {**values, "algorithm": {"name": FlowGRPOConfig.name, **algorithm}}
+        values = {**values, "algorithm": {"name": "flow_grpo", **algorithm}}
     _check_booleans(values)
     try:
         return _adapter().validate_python(values)
+    except UnknownAlgorithm as error:
+        *names, last = map(repr, ALGORITHMS)
+        (given,) = error.args
+        known = other_value("algorithm", given)
+        raise ConfigError(f"algorithm.name={shown(given)}: it must be {', '.join(names)} or {last}{known}") from None
     except ValidationError as error:
         if foreign := _foreign(error.errors()):
             raise ConfigError(refusal(foreign, {})) from None
-        raise ConfigError(_sentence(error.errors()[0])) from None
+        raise ConfigError(_sentence(error.errors()[0], values)) from None
 
 
 def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
@@ -35,8 +41,6 @@ def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for error in (error for error in errors if error["type"] == "unexpected_keyword_argument"):
         location = [str(part) for part in error["loc"]]
-        if location[0] == "algorithm" and len(location) > 1:
-            location.pop(1)  # of the union
         if not (location[0] == "algorithm" and readers(location[-1])):
             found |= {name: value for name, value in _leaves(".".join(location), error["input"]) if is_foreign(name)}
     return found
@@ -105,10 +109,16 @@ def flow(value: Any) -> str:
     return value if plain else "'" + value.replace("'", "\\'") + "'"
 
 
+def _settings_class(values: Mapping[str, Any]) -> type[AlgorithmConfig] | None:
+    """Return the class of the block `algorithm`; None if it is not known."""
+    block = values["algorithm"]
+    name = block.get("name") if isinstance(block, Mapping) else None
+    return ALGORITHMS[name].config_class if isinstance(name, str) and name in ALGORITHMS else None
+
+
 def _check_booleans(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a number that is true or false, or the other way round, which would be converted."""
-    algorithm = values["algorithm"]
-    known = dict(keys(BY_NAME.get(str(algorithm.get("name"))) if isinstance(algorithm, Mapping) else None))
+    known = dict(keys(_settings_class(values)))
     for name, value in _given(values):
         scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
         f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
@@ -138,22 +148,19 @@ def _adapter() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
 
 
-def _sentence(first: ErrorDetails) -> str:
+def _sentence(first: ErrorDetails, values: Mapping[str, Any]) -> str:
     location = [str(part) for part in first["loc"]]
-    chosen = location.pop(1) if location[0] == "algorithm" and len(location) > 1 else None  # of the union
     name = ".".join(location)
-    if first["type"] == "union_tag_invalid":
-        *names, last = map(repr, BY_NAME)
-        given = first["ctx"]["tag"]
-        known = other_value("algorithm", given)
-        return f"algorithm.name={shown(given)}: it must be {', '.join(names)} or {last}{known}"
     if first["type"] != "unexpected_keyword_argument":
         return f"{name}={shown(first['input'])}: {expected(first, name)}{other_value(name, first['input'])}"
-    if chosen and (others := readers(location[-1])):
+    own = location[0] == "algorithm"
+    if own and (others := readers(location[-1])):
         given = first["input"]
         text = given if isinstance(given, str) else shown(given)
-        return f"{name}={text:.200}: {chosen} does not read it, only {', '.join(others)}; remove it"
-    return f"{name}: there is no such key{did_you_mean(name, BY_NAME[chosen] if chosen else None)}; {LISTED}"
+        return (
+            f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(others)}; remove it"
+        )
+    return f"{name}: there is no such key{did_you_mean(name, _settings_class(values) if own else None)}; {LISTED}"
 
 
 RESERVED = ("null", "true", "false", "nan", "inf")

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 import yaml
 
-from gerl.config.algorithms import AlgorithmConfig, ShapedConfig
+from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import (
     ActorConfig,
     ClusterConfig,
@@ -411,13 +411,13 @@ def check_given(config: Settings) -> None:
     _check_regularise(config)
     if config.data.train_on == "drawn":
         config.reward.check_weights()
-        if algorithm.needs_files:
+        if algorithm.needs.files:
             raise ConfigError(
                 f"algorithm.name={algorithm.name}: it imitates existing images; set {FILES} and data.train to a "
                 "file that lists them, or use algorithm=best_of_n, which imitates the best sampled ones"
             )
         return
-    if algorithm.replays_latents:
+    if algorithm.needs.trajectory:
         raise ConfigError(
             f"{FILES}: {algorithm.name} learns from the sampling steps of an image, which a file does not have; "
             "use algorithm=diffusion_dpo_offline, kto or sft, or another that learns from noised images"
@@ -474,23 +474,23 @@ def _check_regularise(config: Settings) -> None:
 
 def check_trained(config: Settings) -> None:
     """Raise `ConfigError` where what is trained does not go with the rest."""
-    based = any(teacher.is_base for teacher in config.algorithm.taught_by)
+    based = any(teacher.is_base for teacher in config.algorithm.needs.teachers)
     if config.model.train != "lora" and config.algorithm.moves_reference and based:
         raise ConfigError(
             f"model.train={config.model.train}: the initial model is kept once, and a moving KL reference would "
             "need another copy; use algorithm.kl_reset_every=0 and kl_reset_above=null, or model.train=lora"
         )
-    if config.model.train != "lora" and config.algorithm.imitates:
+    if config.model.train != "lora" and config.algorithm.needs.imitation:
         raise ConfigError(
             f"model.train={config.model.train}: {config.algorithm.name} trains a second LoRA next to the first; "
             "use model.train=lora"
         )
-    if config.algorithm.imitates and config.lockstep:
+    if config.algorithm.needs.imitation and config.lockstep:
         raise ConfigError(
             f"cluster.ranks_per_worker={config.cluster.ranks_per_worker}: {config.algorithm.name} does not support "
             "sharded weights or tokens yet; use 1"
         )
-    if config.model.train != "lora" and (taught := [t for t in config.algorithm.taught_by if t.lora is not None]):
+    if config.model.train != "lora" and (taught := [t for t in config.algorithm.needs.teachers if t.lora is not None]):
         raise ConfigError(
             f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
             f"model.train={config.model.train} there is none; use model.train=lora, or merge it into its own "
@@ -535,16 +535,16 @@ def check_remedies(config: Settings) -> None:
             f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; set validation.data, "
             "or remove it"
         )
-    if isinstance(algorithm, ShapedConfig) and algorithm.diversity != "none":
-        name = algorithm.diversity_scorer
+    if (shaping := getattr(algorithm, "diversity", "none")) != "none":
+        name = getattr(algorithm, "diversity_scorer", "")
         if name.split("/")[0] in held_out:
             raise ConfigError(
-                f"algorithm.diversity={algorithm.diversity}: {name} runs during validation only; remove "
+                f"algorithm.diversity={shaping}: {name} runs during validation only; remove "
                 f"reward.scorers.{name.split('/')[0]}.during"
             )
         if name.split("/")[0] not in config.reward.scorers:
             raise ConfigError(
-                f"algorithm.diversity={algorithm.diversity}: there is no scorer {name!r} to measure dissimilarity; "
+                f"algorithm.diversity={shaping}: there is no scorer {name!r} to measure dissimilarity; "
                 f"add one, such as +reward.scorers.{name.split('/')[0]}.weight=0, or name it in "
                 "algorithm.diversity_scorer"
             )
@@ -606,7 +606,7 @@ class Saving:
 def _of_cache(config: Settings) -> str | None:
     if config.sampling.cache == "none":
         return None
-    if config.algorithm.replays_latents and config.sampling.kernel == "ode":
+    if config.algorithm.needs.trajectory and config.sampling.kernel == "ode":
         return f"{config.algorithm.name} trains at steps without noise, which must be exact"
     if config.model.compile is not None:
         return (
@@ -620,7 +620,7 @@ def _of_cache(config: Settings) -> str | None:
 def _of_step_batch(config: Settings) -> str | None:
     if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
         return "algorithm.cfg=detach_uncond runs the halves of each step separately; use cfg=joint"
-    if config.actor.step_batch > 1 and config.algorithm.differentiates and not config.algorithm.scores_steps:
+    if config.actor.step_batch > 1 and config.algorithm.needs.reward_gradient and not config.algorithm.needs.ratio:
         return f"{config.algorithm.name} backpropagates from one step to the one before"
     return None
 
@@ -629,8 +629,8 @@ def _of_drawing(config: Settings) -> str | None:
     if config.rollout.quantize == "none":
         return None
     algorithm, model = config.algorithm, config.model
-    if algorithm.replays_latents and not (algorithm.scores_steps and algorithm.cfg != "off"):
-        why = "with algorithm.cfg=off it" if algorithm.scores_steps else algorithm.name
+    if algorithm.needs.trajectory and not (algorithm.needs.ratio and algorithm.cfg != "off"):
+        why = "with algorithm.cfg=off it" if algorithm.needs.ratio else algorithm.name
         return f"{why} has no ratio to the sampling policy, which would correct for different weights"
     if model.train != "lora":
         return f"with model.train={model.train} the copies would have to be updated with the weights"
@@ -677,12 +677,12 @@ def saving_notes(config: Settings) -> list[str]:
             if sampling.cache == "first_block"
             else f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}"
         )
-        if config.algorithm.replays_latents and sampling.window_size is None and not config.algorithm.branches:
+        if config.algorithm.needs.trajectory and sampling.window_size is None and not config.algorithm.needs.tree:
             found.append(
                 f"sampling.cache={sampling.cache} has little effect: all denoising steps but the last are noisy; "
                 "set a sampling.window_size"
             )
     if config.rollout.quantize != "none":
-        corrected = "their ratio corrects for it" if config.algorithm.scores_steps else "training learns from images"
+        corrected = "their ratio corrects for it" if config.algorithm.needs.ratio else "training learns from images"
         found.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
     return found

@@ -6,7 +6,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict
 
@@ -107,13 +107,23 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
 
 
+def resolved_fields(block: Any) -> "tuple[dataclasses.Field[Any], ...]":
+    """Return the fields of a block, whose annotations may be strings (`from __future__ import annotations`)."""
+    fields = dataclasses.fields(block)
+    if any(isinstance(f.type, str) for f in fields):
+        hints = get_type_hints(block)
+        for f in fields:
+            f.type = hints[f.name]
+    return fields
+
+
 class Block:
     """Checks the ranges given to `key`; blocks add what concerns several of their keys in `check`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]
+        for f in resolved_fields(type(self)):
             value = getattr(self, f.name)
             self._check_form(f.name, value)
             if not fits(value, f.type):

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gerl.config.algorithms import BY_NAME, AlgorithmConfig, AWMConfig, FlowGRPOConfig
+from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import ScorerConfig
 from gerl.config.configuration import Config
 from gerl.config.other_programs import FLAG, MEANING, SAID, VALUES, Why, absent, elsewhere, known_as
+from gerl.config.registry import ALGORITHMS
 from gerl.config.rules import RULES, Given, plain
-from gerl.config.schema import fits, kind_words, shown
+from gerl.config.schema import fits, kind_words, resolved_fields, shown
 
 # --- Keys of other programs, translated: gerl's keys with values that mean the same, or why there are none.
 #
@@ -193,10 +194,10 @@ def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
     """Translate keys of other programs, which are given beside gerl's `own`."""
     found = answer(given, own, dict(keys()))
     chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
-    used = [BY_NAME[chosen]] if chosen in BY_NAME else [FlowGRPOConfig, AWMConfig]  # those of the defaults
+    used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # those of the defaults
     for key in [key for key in found.written if key.startswith("algorithm.")]:
         leaf = key.partition(".")[2]
-        if not all(leaf in (f.name for f in dataclasses.fields(cls)) for cls in used):
+        if not set(used) <= set(readers(leaf)):
             found.why[key] = f"read with algorithm={' or '.join(readers(leaf)[:4])}"
     return found
 
@@ -221,14 +222,14 @@ def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, data
     """
     rows: dict[str, dataclasses.Field[Any]] = {}
     for block in dataclasses.fields(Config):
-        classes = [block.type] if block.name != "algorithm" else [algorithm] if algorithm else BY_NAME.values()
-        for f in (f for cls in classes for f in dataclasses.fields(cls)):  # type: ignore[arg-type]
+        chosen = [algorithm] if algorithm else [cls.config_class for cls in ALGORITHMS.values()]
+        for f in (f for cls in (chosen if block.name == "algorithm" else [block.type]) for f in resolved_fields(cls)):
             rows.setdefault(f"{block.name}.{f.name}", f)
             if f.name == "scorers":
-                rows |= {f"reward.scorers.NAME.{s.name}": s for s in dataclasses.fields(ScorerConfig)}
+                rows |= {f"reward.scorers.NAME.{s.name}": s for s in resolved_fields(ScorerConfig)}
     return list(rows.items())
 
 
 def readers(key: str) -> list[str]:
     """The names of the algorithms that read `algorithm.KEY`."""
-    return [name for name, cls in BY_NAME.items() if key in (f.name for f in dataclasses.fields(cls))]
+    return [name for name, cls in ALGORITHMS.items() if any(f.name == key for f in resolved_fields(cls.config_class))]

@@ -338,7 +338,9 @@ class ReplayedStep:
     def recorded_mean(self) -> torch.Tensor | None:
         """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a lean tape was kept without."""
         if self.tape_mean is not None and self.tape_mean.is_meta:
-            raise ReplayError("the recorded mean was not kept: an algorithm that reads it must declare reads_means")
+            raise ReplayError(
+                "the recorded mean was not kept: an algorithm that reads it must declare Needs.recorded_means"
+            )
         return self.tape_mean
 
     @property

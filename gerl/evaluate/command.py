@@ -14,7 +14,7 @@ from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
 from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
-from gerl.evaluate.suites import Pinned, deviations, listing, names, pin
+from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
@@ -77,7 +77,7 @@ class Request:
     loras: dict[str, Path]
     out: Path | None
     images: int
-    suite: Pinned | None = None
+    suite: PinnedSuite | None = None
     deviations: tuple[str, ...] = ()
 
 
@@ -167,11 +167,11 @@ def _prompts(request: Request) -> list[Prompt]:
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") -> "SuiteResults | None":
     """The numbers of the suite, with all deviations from it."""
-    from gerl.evaluate.comparison import SuiteResults, measure, unfinished
+    from gerl.evaluate.comparison import SuiteResults, measure, missing_parts
 
     if request.suite is None:
         return None
-    left = (*request.deviations, *unfinished(request.suite, tasks, rows))
+    left = (*request.deviations, *missing_parts(request.suite, tasks, rows))
     return SuiteResults(request.suite, tuple(measure(request.suite.suite, tasks, rows)), left)
 
 
@@ -225,7 +225,7 @@ def _check_suite(options: Options) -> None:
             )
 
 
-def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned | None, tuple[str, ...]]:
+def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, PinnedSuite | None, tuple[str, ...]]:
     """The configuration, with the suite's keys below those given besides; the suite, and deviations from it."""
 
     def composed(arguments: Sequence[str], below: Sequence[str] = ()) -> Config:
@@ -246,11 +246,11 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
 def report(request: Request, found: Evaluation) -> None:
     """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
     from gerl.evaluate.comparison import facts as suite_facts
-    from gerl.evaluate.comparison import narrow, sheets, table, text, write_files  # these import torch
+    from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # these import torch
 
     prompts = len({row.prompt_id for row in found.rows})
     drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
-    lines = ["", table(found.results), "", drawn, *([few] if (few := narrow(found.results)) else [])]
+    lines = ["", table(found.results), "", drawn, *([few] if (few := too_few_prompts(found.results)) else [])]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")

@@ -12,7 +12,7 @@ import numpy as np
 from gerl.algorithms.planning import validation_seed
 from gerl.errors import DataError
 from gerl.evaluate.names import BASE, COLUMNS
-from gerl.evaluate.suites import Column, Pinned, Suite
+from gerl.evaluate.suites import Column, PinnedSuite, Suite
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.total import TOTAL, distinct_columns, score_row
 from gerl.run.validation import CONFIDENCE, RESAMPLES, Estimate, bootstrap_groups, estimate
@@ -79,7 +79,7 @@ def plan(batch: Sequence[Sample], variants: Sequence[str], images: int, each: in
     return tasks
 
 
-def drawn(variant: str, samples: Sequence[Sample], scores: Scores, images: Images) -> list[ScoredRow]:
+def scored_rows(variant: str, samples: Sequence[Sample], scores: Scores, images: Images) -> list[ScoredRow]:
     """The rows of a micro-batch."""
     rows = []
     for i, sample in enumerate(samples):
@@ -140,7 +140,7 @@ def table(results: Results) -> str:
     return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
 
 
-def narrow(results: Results) -> str | None:
+def too_few_prompts(results: Results) -> str | None:
     """The sentence for intervals over too few prompts to be believed, None where there are enough."""
     count = min(result.mean.count for result in results[TOTAL].values())
     if count >= FEW_PROMPTS:
@@ -219,7 +219,7 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
     note = (
         f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. Click a "
         "LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
-        f"order.{' ' + few if (few := narrow(results)) else ''}"
+        f"order.{' ' + few if (few := too_few_prompts(results)) else ''}"
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
     lines = [
@@ -262,7 +262,7 @@ Place = tuple[int, int]  # prompt and image
 
 
 @dataclass(frozen=True)
-class Measured:
+class SuiteMean:
     """A column of the suite for a variant, over its prompts or tasks, or over the prompts of one `task`."""
 
     column: str
@@ -276,8 +276,8 @@ class Measured:
 class SuiteResults:
     """Results of a suite. deviations: how they differ from the published protocol, beyond `pinned.suite.differs`."""
 
-    pinned: Pinned
-    measured: tuple[Measured, ...]
+    pinned: PinnedSuite
+    measured: tuple[SuiteMean, ...]
     deviations: tuple[str, ...]
 
 
@@ -293,7 +293,7 @@ def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
     return found
 
 
-def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[Measured]:
+def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[SuiteMean]:
     """Each column of the suite that was scored for each variant, and where it is over tasks, each task."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     found = []
@@ -304,11 +304,11 @@ def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -
         for variant in variants:
             gains = {p: s - scores[BASE][p] for p, s in scores[variant].items() if p in scores[BASE]}
             parts = (_by_prompt(scores[variant]), None if variant == BASE else _by_prompt(gains))
-            found += [Measured(name, variant, *_estimates(parts, column, tasks))]
+            found += [SuiteMean(name, variant, *_estimates(parts, column, tasks))]
             for task in suite.tasks.names if suite.tasks and column.over == "tasks" else ():
                 own = [part and {p: v for p, v in part.items() if tasks[p] == task} for part in parts]
                 if own[0]:
-                    found.append(Measured(name, variant, *_estimates(own, column, tasks), task))
+                    found.append(SuiteMean(name, variant, *_estimates(own, column, tasks), task))
     return sorted(found, key=lambda m: (list(suite.columns).index(m.column), m.task is not None, _rank(suite, m.task)))
 
 
@@ -348,7 +348,7 @@ def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, s
     return Estimate(mean, low, high, len(values))
 
 
-def unfinished(pinned: Pinned, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:
+def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:
     """The parts of the suite that `rows` lack: prompts not drawn, tasks without any, images without a score."""
     wanted = pinned.suite.prompts
     assert wanted is not None  # it is not missing
@@ -399,7 +399,7 @@ def sheets(results: SuiteResults) -> list[Sheet]:
     return [measured, Sheet("published, not measured here", notes, head, lines)] if lines else [measured]
 
 
-def _suite_line(suite: Suite, measured: Measured) -> tuple[str, ...]:
+def _suite_line(suite: Suite, measured: SuiteMean) -> tuple[str, ...]:
     column = suite.columns[measured.column]
     over = f"{column.measured}, mean over tasks" if column.over == "tasks" else column.measured
     mean, gain = measured.mean, measured.difference

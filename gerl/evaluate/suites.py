@@ -192,7 +192,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinnedSuite:
     """A suite for a model. protocol: its name, None where none is published; chosen: the user named it.
 
     prompts: the file. overrides: the pinned keys as arguments. absent: scorers that are left out, and why.
@@ -242,7 +242,7 @@ def load(name: str) -> Suite:
         ) from None
 
 
-def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> Pinned:
+def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> PinnedSuite:
     """The suite `name` for `model`; `prompts` is the user's copy of its prompts, `given` the keys given besides.
 
     Raises:
@@ -274,8 +274,8 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
         f"{suite.columns[s].measured if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"
         for s, kwarg in absent.items()
     )
-    overrides = tuple(f"{key}={argument(value)}" for key, value in pinned.items())
-    return Pinned(name, suite, chosen, protocol is not None and protocol not in fits, file, overrides, left_out)
+    overrides = tuple(f"{key}={hydra_value(value)}" for key, value in pinned.items())
+    return PinnedSuite(name, suite, chosen, protocol is not None and protocol not in fits, file, overrides, left_out)
 
 
 def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
@@ -304,17 +304,17 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
     return path.absolute()
 
 
-def argument(value: object) -> str:
+def hydra_value(value: object) -> str:
     """A value as Hydra reads it from an argument."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {argument(entry)}" for key, entry in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {hydra_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, str):
         # backslashes are read as such, but before a quote
         return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
     return json.dumps(value)
 
 
-def deviations(pinned: Pinned, plain: Config, config: Config, images: int) -> list[str]:
+def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) -> list[str]:
     """How `config` differs from the suite, which with nothing given besides is `plain`; one text each."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
     found: dict[str, str] = {}
@@ -326,7 +326,7 @@ def deviations(pinned: Pinned, plain: Config, config: Config, images: int) -> li
     for change in changes(before, after):
         free = pinned.protocol is None and not change.key.startswith(ALWAYS)
         if change.key.split(".")[0] in BLOCKS and not FREE.fullmatch(change.key) and not free:
-            found[change.key] = _said(change)
+            found[change.key] = _describe(change)
     values = flat_settings(after)
     for key, value in pinned.keys.items():
         if values[key] != value:
@@ -336,7 +336,7 @@ def deviations(pinned: Pinned, plain: Config, config: Config, images: int) -> li
     return list(found.values())
 
 
-def _said(change: Change) -> str:
+def _describe(change: Change) -> str:
     """A change from the suite in words."""
     scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
     if scorer is not None:

@@ -12,7 +12,7 @@ from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.commandline.progress import waiting
 from gerl.config import Config
-from gerl.evaluate.comparison import ScoredRow, Task, drawn, plan
+from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
 from gerl.evaluate.names import BASE
 from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
@@ -137,5 +137,5 @@ def _draw_tasks(
     return [
         row
         for (variant, samples), scores, images in zip(tasks, scored, rollouts.images, strict=True)
-        for row in drawn(variant, samples, scores, images.result())
+        for row in scored_rows(variant, samples, scores, images.result())
     ]

@@ -62,11 +62,11 @@ def base_model(base: Base) -> BaseModel:
     hub_id = base.path if is_hub_id(base.path) else None
     fields = _licence_entry(base.path, hub_id)
     shipped = base.path in SHIPPED
-    shown = f"`{base.path}`, which ships with gerl" if shipped else f"`{public(base.path)}`"
+    shown = f"`{base.path}`, which ships with gerl" if shipped else f"`{without_paths(base.path)}`"
     if hub_id is not None:
         shown = f"[{hub_id}](https://huggingface.co/{hub_id})"
     licence = fields.get("license_name") if fields.get("license") == "other" else fields.get("license")
-    merged = None if base.merged is None else public(base.merged)
+    merged = None if base.merged is None else without_paths(base.merged)
     return BaseModel(shown, hub_id, _pipeline(base.path), licence or fields.get("license"), fields, merged)
 
 
@@ -78,7 +78,7 @@ def is_hub_id(path: str) -> bool:
         return False
 
 
-def public(value: str) -> str:
+def without_paths(value: str) -> str:
     """A text without secrets, and with the names of files in place of their paths on this machine."""
     return PATH.sub(r"\1", redact(value))
 
@@ -131,7 +131,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True)
-class Comfy:
+class ComfyFiles:
     """The files for ComfyUI and a workflow, by name, or why there are none."""
 
     files: Sequence[str] = ()
@@ -140,7 +140,7 @@ class Comfy:
 
 
 @dataclass(frozen=True)
-class Shown:
+class CardPictures:
     """The pictures by name, and as the card shows them."""
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     return RunFacts(run_dir, step, config, sorted(rows, key=lambda row: row["step"]), validations, first, last)
 
 
-def pictures(run: RunFacts) -> Shown:
+def pictures(run: RunFacts) -> CardPictures:
     """The held-out pictures before and after, and the curve."""
     files: dict[str, bytes] = {}
     values: dict[str, Any] = {"curve": None, "after": None, "prompts": []}
@@ -176,7 +176,7 @@ def pictures(run: RunFacts) -> Shown:
     if (curve := reward_curve(run.rows, errors)) is not None:
         files["pictures/reward.png"] = curve
         values["curve"] = "pictures/reward.png"
-    return Shown(files, values)
+    return CardPictures(files, values)
 
 
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _sources(given: Any) -> str:
 
 
 def model_card(
-    run: RunFacts, base: BaseModel, comfy: Comfy, shown: Shown, repository: str, weights: str, rank: int
+    run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: CardPictures, repository: str, weights: str, rank: int
 ) -> str:
     """The README.md of the repository, with its header."""
     name = repository.rpartition("/")[2]
@@ -282,7 +282,7 @@ def _program(run: RunFacts, repository: str) -> str:
     if (path := get(run.config, "model", "path")) in SHIPPED:  # its folder lies in the package
         text = text.replace(repr(str(ASSETS / str(path))), f'str(Path(gerl.__file__).parent / "assets/{path}")')
         text = f"from pathlib import Path\n\nimport gerl\n{text}"
-    return public(text)
+    return without_paths(text)
 
 
 def _scorers(config: Mapping[str, Any]) -> list[list[str]]:
@@ -334,7 +334,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cell(text: str) -> str:
     """A text in a table of Markdown, without paths of this machine."""
-    line = " ".join(public(text).split()).replace("|", "\\|")
+    line = " ".join(without_paths(text).split()).replace("|", "\\|")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 

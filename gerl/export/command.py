@@ -86,7 +86,7 @@ def run(request: Request) -> list[Path]:
     Raises:
         GerlError: the checkpoint, the base model or the folder does not fit what is asked for.
     """
-    request = settled(request)
+    request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
     base = read_config(run_dir)
     base = replace(base, path=request.model or base.path)
@@ -144,7 +144,7 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
     return loras
 
 
-def settled(request: Request) -> Request:
+def resolve_push(request: Request) -> Request:
     """The request with the format that `push` implies; raises `ConfigError` for keys that do not go together."""
     if request.push is None:
         if request.out is None:

@@ -10,7 +10,17 @@ from typing import Any
 
 from gerl.errors import ModelError
 from gerl.export.base import Base
-from gerl.export.card import BaseModel, Comfy, RunFacts, base_model, is_hub_id, model_card, pictures, public, read_run
+from gerl.export.card import (
+    BaseModel,
+    ComfyFiles,
+    RunFacts,
+    base_model,
+    is_hub_id,
+    model_card,
+    pictures,
+    read_run,
+    without_paths,
+)
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
 from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
@@ -32,7 +42,7 @@ def hub_files(
     """
     _, config = read_config(run_dir / "config.yaml")
     run, model = read_run(run_dir, step, config), base_model(base)
-    noted = replace(base, path=base.path if is_hub_id(base.path) else public(base.path), merged=model.merged)
+    noted = replace(base, path=base.path if is_hub_id(base.path) else without_paths(base.path), merged=model.merged)
     facts = header(run, weights)
     files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
     comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
@@ -66,7 +76,7 @@ def _comfyui(
     run: RunFacts,
     model: BaseModel,
     repository: str,
-) -> tuple[Comfy, dict[str, bytes]]:
+) -> tuple[ComfyFiles, dict[str, bytes]]:
     stem = re.sub(r"[^\w.-]", "_", repository.rpartition("/")[2])
     files: dict[str, bytes] = {}
     try:
@@ -76,9 +86,9 @@ def _comfyui(
             suffix = f"_{name}" if len(loras) > 1 else ""
             files[f"comfyui/{stem}{suffix}.safetensors"] = kohya_file(lora, denoiser, noted, facts)
     except ModelError as error:
-        why = public(str(error)).removeprefix("format=kohya: ").partition(";")[0]
+        why = without_paths(str(error)).removeprefix("format=kohya: ").partition(";")[0]
         logger.warning("no file for ComfyUI is written: %s", error)
-        return Comfy(why=why), {}
+        return ComfyFiles(why=why), {}
     lora_files = list(files)
     graph = None
     if len(loras) == 1 and model.pipeline is not None and base.path not in SHIPPED:
@@ -86,7 +96,7 @@ def _comfyui(
         graph = workflow(model.pipeline, base.path, Path(lora_files[0]).name, prompt, _call(run.config))
     if graph is not None:
         files[WORKFLOW] = (json.dumps(graph, indent=2, ensure_ascii=False) + "\n").encode()
-    return Comfy(lora_files, None if graph is None else WORKFLOW), files
+    return ComfyFiles(lora_files, None if graph is None else WORKFLOW), files
 
 
 def _call(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
         except RepositoryNotFoundError:
             return
     except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
-        raise ConfigError(_sentence(repository, error)) from error
+        raise ConfigError(_explain(repository, error)) from error
     files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
     if files and not overwrite:
         raise ConfigError(
@@ -72,11 +72,11 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
         made = api.create_repo(repository, private=private or None, exist_ok=True)
         api.create_commit(repository, operations, commit_message=message)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, OSError, ValueError) as error:
-        raise GerlError(_sentence(repository, error)) from error
+        raise GerlError(_explain(repository, error)) from error
     return str(made)
 
 
-def _sentence(repository: str, error: Exception) -> str:
+def _explain(repository: str, error: Exception) -> str:
     """The cause and the remedy."""
     hub, given = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):

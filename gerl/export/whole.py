@@ -39,19 +39,19 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
         if model_class is None:
             raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")
         model = model_class.from_pretrained(folder, dtype="auto")
-        _put(checkpoint, kind, {name: model})
+        _copy_weights(checkpoint, kind, {name: model})
         model.save_pretrained(out / name)
 
 
 def whole_pipeline(checkpoint: Checkpoint, kind: str, base: Base) -> diffusers.DiffusionPipeline:
     """The base pipeline with the trained weights in it, in the precision of its files."""
     pipe = merged_pipeline({}, base)
-    _put(checkpoint, kind, pipe.components)
+    _copy_weights(checkpoint, kind, pipe.components)
     return pipe
 
 
 @torch.no_grad()
-def _put(checkpoint: Checkpoint, kind: str, models: Mapping[str, object]) -> None:
+def _copy_weights(checkpoint: Checkpoint, kind: str, models: Mapping[str, object]) -> None:
     shards, names = trained_weights(checkpoint, kind)
     for full, name in names.items():
         denoiser, _, key = full.partition(".")
@@ -88,7 +88,7 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
         if last != "weight" or not isinstance(model.get_submodule(layer), torch.nn.Linear):
             continue
         linear += square
-        a, b = halves(change, rank)
+        a, b = low_rank_factors(change, rank)
         kept += square - float((change - b @ a).double().square().sum())
         layers.setdefault(denoiser, {})[layer] = (a, b)
     if not linear:
@@ -101,7 +101,7 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
     return {name: Lora(found, float(rank)) for name, found in layers.items()}
 
 
-def halves(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def low_rank_factors(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`A [rank, in]` and `B [out, rank]` whose product is nearest to `change` `[out, in]` (Eckart and Young 1936).
 
     Rows of A beyond the rank that `change` can have are 0.

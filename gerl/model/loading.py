@@ -360,7 +360,7 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
 # --- Teachers that are pipelines of their own: loaded beside the student's, with its noise levels
 
 
-def check_teachers(teachers: list[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
+def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
     """Find out what can be known of teachers before weights are loaded; what is on the hub is fetched into its cache.
 
     Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that there is not, is of

@@ -163,7 +163,7 @@ class Policy:
         Or as the trained weights that have taken its place (`move_reference`).
         """
         if self.whole or self.reference is not None:
-            assert self.reference is not None, "an algorithm that uses it must declare compares_with_base"
+            assert self.reference is not None, "an algorithm that uses it must declare Needs.base_model"
             with self.reference.swapped_in():
                 yield
         else:

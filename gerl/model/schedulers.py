@@ -25,7 +25,6 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from gerl.config import Config
-from gerl.config.algorithms import ForwardProcessConfig
 from gerl.engine.transitions import Timestep, is_flow_matching
 from gerl.errors import ModelError
 
@@ -242,13 +241,13 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
     if reason is None:
         return []
     model = f"{path} is a few-step model ({reason})"
-    if isinstance(algorithm, ForwardProcessConfig):
+    if not algorithm.needs.trajectory:
         return [
             f"{model}: algorithm.name={algorithm.name} trains on noised images, which blurs such models "
             "(docs/models.md); use a policy gradient on its own steps, such as algorithm=few_step_grpo, or train "
             "the model that it was distilled from"
         ]
-    if algorithm.scores_steps and config.sampling.kernel in EXCESS:
+    if algorithm.needs.ratio and config.sampling.kernel in EXCESS:
         return [
             f"{model}: sampling.kernel={config.sampling.kernel} leaves more noise in its steps than it was trained "
             "with; use kernel=cps"

@@ -64,7 +64,7 @@ class Bench:
     @property
     def smallest(self) -> int:
         """Images of the smallest micro-batch that the algorithm can draw."""
-        return self.config.algorithm.sampled_together(self.config.rollout.n)
+        return self.config.algorithm.needs.sampled_images(self.config.rollout.n)
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
         """The largest micro-batch that `algorithm` plans of the prompt's copies."""

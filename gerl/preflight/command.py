@@ -77,7 +77,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     runs = [first_run(bench, bool(prompts), folder, report)]
     runs += further_runs(bench, runs[0], report)
     report.run = runs[1]
-    if config.algorithm.scores_steps and config.algorithm.cfg != "off":
+    if config.algorithm.needs.ratio and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.drawn)
         report.clip = nearer_bound(config.algorithm, report.probe)
     report.stock_difference, report.parts_difference = bench.compare(COMPARED)
@@ -123,7 +123,7 @@ def load(worker: PolicyWorker, report: Report) -> bool:
             f"training samples with {kind} instead of the pipeline's {own}, which has no transition kernel: images "
             f"that {own} samples after training may differ from those in validation"
         )
-    if config.algorithm.scores_steps:
+    if config.algorithm.needs.ratio:
         report.max_ratio_deviation = ratio_limit(config.actor, info.half_precision)
     return info.half_precision
 

@@ -209,7 +209,9 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 
     Every image is in one of the updates of an epoch; each update waits for the worker with most to do.
     """
-    parts = update_parts(tasks, config.actor.updates_per_step, config.algorithm.whole_groups) * config.actor.epochs
+    parts = (
+        update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
+    )
     drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
     rollout = drawn * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds
@@ -461,7 +463,7 @@ def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, wh
         divisors = [n for n in range(1, whole + 1) if whole % n == 0]
         below = max(n for n in divisors if n <= config.rollout.micro_batch_size)
         above = min((n for n in divisors if n >= config.rollout.micro_batch_size), default=whole)
-        way = "" if config.algorithm.branches else f"; {below} or {above} would divide {whole}"
+        way = "" if config.algorithm.needs.tree else f"; {below} or {above} would divide {whole}"
         yield f"{key}: the micro-batches of a step differ, {made} images{way}"
     updates = config.actor.updates_per_step
     if len(tasks) < updates:

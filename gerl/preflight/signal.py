@@ -16,7 +16,6 @@ from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
 from gerl.commandline.progress import waiting
 from gerl.config import Config
-from gerl.config.algorithms import WeightedConfig
 from gerl.config.blocks import StepWeighting
 from gerl.errors import ConfigError, TrainingError
 from gerl.model.errors import model_errors
@@ -72,7 +71,7 @@ def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequenc
     return products.view(count, len(steps), count, len(steps)).permute(0, 2, 1, 3)
 
 
-def combined(products: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
+def combined_products(products: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
     """`[N, N]`: the inner products of sum_k factors_k g_k, from those of the steps, `[N, N, T, T]`."""
     c = torch.tensor(list(factors), dtype=torch.float64)
     return torch.einsum("j,abjk,k->ab", c, products, c)
@@ -136,7 +135,7 @@ class StepSignal:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Weighting:
     """A way to weigh the steps, `setting` the key that sets it; `cosine`: of the updates of independent batches."""
 
     name: str
@@ -168,9 +167,9 @@ class Signal:
     images: int  # of a batch
     parameters: int  # of the LoRA
     steps: list[StepSignal]
-    update: Choice  # as configured
-    choices: list[Choice]  # other weights, and windows that end earlier
-    recommended: Choice | None = None
+    update: Weighting  # as configured
+    choices: list[Weighting]  # other weights, and windows that end earlier
+    recommended: Weighting | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
@@ -196,21 +195,20 @@ class Signal:
             facts, own = step.facts, ""
             if scored:
                 own = "".join(f"{value:>9.3g}" for value in (facts.std, facts.jacobian, facts.weight))
-            yield (
-                f"{facts.step:>6}{facts.sigma:>8.3f}{own}{step.norm:>10.3g}{step.share:>8.1%}   {shown(step.cosine)}"
-            )
+            numbers = f"{facts.step:>6}{facts.sigma:>8.3f}{own}{step.norm:>10.3g}{step.share:>8.1%}"
+            yield f"{numbers}   {format_cosine(step.cosine)}"
 
     def _choices(self) -> Iterator[str]:
         yield f"{'the whole update':<38}{'cosine between batches':<26}times the images for {WANTED}"
         for choice in (self.update, *self.choices):
-            yield f"{choice.name:<38}{shown(choice.cosine):<26}{choice.times_images}"
+            yield f"{choice.name:<38}{format_cosine(choice.cosine):<26}{choice.times_images}"
 
     def _conclusion(self) -> Iterator[str]:
         if self.recommended is not None:
             assert self.recommended.cosine is not None and self.update.cosine is not None
             text = (
-                f"{self.recommended.setting}: batches agree by {shown(self.recommended.cosine)} instead of "
-                f"{shown(self.update.cosine)}, a difference beyond the standard errors"
+                f"{self.recommended.setting}: batches agree by {format_cosine(self.recommended.cosine)} instead of "
+                f"{format_cosine(self.update.cosine)}, a difference beyond the standard errors"
             )
         elif self.batches == 2:
             text = "nothing: two batches have no standard error; use signal=4"
@@ -221,7 +219,7 @@ class Signal:
         yield from wrapped("recommend", text)
 
 
-def shown(cosine: Cosine | None) -> str:
+def format_cosine(cosine: Cosine | None) -> str:
     """A cosine with its standard error."""
     if cosine is None:
         return "-"
@@ -237,7 +235,7 @@ Gradients = dict[int, torch.Tensor]  # step -> [P]
 
 
 @dataclass(frozen=True)
-class Measured:
+class BatchGradients:
     """A batch that was drawn, scored and differentiated."""
 
     images: int
@@ -258,7 +256,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     if not machines.joined:  # else they may be on other machines
         check_model(config.model, config.sampling, config.cluster.context)
-    found: list[Measured] = []
+    found: list[BatchGradients] = []
     with start_cluster(machines) as cluster:
         whole = Run(config, Path(), cluster, prompts, [], {})
         whole.start()
@@ -277,7 +275,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     return signal
 
 
-def measure(run: Run, number: int) -> Measured:
+def measure(run: Run, number: int) -> BatchGradients:
     """Sample batch `number` (from 1); the gradients are summed over the workers."""
     config, fleet, step = run.config, run.fleet, Step(number, Stopwatch())
     samples = plan_samples(config, plan_prompts(config, run.prompts, number), number, 0)
@@ -298,7 +296,7 @@ def measure(run: Run, number: int) -> Measured:
     facts = {known.step: known for each in fleet.trainers.run(step_facts) for known in each}
     fleet.discard()
     fleet.clear()
-    return Measured(len(credit), found, [facts[k] for k in sorted(facts)])
+    return BatchGradients(len(credit), found, [facts[k] for k in sorted(facts)])
 
 
 def step_gradients(
@@ -329,7 +327,7 @@ def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
     return [replace(task, samples=[replace(sample, step=step) for sample in task.samples]) for task in tasks]
 
 
-def evaluate(config: Config, batches: Sequence[Measured]) -> Signal:
+def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
     """The report on the gradients of the batches; raises `TrainingError` if they are all 0."""
     gradients, facts = [batch.gradients for batch in batches], {f.step: f for b in batches for f in b.facts}
     steps = sorted({k for batch in gradients for k in batch})
@@ -344,12 +342,12 @@ def evaluate(config: Config, batches: Sequence[Measured]) -> Signal:
     norms, shares = squares.sqrt().mean(0), squares.mean(0) / squares.mean(0).sum()
     alone = torch.eye(len(steps))
     by_step = [
-        StepSignal(fact, float(norms[i]), float(shares[i]), cosine(combined(products, alone[i].tolist())))
+        StepSignal(fact, float(norms[i]), float(shares[i]), cosine(combined_products(products, alone[i].tolist())))
         for i, fact in enumerate(known)
     ]
-    update = Choice("as configured", None, cosine(combined(products, [1.0] * len(steps))))
+    update = Weighting("as configured", None, cosine(combined_products(products, [1.0] * len(steps))))
     choices = [
-        Choice(name, setting, cosine(combined(products, factors)))
+        Weighting(name, setting, cosine(combined_products(products, factors)))
         for name, setting, factors in [*other_weights(config, known), *leading_windows(config, known)]
     ]
     size = max(len(next(iter(batch.values()), ())) for batch in gradients)
@@ -371,7 +369,7 @@ def evaluate(config: Config, batches: Sequence[Measured]) -> Signal:
 
 def weighting(config: Config) -> StepWeighting | None:
     """The configured weights of the steps, None where the algorithm has no such key."""
-    return config.algorithm.step_weighting if isinstance(config.algorithm, WeightedConfig) else None
+    return getattr(config.algorithm, "timestep_weights", None)
 
 
 Candidate = tuple[str, str, list[float]]  # name, key=value, factors of the measured gradients
@@ -409,7 +407,7 @@ def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Cand
             yield f"window_range=[{first},{m}]", f"sampling.window_range=[{first},{m}]", kept
 
 
-def recommended(signal: Signal) -> Choice | None:
+def recommended(signal: Signal) -> Weighting | None:
     """The choice with the highest cosine, if it is above the configured one by more than the standard errors."""
     configured = signal.update.cosine
     if configured is None:

@@ -43,7 +43,7 @@ def read_prompts(
         check_mixture(config, prompts[:most])
         if rows_have_images(config.data, key):
             try:
-                check_groups(prompts, config.rollout.n, config.algorithm.groups_of_one, config.algorithm.name)
+                check_groups(prompts, config.rollout.n, config.algorithm.needs.single_images, config.algorithm.name)
             except DataError as error:
                 raise DataError(f"{key}={source_names(given)}: {error}") from None
     try:

@@ -40,12 +40,12 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
 def scorers_with_gradient(config: Config) -> list[str]:
     """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
     # beside a policy gradient, which learns from all scorers, those without a gradient may stay
-    return differentiable_scorers(config.reward, all_of_them=not config.algorithm.scores_steps)
+    return differentiable_scorers(config.reward, all_of_them=not config.algorithm.needs.ratio)
 
 
 def with_absolute_paths(config: Config) -> Config:
     """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
-    if not config.algorithm.differentiates:
+    if not config.algorithm.needs.reward_gradient:
         return config
     scorers = {
         name: scorer

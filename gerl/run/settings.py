@@ -11,8 +11,9 @@ import yaml
 
 from gerl.commandline.composition import compose_run, shipped
 from gerl.config import Config, ScorerConfig
-from gerl.config.algorithms import BY_NAME
+from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
+from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,13 @@ def scorers(config: Values) -> list[str]:
 
 def differentiates(config: Values) -> bool:
     """Whether the algorithm learns only from the gradient of the reward; False if unknown."""
-    known = BY_NAME.get(get(config, "algorithm", "name"))
-    return known is not None and known.differentiates and not known.scores_steps
+    return _differentiates(get(config, "algorithm", "name"))
+
+
+@functools.cache
+def _differentiates(name: str) -> bool:
+    needs = algorithm_config(name).needs if name in ALGORITHMS else None
+    return needs is not None and needs.reward_gradient and not needs.ratio
 
 
 def is_stochastic(config: Values) -> bool:

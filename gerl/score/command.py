@@ -161,7 +161,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
         if prompts is not None or prompt is not None:
             key = "prompts" if prompts is not None else "prompt"
             raise ConfigError(f"{key} is given, but images={images} has its own prompts: remove it")
-        return _listed(path, data.prompt_key)
+        return _from_table(path, data.prompt_key)
     if path.is_dir():
         files = [f for f in path.iterdir() if f.suffix.lower() in SUFFIXES and f.name[0] != "." and f.is_file()]
         if not files:
@@ -177,7 +177,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
     elif prompts is None:
         found = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
     else:
-        found = _rows(prompts, data, len(files), images)
+        found = _from_prompts(prompts, data, len(files), images)
     return [Item(file, file.name, text) for file, text in zip(files, found, strict=True)]
 
 
@@ -186,7 +186,7 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
-def _rows(source: str, data: DataConfig, count: int, images: str) -> list[Prompt]:
+def _from_prompts(source: str, data: DataConfig, count: int, images: str) -> list[Prompt]:
     prompts = load(source, data, "prompts")
     if len(prompts) != count:
         raise DataError(
@@ -208,7 +208,7 @@ def _sidecar(file: Path) -> str:
     return text
 
 
-def _listed(path: Path, prompt_key: str) -> list[Item]:
+def _from_table(path: Path, prompt_key: str) -> list[Item]:
     """The items of a .jsonl or .csv file."""
     items = []
     for where, prompt in read_rows(path, prompt_key):
@@ -220,7 +220,7 @@ def _listed(path: Path, prompt_key: str) -> list[Item]:
     return items
 
 
-def picture_of(item: Item) -> Image.Image:
+def load_rgb(item: Item) -> Image.Image:
     """The image in RGB as a viewer shows it: what is transparent is white. Errors as in `open_picture`."""
     image = open_picture(item.path)
     if not image.has_transparency_data:
@@ -384,7 +384,7 @@ def score(
         for batch in _batches(together, batch_size):
             chosen = [items[i] for i in batch]
             prompts = [replace(items[i].prompt, id=ids[i]) for i in batch]
-            images = Images(0, [np.asarray(picture_of(item)) for item in chosen], 0.0)
+            images = Images(0, [np.asarray(load_rgb(item)) for item in chosen], 0.0)
             samples = [Sample(prompt, i, 0, 0) for i, prompt in zip(batch, prompts, strict=True)]
             scoring = manager.open([samples])
             scoring.add(0, Pending("image reader", value=images))

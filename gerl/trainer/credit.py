@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 
 from gerl.algorithms import Algorithm, Rewards
+from gerl.algorithms.base import ShapedConfig
 from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
 from gerl.algorithms.planning import group_ids
 from gerl.config import Config, ScorerConfig
-from gerl.config.algorithms import ShapedConfig
 from gerl.errors import RewardError
 from gerl.protocol import Sample, Scores
 from gerl.rewards.total import rescaled, usable_groups

@@ -55,7 +55,7 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
             with explained(folder.composed.kept):
                 prompts = read_prompts(config, "data.train", config.data.train)
             regularising = read_regularising(config)
-        if config.algorithm.differentiates:
+        if config.algorithm.needs.reward_gradient:
             scorers_with_gradient(config)
         held = config.validation
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []

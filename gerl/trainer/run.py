@@ -258,7 +258,7 @@ class Run:
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
-        functions = functions_of(config.reward.scorers) if config.algorithm.differentiates else {}
+        functions = functions_of(config.reward.scorers) if config.algorithm.needs.reward_gradient else {}
         whole = trainer = with_absolute_paths(
             replace(config, model=config.model.for_resume()) if checkpoint else config
         )
@@ -314,7 +314,7 @@ class Run:
     def calibrate(self) -> None:
         """Measure the numerical noise of the on-policy ratio, and warn of settings that cannot work."""
         config, algorithm = self.config, self.algorithm
-        if not algorithm.settings.scores_steps or config.algorithm.cfg == "off":
+        if not algorithm.needs.ratio or config.algorithm.cfg == "off":
             return
         samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
@@ -323,7 +323,7 @@ class Run:
             probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in ranks]
             probe = probes[0].result()
         logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        if (clip := config.algorithm.clip_range_at(probe.dimensions)) is not None:
+        if (clip := config.algorithm.clip_range(probe.dimensions)) is not None:
             self.update.clip_range = clip
             logger.info(
                 "the ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of %s "

@@ -1,11 +1,20 @@
 """Seeds derived from their purpose: no generator state to save, the same samples on any number of workers."""
 
+from __future__ import annotations  # of torch, see `lazy`
+
 import hashlib
 import random
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy("torch")
 
 
 def derive_seed(*parts: int | str) -> int:

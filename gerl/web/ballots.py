@@ -47,7 +47,7 @@ class VoteRequest:
 ASKED = TypeAdapter(VoteRequest)
 
 
-def asked(values: object) -> VoteRequest:
+def parse_request(values: object) -> VoteRequest:
     """`values` from a request or the journal; raises `RewardError` for anything else."""
     try:
         found = ASKED.validate_python(values)
@@ -98,7 +98,7 @@ class Ballot:
     sources: pictures that the prompt comes with, such as the one that is edited; files too.
     """
 
-    asked: VoteRequest
+    request: VoteRequest
     text: str  # the prompt
     images: list[str]
     sources: list[str] = field(default_factory=list)
@@ -110,11 +110,11 @@ class Ballot:
 
     @property
     def id(self) -> str:
-        return self.asked.id
+        return self.request.id
 
     def row(self) -> dict[str, Any]:
         """Its line of the journal."""
-        row = {"kind": "group", "group": asdict(self.asked), "text": self.text, "images": self.images}
+        row = {"kind": "group", "group": asdict(self.request), "text": self.text, "images": self.images}
         return {**row, "sources": self.sources} if self.sources else row
 
 
@@ -127,7 +127,7 @@ def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind:
     return paths
 
 
-# --- The state of a vote service: which groups are to be voted on, who looks at which, and what was said.
+# --- The state of a vote service: which groups are to be voted on, who looks at which, and the votes.
 #
 # Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
 
@@ -136,8 +136,8 @@ HERE = 60.0  # seconds without a sign after which a voter, or who asks about a g
 UNASKED = 600.0  # seconds after which groups that the run announced and did not ask about are waited for no longer
 
 
-class Refused(GerlError):
-    """A vote or undo that cannot be, in words for the voter."""
+class VoteRefused(GerlError):
+    """A vote or undo that is not possible, in words for the voter."""
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Ballots:
             match row["kind"]:
                 case "group":
                     files = row["images"], row.get("sources", [])
-                    self._add(Ballot(asked(row["group"]), row["text"], *files, seen=self.clock()))
+                    self._add(Ballot(parse_request(row["group"]), row["text"], *files, seen=self.clock()))
                 case "vote":
                     ballot = self.ballots[row["group"]]
                     ballot.votes[row["voter"]] = Vote(row["voter"], row["ranks"], row["time"])
@@ -197,8 +197,8 @@ class Ballots:
 
     def _add(self, ballot: Ballot) -> None:
         self.ballots[ballot.id] = ballot
-        self.newest[ballot.asked.key] = ballot.id
-        self.step = max(self.step, ballot.asked.step)
+        self.newest[ballot.request.key] = ballot.id
+        self.step = max(self.step, ballot.request.step)
 
     def _forget(self, voter: str, name: str) -> list[str]:
         given = self.last.setdefault(voter, [])
@@ -267,7 +267,7 @@ class Ballots:
         self.voters[voter] = now
         if active:
             self.active[voter] = now
-            if (held := self._held(voter)) is not None:
+            if (held := self._ballot_of(voter)) is not None:
                 held.until = now + self.rules.lease
         if news:
             self.changed()
@@ -289,17 +289,17 @@ class Ballots:
             ballot
             for ballot in self.ballots.values()
             if not self._decided(ballot)
-            and self.newest[ballot.asked.key] == ballot.id
+            and self.newest[ballot.request.key] == ballot.id
             and not (asking and now - ballot.seen > HERE)
         ]
-        return sorted(wanted, key=lambda ballot: ballot.asked.step)
+        return sorted(wanted, key=lambda ballot: ballot.request.step)
 
-    def _held(self, voter: str) -> Ballot | None:
+    def _ballot_of(self, voter: str) -> Ballot | None:
         return next((b for b in self.open() if b.holder == voter and voter not in b.votes), None)
 
     def next(self, voter: str) -> tuple[Ballot | None, Ballot | None]:
         """The group to show to a voter, who holds it from now on, and the one that is likely to come after it."""
-        now, held = self.clock(), self._held(voter)
+        now, held = self.clock(), self._ballot_of(voter)
         free = [b for b in self.open() if voter not in b.votes and (b.holder in (None, voter) or b.until <= now)]
         if held is None and free and not self.idle(voter):
             held = free[0]
@@ -307,48 +307,48 @@ class Ballots:
         return held, next((ballot for ballot in free if ballot is not held), None)
 
     def vote(self, voter: str, name: str, ranks: Sequence[int]) -> None:
-        """Keep the vote on group `name`; one by the same voter before is replaced. Raises `Refused`."""
+        """Keep the vote on group `name`; one by the same voter before is replaced. Raises `VoteRefused`."""
         ballot = self.ballots.get(name)
         if ballot is None:
-            raise Refused("there is no such group: reload the page")
+            raise VoteRefused("there is no such group: reload the page")
         try:
-            given = checked(ranks, len(ballot.images))
+            given = normalised_ranks(ranks, len(ballot.images))
         except RewardError as error:
-            raise Refused(str(error)) from None
+            raise VoteRefused(str(error)) from None
         if voter in ballot.votes and ballot.votes[voter].used:
-            raise Refused(f"step {ballot.asked.step} has already been trained with your vote on it")
+            raise VoteRefused(f"step {ballot.request.step} has already been trained with your vote on it")
         self.sign(voter)
         ballot.holder, self.voted = None, self.clock()
         self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
 
-    def undoable(self, voter: str) -> Ballot | None:
+    def last_vote(self, voter: str) -> Ballot | None:
         """The group of the voter's last vote; it is too late to take it back where that is `taken`."""
         given = self.last.get(voter)
         return self.ballots[given[-1]] if given else None
 
     def undo(self, voter: str) -> None:
-        """Take the last vote of a voter back, who is shown the group again; raises `Refused` if it is too late."""
-        ballot = self.undoable(voter)
+        """Take the last vote of a voter back, who is shown the group again; raises `VoteRefused` if it is too late."""
+        ballot = self.last_vote(voter)
         if ballot is None:
-            raise Refused("there is no vote to undo")
+            raise VoteRefused("there is no vote to undo")
         if ballot.votes[voter].used:
-            raise Refused(f"too late: step {ballot.asked.step} has been trained with that vote")
-        if (held := self._held(voter)) is not None:
+            raise VoteRefused(f"too late: step {ballot.request.step} has been trained with that vote")
+        if (held := self._ballot_of(voter)) is not None:
             held.holder = None
         ballot.holder, ballot.until = voter, self.clock() + self.rules.lease
         self._write({"kind": "undo", "group": ballot.id, "voter": voter})
 
     def progress(self) -> dict[str, Any]:
-        """How far the run is and what there is to do, for the page."""
+        """The progress of the run and of the voters, for the page."""
         waiting = self.open()
-        step = waiting[0].asked.step if waiting else self.step
-        current = {b.id: b for b in self.ballots.values() if b.asked.step == step and self.newest[b.asked.key] == b.id}
-        count = len(next((b.asked.together for b in reversed(current.values())), ())) if current else 0
+        step = waiting[0].request.step if waiting else self.step
+        current = [b for b in self.ballots.values() if b.request.step == step and self.newest[b.request.key] == b.id]
+        count = len(current[-1].request.together) if current else 0
         return {
             "step": step,
             "steps": self.rules.steps,
             "waiting": len(waiting),
-            "decided": sum(self._decided(ballot) for ballot in current.values()),
+            "decided": sum(map(self._decided, current)),
             "groups": max(count, len(current)),
             "voters": len(self.present()),
             "votes": sum(len(ballot.votes) for ballot in self.ballots.values()),
@@ -356,22 +356,22 @@ class Ballots:
             "ended": self.ended,
         }
 
-    def end(self, said: str) -> None:
-        """The run is over; `said` tells voters how."""
-        self.ended = said
+    def end(self, message: str) -> None:
+        """The run is over; `message` tells voters how."""
+        self.ended = message
         self.changed()
 
     def preferences(self) -> list[Preference]:
         """All votes, in the order of the groups."""
         return [
             Preference(
-                run=ballot.asked.run,
-                step=ballot.asked.step,
-                prompt_id=ballot.asked.prompt,
+                run=ballot.request.run,
+                step=ballot.request.step,
+                prompt_id=ballot.request.prompt,
                 prompt=ballot.text,
                 images=ballot.images,
                 sources=ballot.sources,
-                seeds=ballot.asked.seeds,
+                seeds=ballot.request.seeds,
                 ranks=vote.ranks,
                 voter=vote.voter,
                 time=vote.time,
@@ -451,7 +451,7 @@ class Journal:
 SKIPPED = 0.5  # the score of all images where they are all equal
 
 
-def checked(ranks: Sequence[int], count: int) -> list[int]:
+def normalised_ranks(ranks: Sequence[int], count: int) -> list[int]:
     """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for what is none."""
     if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
         raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")

@@ -234,7 +234,10 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
 
     def series(run: RunData, request: Request) -> Any:
         names = request.query_params.get("names", "").split(",")[:200]
-        return run.series(names, number(request, "since"), number(request, "width"), number(request, "generation"))
+        return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
+
+    def held_out(request: Request) -> Response:
+        return _image(_run(site, request).picture(query_int(request, "step"), query_int(request, "row")))
 
     assets = page_assets()
     routes = [
@@ -245,16 +248,16 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         of_run("/api/run", lambda run, _: run.overview()),
         of_run("/api/series", series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
-        of_run("/api/prompt", lambda run, request: there(run.prompt(number(request, "row")))),
-        of_run("/api/live", lambda run, request: run.live(number(request, "step"))),
-        of_run("/api/timeline", lambda run, request: run.timeline(min(number(request, "steps", 3), 100))),
+        of_run("/api/prompt", lambda run, request: found_or_404(run.prompt(query_int(request, "row")))),
+        of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
+        of_run("/api/timeline", lambda run, request: run.timeline(min(query_int(request, "steps", 3), 100))),
         of_run("/api/warnings", lambda run, _: run.warnings()),
         of_run("/api/settings", other),
         of_run("/api/log", lambda run, _: run.log()),
         Route("/trace.json", asks(lambda request: _trace(_run(site, request))), methods=["GET"]),
         Route("/lora.safetensors", asks(lambda request: _lora(_run(site, request))), methods=["GET"]),
-        Route("/held_out", asks(lambda request: _picture(site, request)), methods=["GET"]),
-        Route("/sheet", asks(lambda request: _sheet(site, request)), methods=["GET"]),
+        Route("/held_out", asks(held_out), methods=["GET"]),
+        Route("/sheet", asks(lambda r: _image(_run(site, r).sheet(query_int(r, "step")))), methods=["GET"]),
         Route("/api/events", partial(_events, site), methods=["GET"]),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
@@ -276,7 +279,7 @@ def _admit(token: str | None, request: Request) -> Visit | Response:
     return Visit(path, BODY, headers=headers)
 
 
-def number(request: Request, name: str, default: int = -1) -> int:
+def query_int(request: Request, name: str, default: int = -1) -> int:
     """A whole number of the query; raises `Unknown` for anything else."""
     text = request.query_params.get(name, str(default))
     if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
@@ -284,7 +287,7 @@ def number(request: Request, name: str, default: int = -1) -> int:
     return int(text)
 
 
-def there(found: Any) -> Any:
+def found_or_404(found: Any) -> Any:
     """Whatever was found; raises `Unknown` where nothing was."""
     if found is None:
         raise Unknown("there is no such step or prompt in this run")
@@ -299,30 +302,24 @@ def _asset(content: str, media: str) -> Callable[[Request], Response]:
     return lambda _: Response(content, media_type=media)
 
 
-def _picture(site: Site, request: Request) -> Response:
-    body, media = there(_run(site, request).picture(number(request, "step"), number(request, "row")))
-    return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
-
-
-def _sheet(site: Site, request: Request) -> Response:
-    body, media = there(_run(site, request).sheet(number(request, "step")))
+def _image(found: tuple[bytes, str] | None) -> Response:
+    body, media = found_or_404(found)
     return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
 
 
 def _trace(run: RunData) -> Response:
     body = json.dumps(run.trace(), separators=(",", ":"))
-    return Response(body, media_type="application/json", headers=_attached(f"{run.folder.name}-trace.json"))
+    return _attachment(body, "application/json", f"{run.folder.name}-trace.json")
 
 
 def _lora(run: RunData) -> Response:
-    step, body = there(run.lora())
-    name = f"{run.folder.name}-step{step}.safetensors"
-    return Response(body, media_type="application/octet-stream", headers=_attached(name))
+    step, body = found_or_404(run.lora())
+    return _attachment(body, "application/octet-stream", f"{run.folder.name}-step{step}.safetensors")
 
 
-def _attached(name: str) -> dict[str, str]:
+def _attachment(body: str | bytes, media: str, name: str) -> Response:
     name = f"gerl-{name}".encode("ascii", "replace").decode().replace('"', "_")
-    return {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(body, media_type=media, headers={"Content-Disposition": f'attachment; filename="{name}"'})
 
 
 async def _events(site: Site, request: Request) -> Response:

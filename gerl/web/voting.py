@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.base import VERSION
 from gerl.utils.files import reason, writing
-from gerl.web.ballots import MOST, Ballot, Ballots, Refused, asked
+from gerl.web.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 from gerl.web.pages import ASSETS
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, serving
 
@@ -164,10 +165,9 @@ def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
     ballots.changed = changed
     app.add_middleware(Gate, admit=tokens.admit, local=tokens.loopback)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Refused, _late)
-    app.add_exception_handler(RewardError, _wrong)
-    app.add_exception_handler(GerlError, _broken)
+    app.add_exception_handler(HTTPException, _http_error)
+    for kind, status in ((VoteRefused, 409), (RewardError, 422), (GerlError, 500)):
+        app.add_exception_handler(kind, partial(_failed, status))
     _add_run(app, ballots, tokens)
 
     @app.get("/events")
@@ -209,8 +209,8 @@ def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
 
     @app.post("/v1/score")
     async def score(given: Score) -> Response:
-        group = asked(given.group)
-        files, sources = await asyncio.to_thread(lambda: (_decoded(given.images), _decoded(given.sources, "source")))
+        group = parse_request(given.group)
+        files, sources = await asyncio.to_thread(lambda: (_decode(given.images), _decode(given.sources, "source")))
         if files and len(files) != len(group.seeds):
             raise RewardError(f"got {len(files)} images for {len(group.seeds)} seeds: send one per seed")
         if files:
@@ -223,42 +223,32 @@ def _add_run(app: FastAPI, ballots: Ballots, tokens: Tokens) -> None:
 
 def _add_page(app: FastAPI) -> None:
     @app.get("/")
-    async def index() -> Response:
-        return _file("index.html")
-
     @app.get("/{name}")
-    async def part(name: str) -> Response:
+    async def part(name: str = "index.html") -> Response:
         if name not in KINDS:
             raise HTTPException(404, "there is no such page")
-        return _file(name)
-
-
-def _file(name: str) -> Response:
-    return Response((PAGE / name).read_bytes(), media_type=KINDS[name])
+        return Response((PAGE / name).read_bytes(), media_type=KINDS[name])
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
     """The content of a voter's page: the group, the one after it, progress, and whether a vote can be taken back."""
-    shown, after = ballots.next(voter)
-    last = ballots.undoable(voter)
-    undo = None
-    if last is not None:
-        undo = {"step": last.asked.step, "late": last.votes[voter].used}
+    current, following = ballots.next(voter)
+    last = ballots.last_vote(voter)
     return {
         "voter": voter,
-        "group": _shown(shown),
-        "next": _shown(after),
-        "undo": undo,
+        "group": _ballot_json(current),
+        "next": _ballot_json(following),
+        "undo": None if last is None else {"step": last.request.step, "late": last.votes[voter].used},
         "idle": ballots.idle(voter),
         "progress": ballots.progress(),
     }
 
 
-def _shown(ballot: Ballot | None) -> dict[str, Any] | None:
+def _ballot_json(ballot: Ballot | None) -> dict[str, Any] | None:
     if ballot is None:
         return None
     files = {"images": ballot.images, "sources": ballot.sources}
-    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.asked.step, **files}
+    return {"id": ballot.id, "prompt": ballot.text, "step": ballot.request.step, **files}
 
 
 async def _stream(ballots: Ballots, voter: str, pages: set[Subscriber]) -> AsyncIterator[str]:
@@ -276,7 +266,7 @@ async def _stream(ballots: Ballots, voter: str, pages: set[Subscriber]) -> Async
         pages.discard(page)
 
 
-def _decoded(images: list[str], kind: str = "image") -> list[bytes]:
+def _decode(images: list[str], kind: str = "image") -> list[bytes]:
     files = []
     for i, text in enumerate(images):
         try:
@@ -297,22 +287,15 @@ async def _invalid(_: Request, problem: Exception) -> Response:
     return refused(422, f"{where}: {first['msg']}")
 
 
-async def _refused(_: Request, problem: Exception) -> Response:
+async def _http_error(_: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     return refused(problem.status_code, str(problem.detail))
 
 
-async def _late(_: Request, problem: Exception) -> Response:
-    return refused(409, str(problem))
-
-
-async def _wrong(_: Request, problem: Exception) -> Response:
-    return refused(422, str(problem))
-
-
-async def _broken(_: Request, problem: Exception) -> Response:
-    logger.error("%s", problem)
-    return refused(500, str(problem))
+async def _failed(status: int, _: Request, problem: Exception) -> Response:
+    if status == 500:
+        logger.error("%s", problem)
+    return refused(status, str(problem))
 
 
 TOLD = 0.3  # seconds in which pages hear that the run is over

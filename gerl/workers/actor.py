@@ -180,14 +180,15 @@ class Actor:
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=total_updates
         )
-        if algorithm.old_decay is not None:
-            policy.old = EMA(policy.trained, partial(decay_at, algorithm.old_decay))
-        if algorithm.rollout_decay is not None:
-            policy.sampler = EMA(policy.trained, partial(decay_at, algorithm.rollout_decay))
-        if staleness or getattr(algorithm.settings, "decoupled", False):
+        needs = algorithm.needs
+        if needs.old_decay is not None:
+            policy.old = EMA(policy.trained, partial(decay_at, needs.old_decay))
+        if needs.rollout_decay is not None:
+            policy.sampler = EMA(policy.trained, partial(decay_at, needs.rollout_decay))
+        if staleness or needs.start_weights:
             policy.earlier = [EMA(policy.trained, 0.0) for _ in range(staleness + 1)]
         policy.reference_moves = algorithm.settings.moves_reference
-        if policy.reference_moves or (policy.whole and algorithm.compares_with_base):
+        if policy.reference_moves or (policy.whole and (needs.base_model or algorithm.config.has_kl)):
             policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:

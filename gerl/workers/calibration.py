@@ -9,7 +9,6 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.policy_gradient import PolicyGradient
-from gerl.config.algorithms import WeightedConfig
 from gerl.engine import ReplayedStep, Trajectory, replay
 from gerl.engine.kernels import EDMRule, FlowRule
 from gerl.model.errors import model_errors
@@ -53,8 +52,7 @@ def probe(
     rules = [(k, tape.steps[k].rule) for k in segment.window]
     with_kappa = [(k, r) for k, r in rules if isinstance(r, FlowRule | EDMRule)]
     turned = [(k, r.sigma, r.sigma_next, r.kappa) for k, r in with_kappa if r.kappa < 0]
-    settings = algorithm.settings
-    weighting = settings.step_weighting if isinstance(settings, WeightedConfig) else None
+    weighting = getattr(algorithm.settings, "timestep_weights", None)
     steps, noise = algorithm.step_facts(tape, tuple(noisy)), float(torch.cat(found).quantile(0.99))
     resolution = float(torch.cat(kls).mean()) if kls else None
     return SamplingProbe(noise, turned, tape.steps[0].x[0].numel(), steps, weighting, resolution)

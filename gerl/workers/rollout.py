@@ -89,19 +89,19 @@ class Rollout:
         `owner`: rank of this worker.
         """
         algorithm = algorithm.of(task.samples)
-        after, segments = algorithm.rollout_old_after, len(task.segments)
+        after, segments = algorithm.needs.rollout_old_after, len(task.segments)
         with model_errors("rollout", len(task.samples)):
             pixels, tapes, task = self.draw(
                 task, after is not None and task.samples[0].step > after, not algorithm.needs_whole_batches
             )
         if len(task.segments) > segments:
-            if algorithm.settings.sampled_together(algorithm.config.rollout.n) > 1:
+            if algorithm.needs.sampled_images(algorithm.config.rollout.n) > 1:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
                     f"algorithm.name={algorithm.settings.name} compares images of a prompt in its update: choose "
                     "another algorithm"
                 )
-            if algorithm.settings.whole_groups and not algorithm.pools:
+            if algorithm.needs.whole_groups and not algorithm.pools:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
@@ -328,11 +328,11 @@ def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
     """The tensors of the tape of `segment` that a replay for `algorithm` needs."""
     return RequiredTensors(
         frozenset(segment.trained),
-        means=algorithm.reads_means,
+        means=algorithm.needs.recorded_means,
         outputs=algorithm.settings.cfg != "joint",
-        forward=not algorithm.settings.replays_latents,
-        finished=algorithm.reads_finished,
-        chain=algorithm.settings.differentiates,
+        forward=not algorithm.needs.trajectory,
+        finished=algorithm.needs.finished_latents,
+        chain=algorithm.needs.reward_gradient,
     )
 
 

@@ -10,7 +10,6 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.cluster.health import start_device
 from gerl.config import Config
-from gerl.config.algorithms import DMDRConfig
 from gerl.errors import ConfigError
 from gerl.model.call import unguided
 from gerl.model.latents import ImageLatents, latents_folder
@@ -49,7 +48,7 @@ def check_start(config: Config, device: str) -> None:
     if config.rollout.quantize != "none":
         check_quantized_rollout(config.rollout.quantize, device, precision(config.model, device))
     check_model(config.model, config.sampling, config.cluster.context)
-    if taught_by := config.algorithm.taught_by:
+    if taught_by := config.algorithm.needs.teachers:
         check_teachers(taught_by, config.model, config.sampling)
     check_optimizer(config.actor, device)
     if config.data.cache is not None:
@@ -76,11 +75,11 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
     context = None if ranks is None else ranks.context
     keeps = mesh is None or model.shard != "all"
     late = keeps and data.cache is not None and model.offload == "none"
-    taught_by = config.algorithm.taught_by
+    taught_by = config.algorithm.needs.teachers
     policy = load_policy(model, config.actor.ema_decay, device, config.trainer.seed, mesh, context, late, taught_by)
     load_teachers(policy, model, device, mesh)
-    if isinstance(config.algorithm, DMDRConfig):
-        policy.trained |= add_fake(policy.denoisers, config.algorithm.fake_scale, device, config.trainer.seed)
+    if scale := config.algorithm.needs.imitation:
+        policy.trained |= add_fake(policy.denoisers, scale, device, config.trainer.seed)
         policy.ema = EMA(policy.trained, config.actor.ema_decay)
     if config.rollout.quantize != "none":
         policy.drawing = QuantizedRollout(policy.denoisers, config.rollout.quantize)

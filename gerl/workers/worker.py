@@ -17,7 +17,6 @@ from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algori
 from gerl.algorithms.base import Pooled
 from gerl.commandline.command import importing
 from gerl.config import Config
-from gerl.config.algorithms import ForwardProcessConfig
 from gerl.errors import ClusterError
 from gerl.model.call import check_arguments
 from gerl.model.errors import model_errors
@@ -113,8 +112,7 @@ class PolicyWorker:
         model = self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
             self.policy = load_worker_policy(self.config, self.device, self.ranks)
-        algorithm = self.config.algorithm
-        guidance = algorithm.reference_guidance if isinstance(algorithm, ForwardProcessConfig) else None
+        guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
         self.rollout.format.divides = self.ranks is None  # ranks in lockstep make the same calls

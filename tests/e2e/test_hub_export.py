@@ -17,7 +17,7 @@ from hub_server import TOKEN, Server, serving
 from PIL import Image
 from safetensors import safe_open
 
-from gerl.export.card import public
+from gerl.export.card import without_paths
 from gerl.export.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_the_licence_of_a_base_that_says_it(finished: Any, model: Path, tmp_path
     ],
 )
 def test_paths_of_this_machine_are_not_shown(text: str, shown: str) -> None:
-    assert public(text) == shown
+    assert without_paths(text) == shown
 
 
 # --- the upload

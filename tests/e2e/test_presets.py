@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gerl.commandline.composition import compose_run, shipped
-from gerl.config.algorithms import BY_NAME
+from gerl.config.algorithms import algorithm_config
+from gerl.config.registry import ALGORITHMS
 
 # a large learning rate, so that a trust region has something to hold back
 SETTINGS = """
@@ -31,7 +32,7 @@ PRESETS = [
     # those that differentiate the reward are compared with loops written by hand, see test_reward_gradient.py
     if drills.sampled(name, (*drills.PRESETS, "flow_dppo"))
     and name not in (*OTHER_PIPELINES, *ON_FILES)
-    and not (name in BY_NAME and BY_NAME[name].differentiates)
+    and not (name in ALGORITHMS and algorithm_config(name).needs.reward_gradient)
 ]
 
 
@@ -62,7 +63,7 @@ def test_a_preset_with_a_trust_region_or_an_old_policy_takes_a_step_off_policy(n
     updates = config.actor.updates_per_step
     assert run.column("actor/policy_version")[-1] == updates
     algorithm = config.algorithm
-    if algorithm.scores_steps:
+    if algorithm.needs.ratio:
         assert updates > 1
         assert run.column("actor/off_policy/log_ratio_abs")[-1] > 0
         assert run.column("actor/off_policy/outside_fraction")[-1] > 0

@@ -171,7 +171,7 @@ def test_two_steps_of_a_recipe(
     assert main(arguments(tmp_path / "run", scorer="", **keys)) == 0
     run = run_of(tmp_path / "run")
     assert len(run.column("reward/mean")) == 2 and max(run.column("actor/grad_norm")) > 0
-    if recipe.algorithm.scores_steps:
+    if recipe.algorithm.needs.ratio:
         assert max(run.column("actor/ratio_deviation")) < 1e-5
     else:
         assert run.column("actor/ratio_deviation") == []  # nothing is compared with the rollout

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from training import DRAWN
 
 from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
-from gerl.config.algorithms import BY_NAME
 from gerl.config.blocks import KernelName
+from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 
 
@@ -169,12 +169,12 @@ BAD = [
     # settings with which an algorithm cannot work
     ({"sampling": {"kernel": "ode"}}, "sampling.kernel=ode", "algorithm=diffusion_nft"),
     ({"algorithm": {"name": "awm"}, "rollout": {"n": 1}}, "rollout.n=1", "awm compares images of the same prompt"),
-    ({"algorithm": {"mix": 0.5}}, "algorithm.mix=0.5", "flow_grpo does not read it, only diffusion_nft, crd"),
+    ({"algorithm": {"mix": 0.5}}, "algorithm.mix=0.5", "flow_grpo does not read it, only crd, diffusion_nft"),
     ({"algorithm": {"name": "flow_dppo", "clip_low": 0.1}}, "algorithm.clip_low=0.1", "flow_dppo does not read"),
     (
         {"algorithm": {"mix": 1.0}},
         "algorithm.mix=1.0",
-        "flow_grpo does not read it, only diffusion_nft, crd",
+        "flow_grpo does not read it, only crd, diffusion_nft",
     ),  # a default
     ({"algorithm": {"name": "rwr", "advantage_std": "none"}}, "algorithm.advantage_std=none", "rwr does not read"),
     (
@@ -182,7 +182,7 @@ BAD = [
         "algorithm.kl_in_reward=true",
         "branch_grpo does not read it, only flow_grpo, ",
     ),
-    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "'rwr' or 'best_of_n'"),
+    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "or 'tree_grpo'"),
     ({"algorithm": 5}, "algorithm=5", "dictionary"),
     ({"algorithm": {"name": "tempflow_grpo", "kl_type": "k1"}}, "algorithm.kl_type=k1", "use gaussian or k2"),
     (
@@ -283,19 +283,23 @@ def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObj
 ON_FILES = {"sft": {"train_on": "files"}}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
     sampling = DRAWN.get(name, {"kernel": "flow_sde"})
     settings = from_mapping(
         {"algorithm": {"name": name}, "sampling": sampling, "data": ON_FILES.get(name, {})}
     ).algorithm
-    read = {known.removeprefix("algorithm.") for known, _ in keys(BY_NAME[name]) if known.startswith("algorithm.")}
+    read = {
+        known.removeprefix("algorithm.")
+        for known, _ in keys(ALGORITHMS[name].config_class)
+        if known.startswith("algorithm.")
+    }
     assert set(dataclasses.asdict(settings)) == read == {f.name for f in dataclasses.fields(settings)}
     for known, _ in keys():
         block, _, leaf = known.partition(".")
         if block == "algorithm":
             assert (leaf in read) == (name in readers(leaf))
-    assert len([f for _, f in keys(BY_NAME[name]) if f.metadata["often"]]) <= 40
+    assert len([f for _, f in keys(ALGORITHMS[name].config_class) if f.metadata["often"]]) <= 40
 
 
 @pytest.mark.parametrize(("name", "key"), keys(), ids=[name for name, _ in keys()])

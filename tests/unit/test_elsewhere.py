@@ -4,8 +4,8 @@ import pytest
 
 from gerl.commandline.composition import CHOICES
 from gerl.config import did_you_mean, is_foreign, keys, nearest_key, other_name
-from gerl.config.algorithms import BY_NAME
 from gerl.config.other_programs import ABSENT, MEANING, NAMES, absent, elsewhere
+from gerl.config.registry import ALGORITHMS
 
 KNOWN = {name for name, _ in keys()}
 
@@ -99,5 +99,8 @@ def test_what_is_no_name_of_another_program(name: str) -> None:
 
 
 def test_a_key_that_the_algorithm_does_not_read_is_not_suggested() -> None:
-    assert nearest_key("algorithm.clip_range", BY_NAME["diffusion_nft"]) is None
-    assert nearest_key("algorithm.clip_range", BY_NAME["flow_grpo"]) == "algorithm.clip_low algorithm.clip_high"
+    assert nearest_key("algorithm.clip_range", ALGORITHMS["diffusion_nft"].config_class) is None
+    assert (
+        nearest_key("algorithm.clip_range", ALGORITHMS["flow_grpo"].config_class)
+        == "algorithm.clip_low algorithm.clip_high"
+    )

@@ -83,7 +83,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
     layout = configured(config, facts)
     batch = Batch(facts.drawn, facts.trained, math.ceil(images / gpus))
     taken = layouts.memory(facts, layout, batch)
-    smallest = config.algorithm.sampled_together(config.rollout.n)
+    smallest = config.algorithm.needs.sampled_images(config.rollout.n)
     return Sizing(
         hardware,
         gpus,

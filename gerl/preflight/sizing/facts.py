@@ -173,7 +173,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         sum(p.numel() for p in worker.policy.trained.values()),
         len(worker.policy.averages())
         + (worker.policy.reference is not None and not worker.policy.reference_moves)
-        + count_loras(config.algorithm.taught_by),
+        + count_loras(config.algorithm.needs.teachers),
         worker.policy.sampler is not None or worker.policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
@@ -368,7 +368,7 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
         with torch.device(device):
             if not whole:
                 add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
-    if config.algorithm.imitates:
+    if config.algorithm.needs.imitation:
         with torch.device(device):
             add_fake(denoisers, 1.0, device, 0)
     if whole:
@@ -384,7 +384,7 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
     }
     trained |= fake_parameters(denoisers)
     policy = Policy(pipe, denoisers, trained, EMA(trained, config.actor.ema_decay), whole=whole)
-    policy.teachers = [_teacher(teacher, dtype, device, stage) for teacher in config.algorithm.taught_by]
+    policy.teachers = [_teacher(teacher, dtype, device, stage) for teacher in config.algorithm.needs.teachers]
     return policy
 
 

@@ -43,7 +43,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Given:
+class Argument:
     """One of its arguments that a call hands on: their leaf of this position."""
 
     position: int
@@ -150,7 +150,7 @@ class Stage:
                 for module in component.modules():
                     if isinstance(module, torch.nn.ModuleList):
                         for block in module:
-                            self._repeat(block)
+                            self._answer_repeats(block)
             for module in component.modules():
                 methods = ("forward", *METHODS) if module is component else ("forward",)
                 for method in methods:
@@ -170,7 +170,7 @@ class Stage:
                 if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
                     values[name] = self.fake(value)
 
-    def _repeat(self, block: torch.nn.Module) -> None:
+    def _answer_repeats(self, block: torch.nn.Module) -> None:
         """Let `block` answer without gradient what a block of the same structure has answered to the same shapes."""
         original = block.forward
         structure = (type(block), tuple((n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()))
@@ -189,7 +189,7 @@ class Stage:
                 def describe(value: Any) -> Any:
                     position = given.get(id(value.untyped_storage())) if torch.is_tensor(value) else None
                     same = position is not None and leaves[position].shape == value.shape
-                    return Given(position) if position is not None and same else _description(value)
+                    return Argument(position) if position is not None and same else _describe(value)
 
                 like = tree_map(describe, output)
                 self._blocks[key] = (self.ledger.flops - before, like)
@@ -200,7 +200,7 @@ class Stage:
             def answer(value: Any) -> Any:
                 if isinstance(value, Shape):
                     return torch.empty(value.size, dtype=value.dtype)
-                return leaves[value.position] if isinstance(value, Given) else value
+                return leaves[value.position] if isinstance(value, Argument) else value
 
             return tree_map(answer, like)
 
@@ -245,7 +245,7 @@ class Stage:
                 fakes = tree_map(self._input, (args, kwargs))
                 self.ledger.count(fakes)
                 output = function(*fakes[0], **fakes[1])
-                cost.forward, cost.output = self.ledger.flops, tree_map(_description, output)
+                cost.forward, cost.output = self.ledger.flops, tree_map(_describe, output)
                 outputs = [v for v in tree_leaves(output) if isinstance(v, torch.Tensor)] if grad else []
                 del fakes, output
         self.tallies[self.phase].called(name, cost.forward)
@@ -294,13 +294,13 @@ class Stage:
         return value
 
 
-def _description(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     """A call's output, without anything alive."""
     if isinstance(value, Cache):
         return None
     if isinstance(value, DiagonalGaussianDistribution):
         found = copy.copy(value)
-        found.__dict__ = {k: _description(v) for k, v in vars(value).items()}
+        found.__dict__ = {k: _describe(v) for k, v in vars(value).items()}
         return found
     return Shape(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 

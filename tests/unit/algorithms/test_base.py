@@ -3,8 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from training import Training, chain_credit, config, relative
 
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.base import group_sums, pooled_rows, pooled_sum
+from gerl.algorithms.forward_process import ForwardProcessConfig, Noised
 from gerl.algorithms.planning import plan_samples, sde_window, update_parts
 from gerl.config import ActorConfig, Config, RolloutConfig
-from gerl.config.algorithms import BY_NAME, ForwardProcessConfig
+from gerl.config.algorithms import Needs
 from gerl.engine import Tape
 from gerl.errors import CheckpointError
 from gerl.protocol import Prompt, Sample
@@ -34,19 +35,26 @@ def rewards(a: Algorithm, totals: Sequence[float]) -> Rewards:
     return training.rewards(plan_samples(a.config, PROMPTS, 1, 0)[: len(totals)], totals)
 
 
-def test_every_configuration_has_its_algorithm_whose_settings_it_is() -> None:
-    assert set(ALGORITHMS) == set(BY_NAME.values())
-    for name, settings in BY_NAME.items():
+def test_every_algorithm_has_its_own_settings() -> None:
+    for name, cls in ALGORITHMS.items():
         a = algorithm(name, n=4, micro=12)
-        assert type(a) is ALGORITHMS[settings] and type(a.settings) is settings and a.settings.name == name
-        assert issubclass(settings, get_type_hints(type(a))["settings"])
+        assert type(a) is cls and type(a.settings) is cls.config_class and a.settings.name == name
 
 
 @dataclass(frozen=True)
 class NewConfig(ForwardProcessConfig):
-    whole_groups = True
-
     name: str = "new"
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, loss_over="group")
+
+
+class New(ForwardProcess):
+    settings: NewConfig
+
+    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+        raise NotImplementedError
 
 
 def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
@@ -54,7 +62,7 @@ def test_a_new_algorithm_says_once_that_it_needs_whole_groups() -> None:
     def new(micro: int, **actor: int) -> ForwardProcess:
         rollout = RolloutConfig(n=24, micro_batch_size=micro)
         c = Config(algorithm=NewConfig(), rollout=rollout, actor=ActorConfig(**actor))  # type: ignore[arg-type]
-        return ForwardProcess(c)
+        return New(c)
 
     def sizes(a: ForwardProcess) -> list[int]:
         return [len(task.samples) for task in a.plan(plan_samples(a.config, PROMPTS, 1, 0))]

@@ -11,7 +11,7 @@ from training import Training, chain_credit, config, relative
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.core_algos import guard_log_ratio, ratio_spread
 from gerl.config import AlgorithmConfig, algorithm_config
-from gerl.config.algorithms import BY_NAME
+from gerl.config.registry import ALGORITHMS
 from gerl.engine.kernels import gaussian_log_prob
 
 SCALED = """
@@ -54,23 +54,23 @@ def test_a_naive_twin_of_the_law() -> None:
 def test_the_same_share_is_clipped_at_any_size_of_latents() -> None:
     settings, shares = algorithm_config("flow_grpo", clip_low=1e-4, clip_high=1e-4), []
     for size in (256, 4096, 65536):
-        low, high = settings.clip_range_at(size) or (0.0, 0.0)
+        low, high = settings.clip_range(size) or (0.0, 0.0)
         ratio = log_ratios(size, 0.03, 0.3, rows=200 if size > 10000 else 2000)["guard"].exp()
         shares.append(float(((ratio > 1 + high) | (ratio < 1 - low)).float().mean()))
     assert all(share == pytest.approx(shares[0], abs=0.12) for share in shares) and 0.2 < shares[0] < 0.6
 
 
 def test_which_ranges_are_scaled() -> None:
-    for name in BY_NAME:
+    for name in ALGORITHMS:
         settings: AlgorithmConfig = algorithm_config(name)
-        bounds = settings.clip_range
+        bounds = settings.clip_range(65536)
         if name not in SCALED:
-            assert settings.clip_range_at(256) == bounds and not hasattr(settings, "clip_dimensions")
+            assert settings.clip_range(256) == bounds and not hasattr(settings, "clip_dimensions")
             continue
-        assert bounds is not None and settings.clip_range_at(65536) == bounds
-        assert settings.clip_range_at(256) == pytest.approx([16 * bound for bound in bounds])
-        assert replace(settings, clip_dimensions=None).clip_range_at(256) == bounds  # type: ignore[call-arg]
-        assert replace(settings, clip_dimensions=1024).clip_range_at(256) == pytest.approx([2 * b for b in bounds])  # type: ignore[call-arg]
+        assert bounds is not None
+        assert settings.clip_range(256) == pytest.approx([16 * bound for bound in bounds])
+        assert replace(settings, clip_dimensions=None).clip_range(256) == bounds  # type: ignore[call-arg]
+        assert replace(settings, clip_dimensions=1024).clip_range(256) == pytest.approx([2 * b for b in bounds])  # type: ignore[call-arg]
 
 
 def test_the_update_clips_at_the_range_of_its_latents() -> None:

@@ -12,7 +12,7 @@ from schedules import along, sd3_sigmas, velocity
 from training import Training, chain_credit, config, relative, rewards
 
 from gerl.algorithms import build_algorithm
-from gerl.algorithms.fdfo import directions, fdfo_loss, partners, velocity_change
+from gerl.algorithms.contrib.fdfo import directions, fdfo_loss, partners, velocity_change
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
 from gerl.engine import replay

@@ -81,4 +81,4 @@ def test_what_each_needs() -> None:
     built = {case: algorithm(case) for case in NEEDS}
     assert {type(a) for a in built.values()} == {a for a in ALGORITHMS.values() if issubclass(a, ForwardProcess)}
     for case, a in built.items():
-        assert (a.uses_old, a.uses_reference, a.needs_all_samples, a.shared_noise) == NEEDS[case]
+        assert (a.needs.old_decay is not None, a.needs.base_model, a.needs_all_samples, a.shared_noise) == NEEDS[case]

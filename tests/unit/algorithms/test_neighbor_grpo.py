@@ -8,8 +8,8 @@ import torch
 from training import Training, chain_credit, config, relative, rewards, samples_of
 
 from gerl.algorithms import build_algorithm
+from gerl.algorithms.contrib.neighbor_grpo import NeighborGRPO, log_policy, quasi_normed
 from gerl.algorithms.core_algos import group_advantages
-from gerl.algorithms.neighbor_grpo import NeighborGRPO, log_policy, quasi_normed
 from gerl.engine import replay
 from gerl.engine.record import Recorder
 from gerl.errors import ConfigError, ModelError

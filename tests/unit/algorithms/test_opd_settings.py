@@ -43,7 +43,7 @@ def test_weights_themselves_learn_from_pipelines_and_the_base_model_only() -> No
     with pytest.raises(ConfigError, match=r"algorithm\.teachers: lora=a .*model\.train=full.*model\.train=lora"):
         replace(c, model=replace(c.model, train="full"))
     c = config("opd", teachers=[{"path": "a", "data_source": OCR}, {"guidance": 2}])
-    assert replace(c, model=replace(c.model, train="full")).algorithm.taught_by[1] == Teacher(guidance=2.0)
+    assert replace(c, model=replace(c.model, train="full")).algorithm.needs.teachers[1] == Teacher(guidance=2.0)
 
 
 def test_which_steps_are_trained() -> None:
@@ -56,8 +56,8 @@ def test_which_steps_are_trained() -> None:
     assert exact.trained_steps((), 1) == (0, 1, 2, 3, 4)
     every = config("opd", steps=6, sampling_kernel="ode", distance="mean", sampling_window_range=[0, None])
     assert build_algorithm(every).trained_steps((), 1) == (0, 1, 2, 3, 4, 5)
-    assert config("opd", n=1).rollout.n == 1 and noisy.compares_with_base
-    assert not build_algorithm(config("opd", teachers=[{"lora": "one"}])).compares_with_base
+    assert config("opd", n=1).rollout.n == 1 and noisy.needs.base_model
+    assert not build_algorithm(config("opd", teachers=[{"lora": "one"}])).needs.base_model
 
 
 def test_teachers_are_said_in_words(tmp_path: Path) -> None:

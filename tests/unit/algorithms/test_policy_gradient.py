@@ -311,7 +311,7 @@ def test_the_recorded_means_are_read_where_an_algorithm_says_so(name: str, keys:
             training.algorithm.kl_to_base(training.policy, training.batches(task, tapes, credit)[0])
         return training.gradient(credit)[0]
 
-    assert training.algorithm.reads_means == reads
+    assert training.algorithm.needs.recorded_means == reads
     if reads:
         with pytest.raises(AssertionError):
             without()

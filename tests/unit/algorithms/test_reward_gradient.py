@@ -15,12 +15,8 @@ from replaying import counted_rows
 from training import PROMPTS, Training, config, new_policy
 
 from gerl.algorithms import build_algorithm, reward_gradient
-from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.reward_gradient import (
-    RewardGradient,
-    drawn_length,
-    evenly_spread,
-    generator,
+from gerl.algorithms.contrib.drtune import evenly_spread
+from gerl.algorithms.contrib.flowbp import (
     lagrange_weights,
     late_biased,
     parted_steps,
@@ -29,6 +25,8 @@ from gerl.algorithms.reward_gradient import (
     spread_supports,
     two_steps,
 )
+from gerl.algorithms.planning import plan_samples
+from gerl.algorithms.reward_gradient import RewardGradient, drawn_length, generator
 from gerl.config import from_mapping
 from gerl.engine.record import compact
 from gerl.errors import ConfigError, ReplayError
@@ -170,7 +168,7 @@ def of_lagrange(h: Naive, share: float, second: float, tau: float) -> Tensor:
     supports = algorithm._supports(1)
     x, far = h.xs[supports[0][0]], []
     for number, (points, end) in enumerate(zip(supports, (supports[1][0], h.T), strict=True)):
-        weights = reward_gradient.lagrange_weights([h.sigmas[i] for i in points], h.sigmas[points[0]], h.sigmas[end])
+        weights = lagrange_weights([h.sigmas[i] for i in points], h.sigmas[points[0]], h.sigmas[end])
         total = x
         for place, (i, w) in enumerate(zip(points, weights, strict=True)):
             found = h.v(nested(x, share) if number and place == 0 else h.xs[i], i)

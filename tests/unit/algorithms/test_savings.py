@@ -15,8 +15,10 @@ import torch
 import training
 
 from gerl.algorithms import build_algorithm
+from gerl.algorithms.base import DownSampledConfig
 from gerl.config import Config, keys
-from gerl.config.algorithms import BY_NAME, DownSampledConfig
+from gerl.config.algorithms import algorithm_config
+from gerl.config.registry import ALGORITHMS
 from gerl.config.rules import SAVINGS, saving_notes
 from gerl.engine import replay
 from gerl.errors import ConfigError
@@ -35,15 +37,15 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 WINDOWED = {"sampling_window_range": [0, 2]}  # leaves steps without noise
 # of those that differentiate the reward, which go back in the same way, three
-GRADIENTS = [name for name in BY_NAME if BY_NAME[name].differentiates]
-NAMES = [name for name in sorted(BY_NAME) if name not in GRADIENTS or name in ("draft", "mixed_gradient", "srpo")]
+GRADIENTS = [name for name in ALGORITHMS if algorithm_config(name).needs.reward_gradient]
+NAMES = [name for name in sorted(ALGORITHMS) if name not in GRADIENTS or name in ("draft", "mixed_gradient", "srpo")]
 EACH = pytest.mark.parametrize("name", NAMES)
 # one for each way of calling the denoiser, which is all that its layout and kernels depend on
 CALLING = ("awm", "diffusion_nft", "dgpo", "draft", "flow_grpo", "neighbor_grpo", "opd", "tempflow_grpo")
 
 
 def config(name: str, **keys: Any) -> Config:
-    usual = WINDOWED if BY_NAME[name].replays_latents else {"sampling_kernel": "ode"}
+    usual = WINDOWED if algorithm_config(name).needs.trajectory else {"sampling_kernel": "ode"}
     return training.config(name, **{"steps": 5, **(NEEDS.get(name) or usual), **keys})
 
 
@@ -86,7 +88,7 @@ class Drawn:
     def deviation(self, drawing: bool = False) -> float:
         """The largest |ratio - 1| on policy of a policy gradient; `drawing`: replayed with the weights that drew."""
         made, found = self.made, [0.0]
-        if not made.algorithm.settings.scores_steps:
+        if not made.algorithm.settings.needs.ratio:
             return 0.0
 
         def note(k: int, step: Any) -> None:
@@ -128,13 +130,13 @@ def test_exact(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CALLING)
 def test_rounding(name: str, compiled: Policy) -> None:
     c = config(name)
-    if not c.algorithm.branches and name != "neighbor_grpo":
+    if not c.algorithm.needs.tree and name != "neighbor_grpo":
         same = with_keys(c, "sampling", same_init_noise=True)
         assert Drawn(same).is_like(Drawn(same, shares=False))
     last = training.new_policy()
     channels_last(last.pipe)
     assert Drawn(c, last).is_like(plain(name))
-    if not c.algorithm.branches:  # whose parts are of many sizes, for each of which it would be compiled anew
+    if not c.algorithm.needs.tree:  # whose parts are of many sizes, for each of which it would be compiled anew
         assert Drawn(c, compiled).is_like(plain(name))
     chosen, own = training.new_policy("flux"), training.new_policy("flux")
     set_attention(chosen.denoisers, "_native_math")
@@ -162,13 +164,13 @@ def test_images(name: str, given: dict[str, Any]) -> None:
         cheaper = with_keys(c, "sampling", **given)
     except ConfigError as error:  # a step without noise is trained, the steps have to be comparable, or as they were
         assert name in ("neighbor_grpo", "dense_grpo", *GRADIENTS) or (
-            "compression" in given and BY_NAME[name].branches
+            "compression" in given and algorithm_config(name).needs.tree
         )
         assert "sampling." in str(error)
         return
     blocks = 2 if given.get("cache") == "first_block" else 1  # of which it leaves out the others
     drawn = Drawn(cheaper, shared(blocks))
-    if not BY_NAME[name].branches:  # of which only the last step has no noise
+    if not algorithm_config(name).needs.tree:  # of which only the last step has no noise
         assert not np.array_equal(drawn.images, plain(name, blocks).images)
     assert drawn.deviation() == 0.0 and float(drawn.gradient.norm()) > 0
 
@@ -179,26 +181,26 @@ def test_policy(name: str) -> None:
     try:
         quantised = with_keys(c, "rollout", quantize="int8")
     except ConfigError as error:
-        assert BY_NAME[name].replays_latents and not BY_NAME[name].scores_steps, error
+        assert algorithm_config(name).needs.trajectory and not algorithm_config(name).needs.ratio, error
         assert str(error).startswith("rollout.quantize=int8: ") and "ratio" in str(error)
         return
     policy = training.new_policy()
     policy.drawing = QuantizedRollout(policy.denoisers, "int8")
     drawn = Drawn(quantised, policy)
     assert not np.array_equal(drawn.images, plain(name).images) and float(drawn.gradient.norm()) > 0
-    if BY_NAME[name].scores_steps:
+    if algorithm_config(name).needs.ratio:
         assert drawn.deviation() > 1e-6 and drawn.deviation(drawing=True) < 1e-6  # the record is of those that drew
 
 
 @EACH
 def test_gradient(name: str) -> None:
-    if BY_NAME[name].replays_latents:
+    if algorithm_config(name).needs.trajectory:
         c = config(name, guidance=4.5)
         joint, detached = Drawn(c), Drawn(with_keys(c, "algorithm", cfg="detach_uncond"))
         assert np.array_equal(joint.images, detached.images)
         assert joint.stats.sums == pytest.approx(detached.stats.sums, rel=1e-3, abs=1e-4)
         assert training.relative(detached.gradient, joint.gradient) > 1e-2
-    if issubclass(BY_NAME[name], DownSampledConfig):
+    if issubclass(ALGORITHMS[name].config_class, DownSampledConfig):
         c = config(name)
         half = Drawn(with_keys(c, "algorithm", train_share=0.5))
         assert int(half.credit[:, 0].nan_to_num().ne(0).sum()) == len(half.credit) // 2

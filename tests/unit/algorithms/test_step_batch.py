@@ -7,7 +7,8 @@ import pytest
 import torch
 import training
 
-from gerl.config.algorithms import BY_NAME
+from gerl.config.algorithms import algorithm_config
+from gerl.config.registry import ALGORITHMS
 
 NEEDS: dict[str, dict[str, Any]] = {
     "branch_grpo": {"n": 1, "split_steps": [0, 1]},
@@ -18,7 +19,9 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 # a gradient of the reward goes back step by step: nothing of it is together
-@pytest.mark.parametrize("name", [name for name in sorted(BY_NAME) if not BY_NAME[name].differentiates])
+@pytest.mark.parametrize(
+    "name", [name for name in sorted(ALGORITHMS) if not algorithm_config(name).needs.reward_gradient]
+)
 def test_steps_in_one_pass_train_the_same(name: str) -> None:
     settings = NEEDS.get(name, {})
     joint = training.config(name, **settings).algorithm.cfg == "joint"

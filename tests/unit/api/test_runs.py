@@ -13,7 +13,7 @@ from PIL import Image
 from gerl.api.runs import Board, in_notebook, listed
 from gerl.config import DataConfig
 from gerl.errors import DataError
-from gerl.score.command import picture_of, read_items
+from gerl.score.command import load_rgb, read_items
 
 
 def test_this_is_no_notebook() -> None:
@@ -43,7 +43,7 @@ CHANNELS_FIRST = torch.from_numpy(BYTES.copy()).permute(2, 0, 1)
 
 def read(folder: Path, images: Any, prompts: Any = "a") -> list[np.ndarray]:
     file = listed(images, prompts, folder)
-    return [np.asarray(picture_of(item)) for item in read_items(str(file), None, None, DataConfig())]
+    return [np.asarray(load_rgb(item)) for item in read_items(str(file), None, None, DataConfig())]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from suite import FINAL, TUNE, Candidate, Job, Suite
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.commandline.composition import compose_run, shipped
-from gerl.config.algorithms import BY_NAME
+from gerl.config.algorithms import algorithm_config
 from gerl.utils.dataset import load_prompts
 
 
@@ -219,7 +219,7 @@ def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) ->
         assert config.cluster.launcher == "local" and config.cluster.threads_per_worker == 1
         assert any(key.startswith("actor.lr=") for key in candidate.keys)
         [ocr] = [scorer for name, scorer in config.reward.scorers.items() if name == "ocr"]
-        differentiates = BY_NAME[config.algorithm.name].differentiates
+        differentiates = algorithm_config(config.algorithm.name).needs.reward_gradient
         assert (ocr.weight == 0) is (differentiates and name != "mixed_gradient")
         assert (candidate.images_before > 0) is (config.data.train_on == "files" or config.algorithm.data_coef > 0)
         if config.data.train_on == "files":

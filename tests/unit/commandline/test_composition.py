@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gerl.algorithms.awm import AWMConfig
 from gerl.commandline.composition import (
     compose_run,
     experiments,
@@ -19,7 +20,7 @@ from gerl.commandline.composition import (
     without_options,
 )
 from gerl.config import SamplingConfig, ScorerConfig, from_mapping
-from gerl.config.algorithms import BY_NAME, AWMConfig
+from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 from gerl.evaluate.command import parse as evaluation
 from gerl.preflight.arguments import parse as preflight
@@ -199,7 +200,7 @@ def test_an_algorithm_is_picked_with_its_settings(name: str) -> None:
 
 
 def test_every_algorithm_has_settings() -> None:
-    assert set(BY_NAME) <= set(shipped("algorithm"))
+    assert set(ALGORITHMS) <= set(shipped("algorithm"))
 
 
 def test_an_experiment_that_names_its_algorithm_is_not_silently_stronger(tmp_path: Path) -> None:
@@ -232,8 +233,12 @@ def test_hydra_errors_are_sentences() -> None:
         (["algorithm.timestep=2"], "algorithm.timestep: there is no such key", "did you mean 'algorithm.timesteps'"),
         (["algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
         (["+algorithm.zebra=1"], "algorithm.zebra: there is no such key", "--help all lists all"),
-        (["algorithm.mix=1"], "algorithm.mix=1: awm does not read it", "only diffusion_nft, crd"),
-        (["algorithm=mix_grpo", "algorithm.mix=1"], "algorithm.mix=1: mix_grpo does not read it", "only diffusion_nft"),
+        (["algorithm.mix=1"], "algorithm.mix=1: awm does not read it", "only crd, diffusion_nft"),
+        (
+            ["algorithm=mix_grpo", "algorithm.mix=1"],
+            "algorithm.mix=1: mix_grpo does not read it",
+            "only crd, diffusion_nft",
+        ),
         (
             ["experiment=wan21_1b3_ocr", "algorithm=crd"],
             "algorithm.timestep_weights=uniform: crd does not read it",

@@ -5,7 +5,7 @@ import pytest
 from gerl.commandline.composition import compose_run, experiments, shipped
 from gerl.commandline.help import help_text
 from gerl.config import keys, readers
-from gerl.config.algorithms import BY_NAME
+from gerl.config.registry import ALGORITHMS
 
 
 def explanation(text: str, start: str) -> list[str]:
@@ -23,7 +23,7 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
         # those with a default for each family
         several = "cfg beta teachers reference active bias rescale nested tau".split()
         assert len(found) == 1 or name.removeprefix("algorithm.") in several
-        if 0 < len(who := readers(name.partition(".")[2])) < len(BY_NAME):
+        if 0 < len(who := readers(name.partition(".")[2])) < len(ALGORITHMS):
             assert name.split(".")[0] != "algorithm" or all(any(one in line for line in found) for one in who)
     for name in (*experiments(), *shipped("algorithm")):
         assert name in text
@@ -31,7 +31,7 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
     assert "  model.compile=null\n" in text and "  cluster.launcher=ray (ray|local)\n" in text
     assert "  cluster.device=auto (auto|cpu|cuda)\n" in text
     assert explanation(text, "  algorithm.mix=1.0") == [
-        "b: distance of the implicit policies from the old one [diffusion_nft, crd]"
+        "b: distance of the implicit policies from the old one [crd, diffusion_nft]"
     ]
 
 

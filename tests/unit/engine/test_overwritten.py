@@ -12,7 +12,7 @@ from zoo.checks import call_for
 from zoo.entries import ENTRIES
 
 from gerl.algorithms import Batch, build_algorithm
-from gerl.algorithms.fdfo import directions
+from gerl.algorithms.contrib.fdfo import directions
 from gerl.engine import RequiredTensors, Tape, branch, compact, record, replay
 from gerl.engine.batching import unwritten
 from gerl.model.policy import EMA, Policy

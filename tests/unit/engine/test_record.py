@@ -908,7 +908,7 @@ def test_a_replay_of_tensors_that_a_compacted_tape_lacks_is_refused() -> None:
             outputs(r, kept, steps=steps)
     with pytest.raises(ReplayError, match="cfg off reads recorded outputs"):
         outputs(r, kept, steps=[1, 2], cfg="off")
-    with pytest.raises(ReplayError, match="reads_means"):
+    with pytest.raises(ReplayError, match="recorded_means"):
         replay(r.pipe, kept, lambda k, step: step.recorded_mean, steps=[1], grad=False)
     with pytest.raises(ReplayError, match="cannot be branched"):
         branch(r.pipe, kept, 1, range(4), kernel=r.kernel)

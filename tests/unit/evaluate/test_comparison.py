@@ -19,18 +19,18 @@ from gerl.evaluate.comparison import (
     compare,
     facts,
     measure,
-    narrow,
+    missing_parts,
     page,
     plan,
     sheets,
     table,
     tasks_of,
     text,
-    unfinished,
+    too_few_prompts,
     write_files,
 )
 from gerl.evaluate.names import BASE
-from gerl.evaluate.suites import Column, Pinned, PromptFile, Protocol, Published, Suite, Tasks
+from gerl.evaluate.suites import Column, PinnedSuite, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
 from gerl.rewards.total import TOTAL
 from gerl.run.validation import bootstrap, bootstrap_groups
@@ -86,7 +86,11 @@ def test_the_log_has_a_block_for_columns_that_are_the_same() -> None:
 
 def test_intervals_over_few_prompts_are_said_to_be_too_narrow() -> None:
     few, enough = (compare([drawn(BASE, i, 1.0) for i in range(count)]) for count in (19, 20))
-    assert "over 19 prompts" in (narrow(few) or "") and "more prompts" in (narrow(few) or "") and narrow(enough) is None
+    assert (
+        "over 19 prompts" in (too_few_prompts(few) or "")
+        and "more prompts" in (too_few_prompts(few) or "")
+        and too_few_prompts(enough) is None
+    )
 
 
 def test_the_files_hold_every_number(tmp_path: Path) -> None:
@@ -150,7 +154,7 @@ SUITE = Suite(
     differs=("the noise is another",),
     published=(Published("M", "a paper", {"ocr": 77.5}, "Their-GRPO", {"odd": 66.25}),),
 )
-PINNED = Pinned("mine", SUITE, "p", False, Path("mine.jsonl"), (), ("X: give its address",))
+PINNED = PinnedSuite("mine", SUITE, "p", False, Path("mine.jsonl"), (), ("X: give its address",))
 TASKS = {0: "even", 1: "even", 2: "even", 3: "odd"}
 # prompt -> the scores of its two images
 SCORES = {BASE: [(0.0, 0.2), (0.3, 0.3), (0.4, 0.6), (0.9, 0.7)], "mine": [(0.5, 0.5)] * 3 + [(1.0, 1.0)]}
@@ -197,11 +201,11 @@ def test_a_prompt_of_no_task_is_refused() -> None:
 
 
 def test_what_was_left_out_is_said() -> None:
-    assert unfinished(PINNED, TASKS, rows()) == ["no prompt of none"]
+    assert missing_parts(PINNED, TASKS, rows()) == ["no prompt of none"]
     part = [row for row in rows() if row.prompt_id < 2]
-    assert unfinished(PINNED, TASKS, part) == ["2 of 4 prompts", "no prompt of odd, none"]
+    assert missing_parts(PINNED, TASKS, part) == ["2 of 4 prompts", "no prompt of odd, none"]
     part[0].values["ocr"] = None
-    assert "1 of 8 images without OCR" in unfinished(PINNED, TASKS, part)
+    assert "1 of 8 images without OCR" in missing_parts(PINNED, TASKS, part)
 
 
 def test_published_rows_stand_apart_from_measured_ones(tmp_path: Path) -> None:

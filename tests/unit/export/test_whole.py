@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gerl.export import whole
-from gerl.export.whole import halves
+from gerl.export.whole import low_rank_factors
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -14,7 +14,7 @@ def test_the_largest_singular_values_are_kept(exact: bool, monkeypatch: pytest.M
     u, v = torch.linalg.qr(torch.randn(40, 40))[0], torch.linalg.qr(torch.randn(60, 40))[0]
     values = 0.5 ** torch.arange(40.0)
     change = u * values @ v.T
-    a, b = halves(change, 3)
+    a, b = low_rank_factors(change, 3)
     assert a.shape == (3, 60) and b.shape == (40, 3)
     assert float((change - b @ a).norm()) == pytest.approx(float(values[3:].norm()), rel=1e-3)
     torch.testing.assert_close(a.norm(dim=1), b.norm(dim=0))  # neither is much larger than the other
@@ -22,6 +22,6 @@ def test_the_largest_singular_values_are_kept(exact: bool, monkeypatch: pytest.M
 
 def test_a_rank_beyond_that_of_the_layer_is_filled_up() -> None:
     change = torch.randn(4, 6)
-    a, b = halves(change, 9)
+    a, b = low_rank_factors(change, 9)
     assert a.shape == (9, 6) and b.shape == (4, 9) and not a[4:].any()
     torch.testing.assert_close(b @ a, change)

@@ -14,12 +14,12 @@ from gerl.config import Config, SamplingConfig, algorithm_config
 from gerl.engine.kernels import FlowRule, coefficients
 from gerl.errors import TrainingError
 from gerl.preflight.signal import (
-    Choice,
+    BatchGradients,
     Cosine,
-    Measured,
     Signal,
+    Weighting,
     clearly_above,
-    combined,
+    combined_products,
     cosine,
     evaluate,
     inner_products,
@@ -45,7 +45,7 @@ def facts_of(weighting: str = "uniform") -> list[StepFacts]:
     ]
 
 
-def batches(count: int = 4, weighting: str = "uniform", noise: float = 300.0) -> list[Measured]:
+def batches(count: int = 4, weighting: str = "uniform", noise: float = 300.0) -> list[BatchGradients]:
     """Gradients at weights `weighting`: a common one at the first two steps, and noise which grows to `noise`."""
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(SIZE, generator=generator)
@@ -55,11 +55,11 @@ def batches(count: int = 4, weighting: str = "uniform", noise: float = 300.0) ->
         for k, factor in enumerate(factors):
             drawn = torch.randn(SIZE, generator=generator) * noise ** (k / 3)
             gradients[k] = factor * (drawn + (common if k < 2 else 0))
-        found.append(Measured(24, gradients, facts_of(weighting)))
+        found.append(BatchGradients(24, gradients, facts_of(weighting)))
     return found
 
 
-def by_name(signal: Signal) -> dict[str, Choice]:
+def by_name(signal: Signal) -> dict[str, Weighting]:
     return {choice.name: choice for choice in signal.choices}
 
 
@@ -94,7 +94,7 @@ def test_other_weights_are_as_if_they_had_been_configured(kind: str) -> None:
 
 
 def test_what_an_algorithm_has_no_key_for_is_left_out() -> None:
-    forward = [Measured(8, b.gradients, [StepFacts(f.step, f.sigma, f.dt) for f in b.facts]) for b in batches()]
+    forward = [BatchGradients(8, b.gradients, [StepFacts(f.step, f.sigma, f.dt) for f in b.facts]) for b in batches()]
     signal = evaluate(config("diffusion_nft"), forward)
     assert signal.weighting is None and all(choice.name.startswith("window_range") for choice in signal.choices)
     assert "|J|" not in signal.text() and "|J|" in evaluate(config(), batches()).text()
@@ -102,7 +102,8 @@ def test_what_an_algorithm_has_no_key_for_is_left_out() -> None:
     assert [c.setting for c in tree.choices] == ["sampling.window_range=[0,3]"], "the tree splits at step 2"
     sampling = SamplingConfig(num_inference_steps=5, window_size=3)
     moving = evaluate(
-        Config(sampling=sampling), [Measured(8, {k: b.gradients[k] for k in (1, 2, 3)}, b.facts) for b in batches()]
+        Config(sampling=sampling),
+        [BatchGradients(8, {k: b.gradients[k] for k in (1, 2, 3)}, b.facts) for b in batches()],
     )
     assert not any("window" in choice.name for choice in moving.choices) and len(moving.steps) == 3
 
@@ -110,7 +111,7 @@ def test_what_an_algorithm_has_no_key_for_is_left_out() -> None:
 def test_two_batches_recommend_nothing_and_none_without_a_gradient_are_refused() -> None:
     signal = evaluate(config(), batches(2))
     assert signal.recommended is None and "use signal=4" in signal.text() and "+-" not in signal.text()
-    nothing = [Measured(8, {k: torch.zeros(SIZE) for k in range(4)}, facts_of()) for _ in range(2)]
+    nothing = [BatchGradients(8, {k: torch.zeros(SIZE) for k in range(4)}, facts_of()) for _ in range(2)]
     with pytest.raises(TrainingError, match=r"same reward; raise rollout\.n"):
         evaluate(config(), nothing)
 
@@ -128,7 +129,7 @@ def test_two_batches_recommend_nothing_and_none_without_a_gradient_are_refused()
     ],
 )
 def test_how_many_images_would_do(cosine: Cosine | None, words: str) -> None:
-    assert Choice("", None, cosine).times_images == words
+    assert Weighting("", None, cosine).times_images == words
 
 
 def test_the_report_is_json() -> None:
@@ -161,7 +162,7 @@ def mean(values: list[float]) -> float:
 def test_cosines_of_any_weighted_sum_come_from_the_products_of_steps(count: int, factors: tuple[float, ...]) -> None:
     batches = drawn(count)
     sums = [sum((f * b[k] for f, k in zip(factors, STEPS, strict=True)), torch.zeros(50)) for b in batches]
-    found = cosine(combined(inner_products(batches, STEPS), factors))
+    found = cosine(combined_products(inner_products(batches, STEPS), factors))
     assert found is not None and found.mean == pytest.approx(mean(naive_cosines(sums)), abs=1e-5)
     if count == 2:
         assert found.error is None
@@ -177,7 +178,7 @@ def test_a_step_that_a_batch_lacks_counts_as_nothing() -> None:
     del batches[1][2]
     products = inner_products(batches, STEPS)
     assert products[1, 0, 1].abs().max() == 0 and products[0, 1, 0, 1] == 0
-    alone = cosine(combined(products, (0, 1, 0)))
+    alone = cosine(combined_products(products, (0, 1, 0)))
     assert alone is not None and alone.error is None
     assert alone.mean == pytest.approx(naive_cosines([batches[0][2], batches[2][2]])[0], abs=1e-5)
     assert cosine(torch.zeros(3, 3)) is None
@@ -185,7 +186,7 @@ def test_a_step_that_a_batch_lacks_counts_as_nothing() -> None:
 
 def test_the_error_is_that_of_repeated_measurements() -> None:
     """Pairs that share a batch would give a smaller one: 6 pairs of 4 batches are not 6 measurements."""
-    found = [cosine(combined(inner_products(drawn(4, 400, seed=s), STEPS), (1, 1, 1))) for s in range(150)]
+    found = [cosine(combined_products(inner_products(drawn(4, 400, seed=s), STEPS), (1, 1, 1))) for s in range(150)]
     means = torch.tensor([c.mean for c in found if c is not None])
     # the expected gradient, hence the cosine of a measurement, differs between the seeds, but hardly in 400 dimensions
     errors = torch.tensor([c.error or 0.0 for c in found if c is not None])
@@ -201,7 +202,7 @@ def test_a_larger_batch_agrees_as_foretold(times: int) -> None:
     def batches(images: int) -> list[dict[int, torch.Tensor]]:
         return [{0: expected + torch.randn(size, generator=generator) / math.sqrt(images)} for _ in range(4)]
 
-    one, larger = (cosine(combined(inner_products(batches(n), [0]), [1.0])) for n in (1, times))
+    one, larger = (cosine(combined_products(inner_products(batches(n), [0]), [1.0])) for n in (1, times))
     assert one is not None and larger is not None
     foretold = larger_batch(one.mean, larger.mean)
     assert foretold == pytest.approx(times, rel=0.15)

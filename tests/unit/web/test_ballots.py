@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from voting import group, pngs
 
 from gerl.errors import GerlError, RewardError
-from gerl.web.ballots import Ballots, Journal, Refused, Rules, asked, checked, mean_scores, scores
+from gerl.web.ballots import Ballots, Journal, Rules, VoteRefused, mean_scores, normalised_ranks, parse_request, scores
 
 
 class Clock:
@@ -137,7 +137,7 @@ def test_several_votes_on_a_group_are_of_different_people(tmp_path: Path, clock:
 
 def test_undo_goes_back_until_the_step_is_trained(ballots: Ballots) -> None:
     ask(ballots, 1, 2, 3)
-    with pytest.raises(Refused, match="no vote to undo"):
+    with pytest.raises(VoteRefused, match="no vote to undo"):
         ballots.undo("anna")
     vote(ballots, [1, 2, 2])
     vote(ballots, [1, 2, 2])
@@ -148,7 +148,7 @@ def test_undo_goes_back_until_the_step_is_trained(ballots: Ballots) -> None:
     for _ in range(3):
         vote(ballots, [2, 1, 2])
     assert ask(ballots, 1, 2, 3) == [[0, 1, 0]] * 3
-    with pytest.raises(Refused, match="too late: step 1 has been trained"):
+    with pytest.raises(VoteRefused, match="too late: step 1 has been trained"):
         ballots.undo("anna")
     assert len(ballots.preferences()) == 3
 
@@ -175,7 +175,7 @@ def test_a_second_vote_of_the_same_voter_takes_the_place_of_the_first(ballots: B
         ballots.vote("anna", ballot.id, ranks)
     vote(ballots, [1, 1, 1])
     assert ask(ballots, 1, 2)[0] == [0, 0, 1]
-    with pytest.raises(Refused, match="step 1 has already been trained with your vote"):
+    with pytest.raises(VoteRefused, match="step 1 has already been trained with your vote"):
         ballots.vote("anna", ballot.id, [1, 2, 2])
 
 
@@ -196,7 +196,7 @@ def test_a_service_that_starts_anew_knows_what_the_one_before_knew(tmp_path: Pat
     assert after.progress() | {"asking": True, "voters": 0} == before.progress() | {"voters": 0}
     if when == "taken":
         assert ask(after, 1, 2) == [[1, 0, 0], [0, 1, 0]]  # a run that repeats the step has its answers
-        with pytest.raises(Refused, match="too late"):
+        with pytest.raises(VoteRefused, match="too late"):
             after.undo("anna")
     else:
         assert ask(after, 1, 2) == ["votes", "votes"] and shown(after) == (
@@ -279,7 +279,7 @@ def test_a_journal_whose_lines_do_not_fit_is_refused(tmp_path: Path, ballots: Ba
 def test_a_group_that_is_none_is_refused(change: dict[str, Any]) -> None:
     values = {**vars(group()), **change}
     with pytest.raises(RewardError, match="group"):
-        asked(values)
+        parse_request(values)
 
 
 def test_rows_come_back_in_order_and_the_folder_comes_with_the_first(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_scores_are_spread_evenly_and_ties_share(ranks: list[int], expected: lis
 
 @given(st.lists(st.integers(1, 6), min_size=6, max_size=6))
 def test_ranks_lose_their_gaps_and_keep_their_order(ranks: list[int]) -> None:
-    given_, found = checked(ranks, 6), scores(checked(ranks, 6))
+    given_, found = normalised_ranks(ranks, 6), scores(normalised_ranks(ranks, 6))
     assert sorted(set(given_)) == list(range(1, len(set(ranks)) + 1))
     for a in range(6):
         for b in range(6):
@@ -357,7 +357,7 @@ def test_ranks_lose_their_gaps_and_keep_their_order(ranks: list[int]) -> None:
 @pytest.mark.parametrize("ranks", [[1, 2], [0, 1, 2], [1, 2, 4], []])
 def test_what_is_no_ranking_is_refused(ranks: list[int]) -> None:
     with pytest.raises(RewardError, match="from 1 to 3 for each of the 3 images"):
-        checked(ranks, 3)
+        normalised_ranks(ranks, 3)
 
 
 def test_votes_are_averaged() -> None:

@@ -17,7 +17,7 @@ from training import Training, chain_credit, config, new_policy, relative
 from gerl.algorithms import Batch, KLWeight
 from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig
-from gerl.config.algorithms import BY_NAME
+from gerl.config.registry import ALGORITHMS
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.batching import select_call
 from gerl.errors import CheckpointError, ConfigError
@@ -373,7 +373,9 @@ def test_learning_rate_schedules(schedule: str, warmup: int, expected: list[floa
         assert stepped(actor, torch.ones_like(weights(actor))).lr == rate
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME.keys() - {"branch_grpo", "dense_grpo", "tempflow_grpo", "tree_grpo"}))
+@pytest.mark.parametrize(
+    "name", sorted(ALGORITHMS.keys() - {"branch_grpo", "dense_grpo", "tempflow_grpo", "tree_grpo"})
+)
 def test_parts_that_another_rank_has_more_of_change_nothing(name: str) -> None:
     few: dict[str, Any] = (
         {"levels": [0.0, 0.99]} if name == "srpo" else {}

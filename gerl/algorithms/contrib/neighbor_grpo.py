@@ -24,27 +24,65 @@ dimensions, as all log-probabilities of gerl are; the papers write sums. Rollout
 built: the step of the anchor that is compared with them is an Euler step.
 """
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, StepGradients
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.planning import group_ids, sampled_steps
-from gerl.config.algorithms import NeighborGRPOConfig
-from gerl.engine import ReplayedStep, replay
+from gerl.config.algorithms import Needs
+from gerl.config.blocks import SamplingConfig
+from gerl.config.schema import key, main_key
+from gerl.errors import ConfigError
 from gerl.protocol import UpdateStats
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep
     from gerl.model.policy import Policy
+else:
+    torch, engine = lazy("torch"), lazy("gerl.engine")
+
+
+@dataclass(frozen=True)
+class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
+    """The keys of Neighbor GRPO."""
+
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
+    anchors: int = key(4, "images of a group that are trained, selected at random each step", low=1)
+    temperature: float = key(1.0, "mean squared distance of latents at which a neighbour has weight 1/e", above=0)
+    quasi_norm: float = key(
+        0.8, "p of the norm that divides advantages: below 2, groups without clear winners count less", above=0, high=2
+    )
+
+    @property
+    def needs(self) -> Needs:
+        # the update knows the neighbours from the rollout
+        return replace(super().needs, trajectory=True, sampled_over="group")
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.kernel != "ode" or sampling.solver != "euler":
+            given = f"kernel={sampling.kernel}" if sampling.kernel != "ode" else f"solver={sampling.solver}"
+            raise ConfigError(
+                f"sampling.{given}: {self.name} compares Euler steps without noise, use kernel=ode with solver=euler"
+            )
+        if not sampling.same_init_noise or sampling.init_noise_spread == 0:
+            raise ConfigError(
+                f"sampling.init_noise_spread={sampling.init_noise_spread}: {self.name} compares images with "
+                "similar initial noise; use same_init_noise=true with init_noise_spread=0.3"
+            )
 
 
 class NeighborGRPO(Algorithm):
     """The neighbours of an image are the images of its group, itself included."""
 
+    names = "neighbor_grpo"
     settings: NeighborGRPOConfig
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
@@ -94,7 +132,9 @@ class NeighborGRPO(Algorithm):
                 trained, before = (
                     log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old)
                 )
-                losses, metrics = clipped_policy_loss(trained, before, credit[group], *settings.clip_range)
+                losses, metrics = clipped_policy_loss(
+                    trained, before, credit[group], *settings.clip_range(everyone[0].numel())
+                )
                 deviation = max(deviation, metrics.pop("ratio_deviation"))
                 metrics["loss"] = float(losses.detach().mean())
                 loss = losses.mean()
@@ -109,7 +149,7 @@ class NeighborGRPO(Algorithm):
             stats += UpdateStats(len(rows), sums, deviation if guided else None)
             return total / num_pairs
 
-        replay(policy.pipe, tape, on_step, **options)
+        engine.replay(policy.pipe, tape, on_step, **options)
         return stats
 
 

@@ -21,38 +21,67 @@ For any parametrisation w is the change of the transition's mean over -|J|, J = 
 velocity of flow matching, of a predicted noise, or of predicted clean latents with the opposite sign.
 """
 
-from __future__ import annotations  # of the model, which the driver of a run does not have
+from __future__ import annotations  # of torch, see `lazy`
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config import Config
-from gerl.config.algorithms import FDFOConfig
-from gerl.engine import ReplayedStep, replay
-from gerl.engine.batching import unwritten
+from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.blocks import SamplingConfig
+from gerl.config.schema import main_key
+from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, Sample, UpdateStats
+from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
+    import torch
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, batching
     from gerl.model.policy import Policy
+else:
+    torch, engine, batching = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.batching")
 
 LEAST = 1e-6  # of mean(d^2), which is 0 where the images of a pair are the same
+
+
+@dataclass(frozen=True)
+class FDFOConfig(AlgorithmConfig):
+    """The keys of FDFO."""
+
+    ratio_width: float = main_key(
+        0.03, "maximum distance from 1 to which the loss moves the ratio of a step (SPO)", above=0
+    )
+
+    @property
+    def needs(self) -> Needs:
+        guided = self.cfg != "off"  # what was recorded is what the update computes
+        return replace(
+            super().needs, trajectory=True, sampled_over="pair", recorded_means=guided, finished_latents=True
+        )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.noise_level == 0 or sampling.kernel == "ode":
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: the two images of a pair start from the same noise and are identical unless the "
+                "steps have noise; use kernel=cps with noise_level=0.045"
+            )
 
 
 class FDFO(Algorithm):
     """Images 2i and 2i + 1 of a prompt are a pair."""
 
+    names = "fdfo"
     settings: FDFOConfig
-    reads_finished = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.guided = self.settings.cfg != "off"  # what was recorded is what the update computes
-        self.reads_means = self.guided
+        self.guided = self.needs.recorded_means
 
     @property
     def needs_all_samples(self) -> bool:
@@ -102,7 +131,7 @@ class FDFO(Algorithm):
             stats += UpdateStats(len(rows), sums, deviation if self.guided else None)
             return losses.sum() / num_pairs
 
-        replay(policy.pipe, tape, on_step, **options)
+        engine.replay(policy.pipe, tape, on_step, **options)
         return stats
 
 
@@ -120,7 +149,7 @@ def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
     d = d if overwritten is None else d.masked_fill(overwritten, 0.0)
-    squares = unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
+    squares = batching.unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
     return d / squares.view(-1, *[1] * (d.ndim - 1))
 
 

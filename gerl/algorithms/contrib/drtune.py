@@ -1,0 +1,73 @@
+"""DRTune (arXiv 2405.00760): the image that one late step predicts, through a few steps up to it."""
+
+from __future__ import annotations  # of torch, see `lazy`
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gerl.algorithms.reward_gradient import (
+    LatentJump,
+    RewardEvaluation,
+    RewardGradient,
+    RewardGradientConfig,
+    chain,
+    clean_derivative,
+    generator,
+    late_step,
+    mean,
+    predicted,
+)
+from gerl.config.schema import main_key
+from gerl.protocol import Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from gerl.engine import Tape
+
+
+@dataclass(frozen=True)
+class DRTuneConfig(RewardGradientConfig):
+    """The keys of DRTune."""
+
+    late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
+    active: int = main_key(3, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=1)
+
+
+class DRTune(RewardGradient):
+    """The latents that a step begins with are data to its denoiser call, and have their gradient by the rules."""
+
+    names = "drtune"
+    settings: DRTuneConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        stop = self._stop(step)
+        draw = generator(self.config.trainer.seed, step, "spread")
+        return tuple(evenly_spread(stop + 1, self.settings.active, draw))
+
+    def _stop(self, step: int) -> int:
+        return late_step(self, self.settings.late, step)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        return tuple(sorted({*self.drawn(step), self._stop(step)}))  # the denoiser runs there, if without gradient
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        step = samples[0].step
+        stop, active = self._stop(step), self.drawn(step)
+        at = LatentJump(stop, predicted)
+        earlier = chain(tape, {k: (mean, 0.0) for k in active if k < stop}, end=stop)
+        onward = partial(clean_derivative, tape, stop)
+        if earlier:
+            first = earlier[0]
+            earlier = (LatentJump(first.step, first.leads_to, (onward, *first.before), first.nested), *earlier[1:])
+        return [RewardEvaluation((at, *earlier) if stop in active else earlier, at=at)]
+
+
+def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int]:
+    """`count` of the first `total` steps at equal distances, from a first one that is drawn."""
+    count = min(count, total)
+    stride = total // count
+    first = int(draw.integers(total - (count - 1) * stride))
+    return [first + i * stride for i in range(count)]

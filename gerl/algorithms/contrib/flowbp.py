@@ -1,0 +1,326 @@
+"""Surrogate trajectories for reward gradients: LeapAlign (arXiv 2604.15311) and FlowBP (arXiv 2606.11075)."""
+
+from __future__ import annotations  # of torch, see `lazy`
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gerl.algorithms.reward_gradient import (
+    LatentJump,
+    LeadsTo,
+    RewardEvaluation,
+    RewardGradient,
+    RewardGradientConfig,
+    by_rule,
+    chain,
+    flow_rule,
+    generator,
+)
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key, main_key
+from gerl.errors import ConfigError
+from gerl.protocol import Sample
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    from gerl.engine import Tape, kernels
+else:
+    torch, kernels = lazy("torch"), lazy("gerl.engine.kernels")
+
+
+def _nested_key(default: float) -> Any:
+    help = "share of the gradient of the intermediate latents that passes through the denoiser's call with them"
+    return key(default, help, low=0, high=1)
+
+
+def _active_key(default: int, low: int = 1) -> Any:
+    return main_key(
+        default, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=low
+    )
+
+
+def _tau_key(default: float) -> Any:
+    return key(
+        default,
+        "images are weighted by 1 / (the distances of the two leaps from the sampled steps, each at least this); "
+        "null: equally",
+        above=0,
+    )
+
+
+def _bias_key(default: float) -> Any:
+    return key(default, "later steps are likelier: step i, from 1, has a probability proportional to i to this power")
+
+
+def _rescale_key(default: float) -> Any:
+    help = "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the trajectory"
+    return key(default, help, low=0, high=1)
+
+
+@dataclass(frozen=True)
+class LeapAlignConfig(RewardGradientConfig):
+    """The keys of LeapAlign."""
+
+    nested: float = _nested_key(0.3)
+    tau: float | None = _tau_key(0.1)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, latent_gradient=True, deterministic=True, min_steps=2)
+
+
+@dataclass(frozen=True)
+class FlowBPSparseConfig(RewardGradientConfig):
+    """The keys of FlowBPSparse."""
+
+    active: int = _active_key(4)
+    bias: float = _bias_key(1.0)
+    rescale: float = _rescale_key(0.5)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, deterministic=True)
+
+
+@dataclass(frozen=True)
+class FlowBPBridgeConfig(FlowBPSparseConfig):
+    """The keys of FlowBPBridge."""
+
+    active: int = _active_key(5, low=2)
+    bias: float = _bias_key(4.0)
+    rescale: float = _rescale_key(0.0)
+    nested: float = _nested_key(0.5)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, latent_gradient=True, min_steps=2)
+
+
+@dataclass(frozen=True)
+class FlowBPLagrangeConfig(RewardGradientConfig):
+    """The keys of FlowBPLagrange."""
+
+    supports: int = key(3, "steps of a leap whose velocities are integrated by their interpolating polynomial", low=1)
+    second: float = key(
+        0.25, "factor of the gradient of a leap's second support; that of the first is 1", low=0, high=1
+    )
+    parts: list[float] = key(
+        [2.5, 6.0, 2.0],
+        "Dirichlet parameters of the shares of the steps after, between and before the two leaps' starts",
+    )
+    latest: int | None = key(
+        10, "the second leap starts at one of this many last steps, but not at the last; null: at any", low=2
+    )
+    nested: float = _nested_key(0.1)
+    tau: float | None = _tau_key(0.2)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, latent_gradient=True, deterministic=True, min_steps=3)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.parts) != 3 or min(self.parts) <= 0:
+            raise ConfigError(f"algorithm.parts={self.parts}: expected three positive numbers")
+
+
+class LeapAlign(RewardGradient):
+    """LeapAlign (arXiv 2604.15311): two leaps stand for all steps in the gradient, between two that are drawn."""
+
+    names = "leapalign"
+    settings: LeapAlignConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total = self.config.sampling.num_inference_steps
+        return two_steps(total, generator(self.config.trainer.seed, step))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        (k, j), name = trained, self.settings.name
+        ends = {k: sigma_at(tape, j), j: sigma_at(tape, len(tape.steps))}
+        leaps = {i: kernels.leap(flow_rule(tape, i, name), end) for i, end in ends.items()}
+        arrived = {i: rule.mean(tape.steps[i].x, velocity_at(tape, i)) for i, rule in leaps.items()}
+        hops = (
+            LatentJump(j, partial(by_rule, leaps[j]), nested=self.settings.nested),
+            LatentJump(k, partial(by_rule, leaps[k])),
+        )
+        return [RewardEvaluation(hops, weights=leap_weights(tape, j, [arrived[k], arrived[j]], self.settings.tau))]
+
+
+class FlowBPSparse(RewardGradient):
+    """FlowBP-Sparse (arXiv 2606.11075): some steps, later ones likelier, whose latents are data to their calls."""
+
+    names = "flowbp_sparse"
+    settings: FlowBPSparseConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total = self.config.sampling.num_inference_steps
+        draw = generator(self.config.trainer.seed, step)
+        return tuple(late_biased(range(total), self.settings.active, self.settings.bias, draw))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        scaled = self.scaled(tape, trained)
+        return [RewardEvaluation(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
+
+    def scaled(self, tape: Tape, trained: tuple[int, ...]) -> dict[int, LeadsTo]:
+        """The ends of the trained steps, whose velocities count more for those that have no gradient."""
+        rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
+        factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
+        return {k: partial(by_rule, kernels.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
+
+
+class FlowBPBridge(FlowBPSparse):
+    """FlowBP-Bridge (arXiv 2606.11075): as Sparse, but the latents of one step in between have a gradient."""
+
+    names = "flowbp_bridge"
+    settings: FlowBPBridgeConfig
+
+    def _bridge(self, step: int) -> int:
+        """The step in between, with steps before it."""
+        return two_steps(self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step))[1]
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total, j = self.config.sampling.num_inference_steps, self._bridge(step)
+        draw, settings = generator(self.config.trainer.seed, step, "sides"), self.settings
+        before, after = split_count(settings.active, j, total - j)
+        early = late_biased(range(j), before, settings.bias, draw)
+        late = late_biased(range(j + 1, total), after - 1, settings.bias, draw) if j + 1 < total else []
+        return (*early, j, *late)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        scaled, j = self.scaled(tape, trained), self._bridge(samples[0].step)
+        return [
+            RewardEvaluation(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))
+        ]
+
+
+class FlowBPLagrange(RewardGradient):
+    """FlowBP-Lagrange (arXiv 2606.11075): as LeapAlign, its leaps being quadratures of the steps' velocities."""
+
+    names = "flowbp_lagrange"
+    settings: FlowBPLagrangeConfig
+
+    def _starts(self, step: int) -> tuple[int, int]:
+        total, settings = self.config.sampling.num_inference_steps, self.settings
+        return parted_steps(total, settings.parts, settings.latest, generator(self.config.trainer.seed, step))
+
+    def _supports(self, step: int) -> list[list[int]]:
+        """Of the first and of the second leap."""
+        (k, j), total = self._starts(step), self.config.sampling.num_inference_steps
+        return [spread_supports(k, j, self.settings.supports), spread_supports(j, total, self.settings.supports)]
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return tuple(i for supports in self._supports(step) for i in supports[: 2 if self.settings.second else 1])
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        settings, step = self.settings, samples[0].step
+        first, second = self._supports(step)
+        hops: list[LatentJump] = []
+        arrived = []
+        for supports, end in ((first, second[0]), (second, len(tape.steps))):
+            rules = [flow_rule(tape, i, settings.name) for i in supports]
+            start, goal = rules[0].sigma, sigma_at(tape, end)
+            weights = lagrange_weights([rule.sigma for rule in rules], start, goal)
+            parts = zip(supports, rules, weights, strict=True)
+            led = [
+                kernels.leap(rule, rule.sigma + w).mean(tape.steps[i].x, velocity_at(tape, i)) - tape.steps[i].x
+                for i, rule, w in parts
+            ]
+            arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
+            first_leap = partial(by_rule, kernels.leap(rules[0], start + weights[0]))
+            own = LatentJump(supports[0], first_leap, nested=settings.nested)
+            other = [
+                LatentJump(i, partial(by_rule, kernels.leap(rule, rule.sigma + settings.second * w)))
+                for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
+                if settings.second
+            ]
+            hops = [*other, own, *hops]  # the second leap's come first
+        return [RewardEvaluation(tuple(hops), weights=leap_weights(tape, second[0], arrived, settings.tau))]
+
+
+def sigma_at(tape: Tape, k: int) -> float:
+    """The noise level before step `k`, or after the last one."""
+    return tape.steps[k].rule.sigma if k < len(tape.steps) else tape.steps[-1].rule.sigma_next
+
+
+def velocity_at(tape: Tape, k: int) -> torch.Tensor:
+    """The model output at a deterministic step of flow matching, from where it led."""
+    step = tape.steps[k]
+    velocity = (step.x_next - step.x) / step.rule.dt
+    return -velocity if getattr(step.rule, "inverted", False) else velocity
+
+
+def leap_weights(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float | None) -> float | torch.Tensor:
+    """The weights `[B]` of images by how near two leaps `arrived` to the latents of step `j`, and to the finished."""
+    if tau is None:
+        return 1.0
+    pairs = zip((tape.steps[j].x, tape.steps[-1].x_next), arrived, strict=True)
+    distances = [(a - b).abs().reshape(tape.batch_size, -1).mean(1).clamp_min(tau) for a, b in pairs]
+    return 1 / (distances[0] + distances[1])
+
+
+def late_biased(steps: range, count: int, bias: float, draw: np.random.Generator) -> list[int]:
+    """`count` different ones of `steps`, in order; the i-th of them, from 1, is drawn with weight i to the `bias`."""
+    count = min(count, len(steps))
+    weights = np.arange(1, len(steps) + 1, dtype=np.float64) ** bias
+    chosen = draw.choice(len(steps), count, replace=False, p=weights / weights.sum())
+    return sorted(steps[int(i)] for i in chosen)
+
+
+def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
+    """Two different ones of `total` steps, in order, every pair as likely."""
+    k, j = sorted(draw.choice(total, 2, replace=False).tolist())
+    return k, j
+
+
+def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
+    """Two of `total` steps, k < j: steps after j, from k to j, and up to k, shared by a Dirichlet distribution.
+
+    Each share is at least one step, so j is not the last. j is one of the last `latest` steps: what is above goes to
+    the share up to k.
+    """
+    shares = draw.dirichlet(parts)
+    counts = np.round(shares * total).astype(int)
+    counts[shares.argmax()] += total - counts.sum()
+    counts = counts.clip(min=1)
+    counts[counts.argmax()] += total - counts.sum()
+    after, between, _ = counts.tolist()
+    j = total - 1 - min(after, max(1, (latest or total) - 1))
+    return j - between, j
+
+
+def split_count(count: int, before: int, after: int) -> tuple[int, int]:
+    """`count` active steps shared among `before` and `after` steps by their numbers, at least one each."""
+    count = min(count, before + after)
+    first = min(max(round(count * before / (before + after)), 1, count - after), before, count - 1)
+    return first, count - first
+
+
+def scale_up(lengths: Sequence[float], active: Sequence[int], rescale: float) -> float:
+    """1 + `rescale` times what the way of all steps exceeds that of the `active` ones, to the latter."""
+    whole, part = sum(map(abs, lengths)), sum(abs(lengths[k]) for k in active)
+    return 1 + rescale * (whole / part - 1)
+
+
+def spread_supports(start: int, end: int, count: int) -> list[int]:
+    """At most `count` steps of [start, end), evenly spread; the first is `start`."""
+    if end - start <= count:
+        return list(range(start, end))
+    places = np.linspace(0, end - start - 1, count).round().astype(int).tolist()
+    return sorted({start, *(start + p for p in places[1:])})
+
+
+def lagrange_weights(points: Sequence[float], start: float, end: float) -> list[float]:
+    """The integrals from `start` to `end` of the Lagrange polynomials through `points`, which are all different."""
+    weights = []
+    for i, point in enumerate(points):
+        others = [other for j, other in enumerate(points) if j != i]
+        basis = np.poly1d(others, r=True) if others else np.poly1d([1.0])
+        integral = np.polyint(basis)
+        weights.append(float((integral(end) - integral(start)) / np.prod([point - other for other in others])))
+    return weights

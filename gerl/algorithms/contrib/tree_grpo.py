@@ -1,0 +1,49 @@
+"""TreeGRPO (arXiv 2512.08153): BranchGRPO with noise in a window of steps only, and a split at each of them.
+
+Each trainer step places the window anew. The advantages of the leaves are normalised once, over all leaves of a prompt,
+and that of a node is their mean (`node_std: leaves`), so that early edges, a mean of many, have smaller ones. The paper
+weighs a node's children by their densities; here they count alike: they are sampled by these densities, which so would
+count twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gerl.algorithms.planning import sde_window
+from gerl.algorithms.trees import BranchGRPO, BranchGRPOConfig
+from gerl.config.blocks import SamplingConfig
+from gerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TreeGRPOConfig(BranchGRPOConfig):
+    """The keys of BranchGRPO, but `split_steps` may be null."""
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if self.split_steps is None:
+            if sampling.window_size is None or sampling.window_per == "group":
+                raise ConfigError(
+                    "algorithm.split_steps=null: trees split at the steps of a window; set a sampling.window_size "
+                    "and window_per=step"
+                )
+            sampling = replace(sampling, window_size=None, window_schedule="random")  # here they have a meaning
+        super().check_sampling(sampling)
+
+    def check_splits(self, sampling: SamplingConfig) -> None:
+        if self.split_steps is not None:
+            super().check_splits(sampling)
+
+
+class TreeGRPO(BranchGRPO):
+    """The trees of a trainer step split at the steps of its window."""
+
+    names = "tree_grpo"
+    settings: TreeGRPOConfig
+
+    def splits(self, step: int) -> list[int]:
+        return list(sde_window(self.config, step)) if self.settings.split_steps is None else super().splits(step)
+
+    def stochastic_steps(self, step: int) -> tuple[int, int]:
+        splits = self.splits(step)
+        return (splits[0], splits[-1] + 1) if self.settings.split_steps is None else super().stochastic_steps(step)

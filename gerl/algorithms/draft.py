@@ -1,0 +1,202 @@
+"""Reward gradients through the last steps: DRaFT, DRaFT-LV and ReFL, and DRaFT beside a policy gradient.
+
+Sources, with what is not as published: `configs/algorithm/` and `docs/algorithms.md`.
+"""
+
+from __future__ import annotations  # of torch, see `lazy`
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from gerl.algorithms.base import Batch, KLWeight, Rewards, StepGradients
+from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
+from gerl.algorithms.reward_gradient import (
+    LatentJump,
+    RewardEvaluation,
+    RewardGradient,
+    RewardGradientConfig,
+    chain,
+    drawn_length,
+    generator,
+    late_step,
+    mean,
+    predicted,
+    sampled_noise,
+)
+from gerl.config import Config
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key, main_key
+from gerl.protocol import Sample, StepFacts, UpdateStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from gerl.engine import ReplayedStep, Tape
+    from gerl.model.policy import Policy
+
+
+@dataclass(frozen=True)
+class DRaFTConfig(RewardGradientConfig):
+    """The keys of DRaFT."""
+
+    last: int = main_key(1, "denoising steps, counted from the last, that the gradient passes through", low=1)
+    last_std: float = key(
+        0.0, "std of a normal distribution around `last` from which the number is sampled each trainer step", low=0
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, latent_gradient=self.last > 1 or self.last_std > 0)
+
+
+@dataclass(frozen=True)
+class DRaFTLVConfig(RewardGradientConfig):
+    """The keys of DRaFT-LV."""
+
+    noised_copies: int = key(
+        2, "times a finished image is noised again to the last step's level and that step repeated", low=1
+    )
+
+
+@dataclass(frozen=True)
+class ReFLConfig(RewardGradientConfig):
+    """The keys of ReFL."""
+
+    late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
+
+
+@dataclass(frozen=True)
+class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
+    """A policy gradient of the whole reward, and the gradient of that part of it that has one."""
+
+    policy_weight: float = key(1.0, "weight of the policy gradient", above=0)
+    gradient_weight: float = key(1.0, "weight of the reward's gradient", above=0)
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, single_images=self.history > 0 or self.adv_estimator == "reinforce_pp")
+
+
+class DRaFT(RewardGradient):
+    """DRaFT-K (arXiv 2309.17400): the gradient of the finished images through the last K steps.
+
+    AlignProp (arXiv 2310.03739) draws K anew each trainer step.
+    """
+
+    names = "draft alignprop"
+    settings: DRaFTConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        total, draw = self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step)
+        length = drawn_length(self.settings.last, self.settings.last_std, total, draw)
+        return tuple(range(total - length, total))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        return [RewardEvaluation(chain(tape, dict.fromkeys(trained, (mean, 1.0))))]
+
+
+class DRaFTLV(RewardGradient):
+    """DRaFT-LV (arXiv 2309.17400): the last step, and finished images noised again to its level."""
+
+    names = "draft_lv"
+    settings: DRaFTLVConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return (self.config.sampling.num_inference_steps - 1,)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        (last,), count = trained, self.settings.noised_copies + 1
+        looks = [RewardEvaluation(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
+        rule, finished = tape.steps[last].rule, tape.steps[-1].x_next
+        for copy in range(1, count):
+            noise = sampled_noise(finished, [("low variance", copy, s.seed) for s in samples])
+            hop = LatentJump(last, predicted, latents=rule.noised(finished, noise))
+            looks.append(RewardEvaluation((hop,), at=hop, weights=1 / count))
+        return looks
+
+
+class ReFL(RewardGradient):
+    """ReFL (arXiv 2304.05977): the image that one late step predicts, drawn anew each trainer step."""
+
+    names = "refl"
+    settings: ReFLConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return (late_step(self, self.settings.late, step),)
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        hop = LatentJump(trained[0], predicted)
+        return [RewardEvaluation((hop,), at=hop)]
+
+
+# --- A policy gradient and a reward gradient in one update, by weights.
+#
+# The policy gradient (Flow-GRPO) learns from all scorers by their advantages; the scorers that have a gradient give it
+# besides, through the last steps (DRaFT). A scorer without one, such as OCR, counts by the former alone.
+
+
+class MixedGradient(DRaFT):
+    """Flow-GRPO on the stochastic steps, and DRaFT-K on the last ones."""
+
+    names = "mixed_gradient"
+    settings: MixedGradientConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.policy_gradient = FlowGRPO(config)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        return tuple(sorted({*self.policy_gradient.trained_steps(window, step), *self.drawn(step)}))
+
+    def credit(self, rewards: Rewards) -> torch.Tensor:
+        return self.policy_gradient.credit(rewards)
+
+    def state(self) -> dict[str, Any]:
+        return self.policy_gradient.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.policy_gradient.load_state(state)
+
+    def set_kl_weight(self, pull: KLWeight | None) -> None:
+        super().set_kl_weight(pull)
+        self.policy_gradient.set_kl_weight(pull)
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        return self.policy_gradient.log_ratio(step)
+
+    def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
+        return self.policy_gradient.kl_to_base(policy, replace(batch, trained=stochastic(batch)))
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        return self.policy_gradient.step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        return super().looks(tape, self.drawn(samples[0].step), samples)
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        settings, images = self.settings, num_pairs / len(batch.trained)
+        own = replace(batch, trained=self.drawn(batch.samples[0].step))
+        pairs = images * len(own.trained) / settings.gradient_weight
+        by_reward = super().train(policy, own, rows, pairs)
+        noisy = replace(batch, trained=stochastic(batch))
+        pairs = images * len(noisy.trained) / settings.policy_weight
+        by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # which measures this part
+        return together(by_ratio, by_reward)
+
+    def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
+        return {}  # the policy gradient does
+
+
+def stochastic(batch: Batch) -> tuple[int, ...]:
+    """The trained steps that drew noise."""
+    return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
+
+
+def together(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
+    """The averages of both over the pairs of the first; their losses are told apart."""
+    share = by_ratio.pairs / by_reward.pairs
+    sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
+    return replace(by_ratio, sums=by_ratio.sums | sums)

@@ -1,0 +1,171 @@
+"""SRPO (arXiv 2509.06942): finished images noised again, one step, and the clean image recovered by the known noise.
+
+The noise is the one that the image was sampled from. One step denoises to a noise level from a higher one, another
+inverts to it from a lower one; both are undone by the known noise, so that early levels have a sharp image too. The
+reward is relative: with a wanted word before the prompt less that with an unwanted one, and the other way round where
+a step inverts. What moves both, as shifts in style that a reward model likes whatever the prompt, cancels.
+"""
+
+from __future__ import annotations  # of torch, see `lazy`
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gerl.algorithms.reward_gradient import (
+    LatentJump,
+    RewardEvaluation,
+    RewardGradient,
+    RewardGradientConfig,
+    Score,
+    by_rule,
+    flow_rule,
+    generator,
+    sampled_noise,
+)
+from gerl.config.algorithms import Needs
+from gerl.config.schema import key
+from gerl.errors import ConfigError, ReplayError
+from gerl.protocol import Prompt, Sample
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+
+    from gerl.engine import ReplayedStep, Tape, kernels
+    from gerl.engine.kernels import FlowRule
+else:
+    kernels = lazy("gerl.engine.kernels")
+
+PURE = 0.99  # noise level from which on the first latents are the noise
+
+
+@dataclass(frozen=True)
+class SRPOConfig(RewardGradientConfig):
+    """The keys of SRPO."""
+
+    positive: list[str] = key(
+        ["Natural-lighting", "Detail", "Detailed", "Real"],
+        "words for what is wanted; one, selected at random each step",
+    )
+    negative: list[str] = key(
+        ["Concept art", "Painting", "Anime", "Flat", "Oil"],
+        "words for what is not wanted; one, selected at random each step",
+    )
+    levels: list[float] = key(
+        [0.75, 0.964], "noise levels, lowest and highest, between which the two steps of a trainer step lie"
+    )
+    span: float = key(
+        0.022,
+        "length of a leap in noise level, as closely as the sampler's levels allow: from this far above and below "
+        "a level, selected at random each step, both lead to it",
+        above=0,
+        high=0.5,
+    )
+    strength: list[float] = key(
+        [0.1, 0.25],
+        "in the denoising branch the reward with the positive word has the weight 1 + this: at the lowest and at the "
+        "highest of algorithm.levels",
+    )
+    inverted_strength: list[float] = key(
+        [0.3, 0.01], "the same in the inversion branch, for the reward with the negative word"
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, deterministic=True, min_steps=3)
+
+    def check(self) -> None:
+        super().check()
+        for name in ("positive", "negative"):
+            if not all(word.strip() for word in getattr(self, name) or [""]):
+                raise ConfigError(f"algorithm.{name}={getattr(self, name)}: expected at least one word, and none empty")
+        for name in ("strength", "inverted_strength"):
+            if len(getattr(self, name)) != 2:
+                raise ConfigError(
+                    f"algorithm.{name}={getattr(self, name)}: expected two numbers, at the lowest and highest "
+                    "noise level"
+                )
+        if len(self.levels) != 2 or not 0 <= self.levels[0] < self.levels[1] < 1:
+            raise ConfigError(
+                f"algorithm.levels={list(self.levels)}: expected the lowest and the highest noise level, from 0 to "
+                "below 1"
+            )
+
+
+class SRPO(RewardGradient):
+    """A step of denoising and one of inversion to the same noise level, drawn anew each trainer step."""
+
+    names = "srpo"
+    settings: SRPOConfig
+
+    def drawn(self, step: int) -> tuple[int, ...]:
+        return tuple(range(self.config.sampling.num_inference_steps))  # two of them, by noise levels: see `starts`
+
+    def starts(self, sigmas: Sequence[float], step: int) -> tuple[int, int]:
+        """The steps that a trainer step denoises and inverts from, of the noise levels `sigmas`."""
+        (low, high), span = self.settings.levels, self.settings.span
+        within = [k for k, sigma in enumerate(sigmas) if low - 1e-3 <= sigma <= high + 1e-3]
+        if len(within) < 2:
+            shown = ", ".join(f"{sigma:.3f}" for sigma in sigmas)
+            raise ReplayError(
+                f"algorithm.levels=[{low}, {high}]: it contains fewer than two of the noise levels of this run "
+                f"({shown}); widen it, or raise sampling.num_inference_steps"
+            )
+        pairs = [
+            (a, min(within[i + 1 :], key=lambda b: abs(sigmas[a] - sigmas[b] - 2 * span)))
+            for i, a in enumerate(within[:-1])
+        ]
+        level = generator(self.config.trainer.seed, step).uniform(low, high)
+        return min(pairs, key=lambda pair: abs(middle(sigmas, pair) - level))
+
+    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        settings, step = self.settings, samples[0].step
+        rules = [flow_rule(tape, k, settings.name) for k in trained]
+        sigmas = [rule.sigma for rule in rules]
+        above, below = self.starts(sigmas, step)
+        goal = middle(sigmas, (above, below))
+        finished = tape.steps[-1].x_next
+        noise = tape.steps[0].x
+        if tape.steps[0].rule.sigma < PURE:  # it begins from a picture
+            noise = sampled_noise(finished, [("srpo", s.seed) for s in samples])
+        draw = generator(self.config.trainer.seed, step, "words")
+        wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
+        looks = []
+        for k, strength, words in (
+            (above, settings.strength, (wanted, unwanted)),
+            (below, settings.inverted_strength, (unwanted, wanted)),
+        ):
+            counts = 1 + float(np.interp(min(sigmas[k], goal), settings.levels, strength))
+            recover = partial(recovered, kernels.leap(rules[k], goal), noise)
+            hop = LatentJump(trained[k], recover, latents=rules[k].noised(finished, noise))
+            looks.append(RewardEvaluation((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
+        return looks
+
+    def _relative(self, counts: float, first: str, second: str) -> Score:
+        """`counts` times the reward of a prompt after the one word, less that after the other."""
+
+        def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
+            one, other = ([worded(prompt, word) for prompt in prompts] for word in (first, second))
+            return counts * self.reward(images, one) - self.reward(images, other)
+
+        return score
+
+
+def middle(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
+    """The noise level halfway between those of two steps."""
+    return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
+
+
+def worded(prompt: Prompt, word: str) -> Prompt:
+    """`prompt` with a word before its text."""
+    return replace(prompt, text=f"{word}. {prompt.text}")
+
+
+def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:
+    """The clean latents of those that `rule` leads to, of which the noise is known."""
+    s = rule.sigma_next
+    return (by_rule(rule, step) - s * noise) / (1 - s)

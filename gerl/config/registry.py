@@ -1,0 +1,121 @@
+"""Which algorithms there are: those in the files of gerl/algorithms and its folder contrib, and files of the user.
+
+The block `algorithm` of the configuration is of the class that the chosen algorithm declares. So the configuration has
+to find algorithms, which lie in a layer above it: they are looked up by file, as plug-ins, when one is chosen. Their
+modules import torch lazily, so that a wrong key is answered without it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gerl.config.user_files import absolute, load_module, source_of
+from gerl.errors import ConfigError
+
+KEY = "algorithm.path"
+FOLDER = Path(__file__).resolve().parents[1] / "algorithms"
+PREFIX = "python:"  # of `algorithm.path`, where the class is one of the program that started the run
+Algorithm = type[Any]  # a subclass of `gerl.algorithms.Algorithm`
+
+
+class Registry(Mapping[str, Algorithm]):
+    """The algorithm classes by the values of `algorithm.name` that select them."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, Algorithm] = {}  # of the user, by name
+        self._by_path: dict[str, Algorithm] = {}
+        self._sources: dict[str, bytes] = {}  # by path
+
+    @cached_property
+    def shipped(self) -> dict[str, Algorithm]:
+        """Those of gerl, Flow-GRPO first."""
+        files = [file for folder in (FOLDER, FOLDER / "contrib") for file in sorted(folder.glob("[a-z]*.py"))]
+        files.sort(key=lambda file: file.stem != "flow_grpo")
+        modules = [".".join(("gerl.algorithms", *file.relative_to(FOLDER).with_suffix("").parts)) for file in files]
+        classes = [cls for module in modules for cls in _classes(importlib.import_module(module)) if _names(cls)]
+        return {name: cls for cls in classes for name in _names(cls)}
+
+    def __getitem__(self, name: str) -> Algorithm:
+        return self._own[name] if name in self._own else self.shipped[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.shipped, **self._own})
+
+    def __len__(self) -> int:
+        return len({**self.shipped, **self._own})
+
+    def of(self, name: str, path: str | None) -> Algorithm:
+        """The class for the values of `algorithm.name` and `algorithm.path`."""
+        return self[name] if path is None else self._by_path[path]
+
+    def load(self, path: str, source: bytes | Algorithm | None = None) -> str:
+        """Return the name of the algorithm in the file `path`, from now on one of these; raises `ConfigError`.
+
+        `source`: its text, or the class itself, where it comes from another process.
+        """
+        if path.startswith(PREFIX):
+            found = source if isinstance(source, type) else self._by_path.get(path)
+            if found is None:
+                raise ConfigError(
+                    f"{KEY}={path}: this was a class of a Python program; pass it again, with "
+                    "gerl.train(resume=FOLDER, algorithm=CLASS), or give the file of an algorithm"
+                )
+            return self._add(found, path, path.removeprefix(PREFIX))
+        text = source if isinstance(source, bytes) else source_of(KEY, path, ConfigError)
+        found = _only(load_module(KEY, path, ConfigError, text), path)
+        self._sources[path] = text
+        return self._add(found, path, absolute(path).stem)
+
+    def source(self, path: str) -> bytes | Algorithm:
+        """What another process needs to `load` the algorithm of `path`."""
+        return self._sources.get(path) or self._by_path[path]
+
+    def _add(self, found: Algorithm, path: str, name: str) -> str:
+        names = _names(found) or (name,)
+        if taken := [name for name in names if name in self.shipped]:
+            raise ConfigError(f"{KEY}={path}: gerl already has an algorithm {taken[0]!r}; rename yours")
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ConfigError(
+                f"{KEY}={path}: {found.__name__} does not define {' and '.join(missing)}; add "
+                f"{' and '.join(f'def {name}{inspect.signature(getattr(found, name))}' for name in missing)}"
+            )
+        found.names = " ".join(names)
+        self._own |= dict.fromkeys(names, found)
+        self._by_path[path] = found
+        return names[0]
+
+
+def _names(cls: Algorithm) -> tuple[str, ...]:
+    return tuple(vars(cls).get("names", "").split())
+
+
+def _classes(module: ModuleType) -> list[Algorithm]:
+    """The subclasses of `Algorithm` that `module` defines."""
+    base = importlib.import_module("gerl.algorithms.base").Algorithm
+    return [
+        c
+        for c in vars(module).values()
+        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
+    ]
+
+
+def _only(module: ModuleType, path: str) -> Algorithm:
+    """The one algorithm of a file of the user: a class from which no other of the file is derived."""
+    classes = _classes(module)
+    found = [c for c in classes if not any(c is not other and issubclass(other, c) for other in classes)]
+    if not found:
+        raise ConfigError(
+            f"{KEY}={path}: it defines no algorithm; add a class derived from one of gerl.algorithms, such as "
+            "class Mine(FlowGRPO)"
+        )
+    if len(found) > 1:
+        names = " and ".join(c.__name__ for c in found)
+        raise ConfigError(f"{KEY}={path}: it defines the algorithms {names}; keep one of them in a file")
+    return found[0]
+
+
+ALGORITHMS = Registry()

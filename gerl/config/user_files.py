@@ -1,0 +1,54 @@
+"""Python files of the user, imported by path: rewards and algorithms."""
+
+import hashlib
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from gerl.errors import GerlError
+
+
+def absolute(path: str) -> Path:
+    """Return the absolute path of a file of the user."""
+    return Path(path).expanduser().absolute()
+
+
+def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
+    """Return the text of the Python file `path`; raises `error_type`, about the key `key`, if there is none."""
+    file = absolute(path)
+    if not file.is_file() or file.suffix != ".py":
+        raise error_type(f"{key}={path}: there is no Python file {file}; correct the path")
+    return file.read_bytes()
+
+
+def load_module(key: str, path: str, error_type: type[GerlError], source: bytes | None = None) -> ModuleType:
+    """Import the Python file `path`; two files never share a module, and an unchanged file is run once a process.
+
+    `source`: its text, where the file is on another machine. Raises `error_type`, about the key `key`, if it fails.
+    """
+    file = absolute(path)
+    source = source_of(key, path, error_type) if source is None else source
+    digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
+    name = f"gerl_user_file_{digest[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module  # dataclasses look a class's module up here
+    try:
+        exec(compile(source, str(file), "exec"), module.__dict__)
+    # The file is the user's: whatever it raises is reported as its failure, sys.exit as well.
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
+        raise error_type(f"{key}={path}: importing it failed with {what}") from error
+    return module
+
+
+def raised_at(error: BaseException, path: str) -> str:
+    """` (PATH, line N: code)` of the last line of the file `path` that took part in `error`; empty if none did."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == absolute(path)]
+    return f" ({path}, line {own[-1].lineno}: {own[-1].line})" if own else ""
