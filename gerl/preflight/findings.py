@@ -5,6 +5,7 @@ import gc
 import json
 import platform
 import re
+import resource
 import textwrap
 import time
 from collections import Counter
@@ -23,11 +24,6 @@ from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.utils.files import finite, reason
 
 # --- Seconds and memory of a piece of work on a GPU or a CPU, and how the memory grows with its size
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 PROC = Path("/proc")
@@ -104,12 +100,10 @@ def _reset_peak() -> None:
         (PROC / "self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _peak() -> int | None:
+def _peak() -> int:
     peak = _kilobytes(PROC / "self/status", "VmHWM")
-    if peak is None and resource is not None:
-        unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak
+    unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
 class Line(NamedTuple):
@@ -139,7 +133,7 @@ SPARE = 0.1  # share of the memory that is left free: allocators cannot use all 
 
 @dataclass(frozen=True)
 class Run:
-    """A micro-batch that was drawn and trained on."""
+    """A micro-batch that was sampled and trained on."""
 
     images: int
     drawn: int  # rows denoised together
@@ -179,7 +173,7 @@ class Memory:
     update: float | None
     largest_rollout: int | None  # micro-batch that fits; 0: none does
     largest_update: int | None
-    validation: float | None  # drawing a micro-batch of held-out prompts
+    validation: float | None  # sampling a micro-batch of held-out prompts
 
 
 def sized(config: Config, rollout: int, actor: int) -> Config:
@@ -198,10 +192,7 @@ def rows_of(segments: Sequence[Segment]) -> int:
 
 def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
     """Images of the worker that has most of them, when micro-batches are dealt out in turn by their ids."""
-    images: Counter[int] = Counter()
-    for task in tasks:
-        images[task.id % workers] += len(task.samples)
-    return max(images.values())
+    return max(sum(len(task.samples) for task in tasks if task.id % workers == rank) for rank in range(workers))
 
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
@@ -221,7 +212,7 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 def forecast_memory(
     config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
 ) -> Memory:
-    """A worker that draws `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
+    """A worker that samples `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
 
     All trajectories of a step are held until its end. `sizes`: those that a micro-batch may have. `capacity`: bytes
     that a worker can have.
@@ -286,7 +277,7 @@ def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.
         lora_parameters=sum(p.numel() for p in lora.values()),
         lora_modules=len(layers),
         linear_layers=len(linear),
-        targets=tuple(dict.fromkeys(_without_numbers(layer) for layer in layers)),
+        targets=tuple(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", layer) for layer in layers)),
     )
 
 
@@ -298,10 +289,6 @@ def count_gradients(lora: Mapping[str, torch.nn.Parameter], component: str) -> i
 
 def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     return {key.removeprefix(f"{component}."): p for key, p in lora.items() if key.startswith(f"{component}.")}
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 # --- The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal
@@ -353,8 +340,8 @@ class Report:
                 lines += self._memory(self.memory, self.seconds.images_per_worker, self.run.unit)
                 lines += self._projection(self.seconds, self.run.unit, config)
         kinds = {"problem": self.problems, "warning": self.warnings, "note": self.notes}
-        said = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
-        lines += ["", *said] if said else []
+        remarks = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
+        lines += ["", *remarks] if remarks else []
         return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
 
     def _model(self) -> Iterator[str]:

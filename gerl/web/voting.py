@@ -7,8 +7,6 @@ id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"erro
 """
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import json
 import logging
@@ -33,7 +31,7 @@ from starlette.responses import RedirectResponse
 
 from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
-from gerl.rewards.scorers.base import VERSION
+from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
 from gerl.web.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 from gerl.web.pages import ASSETS
@@ -267,13 +265,9 @@ async def _stream(ballots: Ballots, voter: str, pages: set[Subscriber]) -> Async
 
 
 def _decode(images: list[str], kind: str = "image") -> list[bytes]:
-    files = []
-    for i, text in enumerate(images):
-        try:
-            files.append(base64.b64decode(text, validate=True))
-        except (binascii.Error, ValueError):
-            raise RewardError(f"{kind} {i} of {len(images)} is not base64: encode the bytes of its file") from None
-        if not files[-1].startswith(PNG):
+    files = decode_base64(images, kind)
+    for i, content in enumerate(files):
+        if not content.startswith(PNG):
             raise RewardError(f"{kind} {i} of {len(images)} is not a PNG: send it as one")
     return files
 

@@ -40,9 +40,9 @@ _OF_THREAD = threading.local()  # its `deadline`, if there is one: an exchange r
 
 
 class Deadline:
-    """Within this context the connection that this thread uses is ended `seconds` after it began.
+    """Ends the connection that this thread uses within the context `seconds` after it was entered.
 
-    `passed` says whether that happened: whoever was reading sees a connection that the other side seems to have closed.
+    `passed`: whether that happened. The reader then sees a connection that the other side seems to have closed.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -124,7 +124,7 @@ def _watch(manager: PoolManager) -> None:
     manager.pool_classes_by_scheme = {"http": _Pool, "https": _PoolTLS}
 
 
-# --- The base of scorers that ask a service: a JSON client with time-outs and retries, tokens, images as text
+# --- A JSON client with time-outs and retries, tokens, images as text
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,21 @@ CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, howe
 LONGEST_WAIT = 60.0  # seconds between two attempts; a service that asks for more is out of order or out of quota
 MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
+_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded ones
+
+_NO_TOKEN = "the service requires a token, set token_file to its file or token_env to its environment variable"
+_WRONG_NAME = "correct the address and the name of the model or scorer"
+_OVERLOADED = "the service is overloaded, lower concurrency"
+REMEDIES = {
+    401: _NO_TOKEN,
+    403: _NO_TOKEN,
+    404: _WRONG_NAME,
+    405: _WRONG_NAME,
+    408: _OVERLOADED,
+    413: "the images are too large for the service, lower image_size (and batch_size if there is one)",
+    429: _OVERLOADED,
+}
+REJECTED = "the service rejects such a request, correct the kwargs"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -333,25 +348,11 @@ class Client:
         raise RewardError(message)
 
     def _remedy(self, status: int, location: str) -> str:
-        match status:
-            case 401 | 403 if self._source:
-                return f"the token of {self._source} is rejected, correct it"
-            case 401 | 403:
-                return (
-                    "the service requires a token, set token_file to its file or token_env to its environment variable"
-                )
-            case 404 | 405:
-                return "correct the address and the name of the model or scorer"
-            case 413:
-                return "the images are too large for the service, lower image_size (and batch_size if there is one)"
-            case 408 | 429:
-                return "the service is overloaded, lower concurrency"
-            case _ if 300 <= status < 400:
-                return f"use the address it redirects to, {self.shown(location)}"
-            case _ if status >= 500:
-                return "check the log of the service"
-            case _:
-                return "the service rejects such a request, correct the kwargs"
+        if status in (401, 403) and self._source:
+            return f"the token of {self._source} is rejected, correct it"
+        if 300 <= status < 400:
+            return f"use the address it redirects to, {self.shown(location)}"
+        return REMEDIES.get(status, "check the log of the service" if status >= 500 else REJECTED)
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
@@ -373,9 +374,6 @@ class Client:
     def redacted(self, text: str) -> str:
         """`text` without the token."""
         return text if self._token is None else text.replace(self._token, "[token]")
-
-
-_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded draws
 
 
 def png_base64(image: Image.Image) -> str:
