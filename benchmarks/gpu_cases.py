@@ -32,10 +32,9 @@ from gerl.preflight.sizing.command import configured
 from gerl.preflight.sizing.facts import Facts, architectures, build_part, find_facts
 from gerl.preflight.sizing.hardware import Name
 from gerl.preflight.sizing.layouts import Batch
-from gerl.workers.actor import Actor
+from gerl.workers.actor import Actor, PartSnapshots, Snapshots
 from gerl.workers.rollout import Rollout
 from gerl.workers.setup import load_worker_policy
-from gerl.workers.state import PartSnapshots, Snapshots
 from gerl.workers.worker import PolicyWorker
 
 CLIP_TOKENS = 77  # of Stable Diffusion 3's prompts, before those of T5

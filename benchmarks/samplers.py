@@ -15,7 +15,7 @@ import numpy as np
 from diffusers import FlowMatchEulerDiscreteScheduler
 from matplotlib.figure import Figure
 
-from gerl.engine.kernels import coefficients
+from gerl.engine.transitions import coefficients
 
 # kernel -> noise level of its paper (ddim: ancestral sampling)
 KERNELS = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "precise": 0.7, "dance_precise": 0.3, "ddim": 1.0}

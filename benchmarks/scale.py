@@ -160,7 +160,8 @@ def measure(kind: str, workers: int) -> Record:
             found["idle_cpu"] = (time.process_time() - start) / 3
             if not echo:
                 found |= extras(run)
-            run.fleet.close()
+            if run.fleet.recovery is not None:
+                run.fleet.recovery.close()
             run.metrics_log.close()
     return found
 

@@ -7,7 +7,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from gerl.engine.kernels import coefficients
+from gerl.engine.transitions import coefficients
 
 
 def sd3_sigmas(steps: int) -> list[float]:

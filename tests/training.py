@@ -23,7 +23,7 @@ from gerl.config import (
     algorithm_config,
 )
 from gerl.engine import Tape
-from gerl.engine.kernels import FlowRule
+from gerl.engine.transitions import FlowRule
 from gerl.model.lora import add_lora
 from gerl.model.policy import EMA, Policy
 from gerl.model.teachers import TeacherModel, add_fake, fake_parameters

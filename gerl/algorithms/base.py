@@ -450,6 +450,6 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """All values as one fp32 vector on the CPU."""
-    from gerl.model.shards import local  # in here: the driver of a run does without torch.distributed.tensor
+    from gerl.model.policy import local  # in here: the driver of a run does without torch.distributed.tensor
 
     return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gerl import engine
     from gerl.engine import ReplayedStep, Tape
-    from gerl.engine.kernels import Rule
+    from gerl.engine.transitions import Rule
     from gerl.model.policy import Policy
 else:
     torch, engine = lazy("torch"), lazy("gerl.engine")

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     import torch
 
     from gerl import engine
-    from gerl.engine import ReplayedStep, batching
-    from gerl.engine.kernels import Rule
+    from gerl.engine import ReplayedStep, transitions
+    from gerl.engine.transitions import Rule
     from gerl.model.policy import Policy
 else:
-    torch, engine, batching = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.batching")
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Noised:
         These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
         learn. Raises `ReplayError` if that leaves nothing of a row.
         """
-        part = functools.partial(batching.unwritten, written=written)
+        part = functools.partial(transitions.unwritten, written=written)
         old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
         x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     import torch
 
     from gerl import engine
-    from gerl.engine import ReplayedStep, Tape, kernels
-    from gerl.engine.kernels import Rule
+    from gerl.engine import ReplayedStep, Tape, transitions
+    from gerl.engine.transitions import Rule
     from gerl.model.policy import Policy
 else:
-    torch, engine, kernels = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.kernels")
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)
@@ -252,4 +252,4 @@ def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
     rule, sampling = tape.steps[k].rule, config.sampling
     if rule.std > 0:
         return rule
-    return kernels.with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)
+    return transitions.with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)

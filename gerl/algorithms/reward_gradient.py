@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
     from gerl import engine
-    from gerl.engine import ReplayedStep, Tape, kernels
-    from gerl.engine.kernels import FlowRule
+    from gerl.engine import ReplayedStep, Tape, transitions
+    from gerl.engine.transitions import FlowRule
     from gerl.model.policy import Policy
 else:
-    torch, engine, kernels = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.kernels")
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _derivative(
 def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     """The rule of step `k`; raises `ReplayError` where it is not one of flow matching."""
     rule = tape.steps[k].rule
-    if not isinstance(rule, kernels.FlowRule):
+    if not isinstance(rule, transitions.FlowRule):
         raise ReplayError(
             f"algorithm.name={name}: its leaps between noise levels require flow matching, this pipeline has a "
             f"{type(rule).__name__.removesuffix('Rule')} scheduler; use draft, refl or draft_lv"

@@ -35,10 +35,10 @@ from gerl.utils.lazy import lazy
 if TYPE_CHECKING:
     import torch
 
-    from gerl.engine import ReplayedStep, Tape, kernels
-    from gerl.engine.kernels import FlowRule
+    from gerl.engine import ReplayedStep, Tape, transitions
+    from gerl.engine.transitions import FlowRule
 else:
-    kernels = lazy("gerl.engine.kernels")
+    transitions = lazy("gerl.engine.transitions")
 
 PURE = 0.99  # noise level from which on the first latents are the noise
 
@@ -140,7 +140,7 @@ class SRPO(RewardGradient):
             (below, settings.inverted_strength, (unwanted, wanted)),
         ):
             counts = 1 + float(np.interp(min(sigmas[k], goal), settings.levels, strength))
-            recover = partial(recovered, kernels.leap(rules[k], goal), noise)
+            recover = partial(recovered, transitions.leap(rules[k], goal), noise)
             hop = LatentJump(trained[k], recover, latents=rules[k].noised(finished, noise))
             looks.append(RewardEvaluation((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
         return looks

@@ -1,8 +1,7 @@
-"""Feature caches in the denoisers of a rollout, at steps of which nothing but the latents is used.
+"""Feature caches in the denoisers of a rollout, at steps of which only the latents are used.
 
-With a cache the blocks of a denoiser repeat what they did at a step before, or extrapolate it, rather than compute. At
-the steps that are trained, or branched from, it is off: what is recorded there is what the denoiser computes, and so is
-what a replay computes again. What was kept before such a step is forgotten.
+With a cache the blocks of a denoiser repeat or extrapolate their outputs of an earlier step. It is off at steps that
+are trained or branched from, and emptied there: a replay computes what was recorded.
 """
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
@@ -17,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import FeatureCacheName
-from gerl.engine.batching import Tree, shapes
+from gerl.engine.tape import Tree, shapes
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -31,11 +30,11 @@ Forward = Callable[..., object]
 class FeatureCache:
     """Which cache, and how much it leaves out.
 
-    `first_block`: all blocks but the first are left out where what the first one says is within `threshold` (relative)
-    of what it said when they were last computed, and what they added then is added again (after ParaAttention's First
-    Block Cache, which looks at the first block's residual). All rows of a call are judged together. `taylorseer`:
-    attention is computed at every `interval`-th step after the first two, and extrapolated between (TaylorSeer, arXiv
-    2503.06923). `exact`: steps at which it is off besides the stochastic ones, because branches go on from them.
+    `first_block`: all blocks but the first are skipped where its output is within `threshold` (relative) of that at
+    their last computation, and what they added then is added again (after ParaAttention's First Block Cache, which
+    compares the first block's residual). All rows of a call are judged together. `taylorseer`: attention is computed at
+    every `interval`-th step after the first two, and extrapolated between (TaylorSeer, arXiv 2503.06923). `exact`:
+    steps at which it is off besides the stochastic ones, because others branch from them.
     """
 
     name: str = "none"
@@ -70,7 +69,7 @@ class CachedDenoisers:
 
         Raises `ModelError` for a component whose blocks cannot be cached.
         """
-        if self.cache.name == "none" or not _is_denoiser(self.components[name]):
+        if not any(p.requires_grad for p in self.components[name].parameters()):  # not a denoiser
             return forward(*args, **kwargs)
         if exact:
             if name in self.active:
@@ -85,7 +84,7 @@ class CachedDenoisers:
 
 
 class _Cache(Protocol):
-    """A cache that is switched on in a model; one of its constructor, `ModelError` where the model cannot have it."""
+    """A cache that is on in a model; the constructor raises `ModelError` where the model cannot have it."""
 
     def call(self, kind: str, forward: Callable[[], object]) -> object: ...
 
@@ -149,8 +148,13 @@ class _FirstBlock:
         self.position += 1
         if self.skips and 0 < position <= len(now.outputs):
             like = now.outputs[position - 1]
+            if position == len(now.outputs):  # the last block: the first one's output and what the others added
+                parts = zip(_tensors(self.first), now.added, strict=True)
+                sums = [None if a is None or d is None else a + d for a, d in parts]
+                return type(like)(sums) if isinstance(like, list | tuple) else sums[0]
             # of those between nobody reads it but the next block, which does not run either
-            return _sum(like, self.first, now.added) if position == len(now.outputs) else _zeros(like, self.first)
+            device = next(v.device for v in tree_leaves(self.first) if torch.is_tensor(v))
+            return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) else v, like)
         output = forward(*args, **kwargs)
         if position > 0:
             now.outputs[-1:] = [shapes(v) for v in now.outputs[-1:]]  # only the last one is needed as it is
@@ -205,11 +209,6 @@ def _refused(cache: FeatureCache, model: torch.nn.Module, why: str) -> ModelErro
     return ModelError(f"sampling.cache={cache.name} does not support {type(model).__name__}: {why}; use none")
 
 
-def _is_denoiser(component: object) -> bool:
-    """Whether something in `component` is trained: only what draws is cheaper to approximate."""
-    return isinstance(component, torch.nn.Module) and any(p.requires_grad for p in component.parameters())
-
-
 def _attention(model: torch.nn.Module) -> list[str]:
     """The names of the attention modules of `model`, those in others left out."""
     from diffusers.models.attention import AttentionModuleMixin  # in here, as above
@@ -250,15 +249,3 @@ def _difference(last: Tree, first: Tree) -> list[torch.Tensor | None]:
     found = [None if a is None or b is None or a.shape != b.shape else a - b for a, b in pairs]
     complete = all(a is None or d is not None for a, d in zip(one, found, strict=True))
     return found if complete and any(d is not None for d in found) else []
-
-
-def _sum(like: Tree, first: Tree, added: Sequence[torch.Tensor | None]) -> Tree:
-    """The last block's output, in the form of `like`: what the first one says and what the others added to it."""
-    parts = [None if d is None or a is None else a + d for a, d in zip(_tensors(first), added, strict=True)]
-    return type(like)(parts) if isinstance(like, list | tuple) else parts[0]
-
-
-def _zeros(like: Tree, given: Tree) -> Tree:
-    """`like` with tensors of zeros, where those of `given` are."""
-    device = next(v.device for v in tree_leaves(given) if torch.is_tensor(v))
-    return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) else v, like)

@@ -1,15 +1,13 @@
-"""Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they are run.
+"""Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they run.
 
-A guided step makes of a conditional output `c` and an unconditional one `u` the model output `u + w (c - u)`, possibly
-rescaled or negated. Its gradient with respect to `c` is as `w`, with respect to `u` as `1 - w`: for any `w` above 1/2
-the conditional output has the larger one. So the roles are found, not assumed: once per pipeline and kind of step, by
+A guided step combines a conditional output `c` and an unconditional one `u` to the model output `u + w (c - u)`,
+possibly rescaled or negated. The gradient with respect to `c` is proportional to `w`, to `u` to `1 - w`: for any `w`
+above 1/2 that of the conditional output is larger. So the roles are found once per pipeline and kind of step, by
 running the pipeline's own arithmetic on the recorded outputs (made nearly equal), without the denoiser.
 """
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
-import contextlib
-import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
@@ -18,19 +16,29 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import CfgMode
-from gerl.engine.batching import Arguments, Nested, Tree, detached_copy, select_call, take
-from gerl.engine.hooks import StopPipeline, routed, unguided
-from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape
-from gerl.engine.transitions import Timestep, advance
+from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.tape import (
+    Arguments,
+    ComponentCall,
+    Nested,
+    Structure,
+    Tape,
+    Tree,
+    call_structure,
+    detached_copy,
+    has_roles,
+    leading,
+    looped_calls,
+    take,
+)
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 # of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
 Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
 Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern
-Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
 NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
@@ -41,18 +49,18 @@ _CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictiona
 def guidance_roles(
     pipe: DiffusionPipeline, tape: Tape, steps: Iterable[int], cfg: CfgMode
 ) -> dict[tuple[int, int], Role]:
-    """`{(step, number of the call within it): role}` of the denoiser calls at `steps` that guidance concerns.
+    """`{(step, number of the call within it): role}` of the guided denoiser calls at `steps`.
 
-    Raises `ReplayError` where guidance is not made of one call with two halves or of two calls, or where `cfg` is off
-    and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
+    Raises `ReplayError` where guidance does not consist of one call with two halves or of two calls, or where `cfg` is
+    off and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
     """
     found = _FOUND.setdefault(pipe, {})
-    calls = _looped_calls(tape)
-    structures = {k: _structure(tape, calls[k]) for k in steps}
-    found.update({structure: {} for structure in structures.values() if not _has_roles(structure)})
+    calls = looped_calls(tape)
+    structures = {k: call_structure(tape, calls[k]) for k in steps}
+    found.update({structure: {} for structure in structures.values() if not has_roles(structure)})
     new = {structure: k for k, structure in structures.items() if structure not in found}
     if new:
-        influence = _influence(pipe, tape, set(new.values()))
+        influence = _influence(pipe, tape, set(new.values()), NEAR)
         found.update({structure: _roles(k, structure, influence[k]) for structure, k in new.items()})
     for k, structure in structures.items():
         if cfg == "off" and next(iter(found[structure].values()), None) == "unconditional":
@@ -73,7 +81,7 @@ def guided(
     rows_in_list: bool,
     alike: Iterable[ComponentCall] = (),
 ) -> Callable[..., object]:
-    """`forward` of a call with `role`, run as `cfg` says; the result has the rows that `forward` would give.
+    """`forward` of a call with `role`, run according to `cfg`; the result has the same rows.
 
     `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
     entry per row. `alike`: the same call for other numbers of rows, which show where its rows are.
@@ -100,14 +108,13 @@ def guided(
 
 def has_list_rows(output: Tree) -> bool:
     """Whether a denoiser's output is a list with an entry per row (Z-Image) rather than a tensor."""
-    return isinstance(_leading(output), list)
+    return isinstance(leading(output), list)
 
 
 def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None:
-    """Raise `ReplayError` if the one output cannot be used for the other because a row of it has another shape."""
-    c, u = (
-        next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in (conditional, unconditional)
-    )
+    """Raise `ReplayError` if rows of the two outputs have different shapes, so that one cannot replace the other."""
+    outputs = (conditional, unconditional)
+    c, u = (next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in outputs)
     if c != u:
         raise ReplayError(
             f"the unconditional denoiser output at step {step} has rows of another shape than the conditional one, "
@@ -115,23 +122,17 @@ def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None
         )
 
 
-def _leading(output: Tree) -> torch.Tensor | list[object]:
-    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
-    values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
-    return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
-
-
 def _halves(
     tree: Arguments, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]
 ) -> tuple[Arguments, Arguments]:
     """The arguments of the first and of the second half of a call with both.
 
-    With the same call for another number of rows, rows are found in any dimension; without (a batch of one prompt),
-    the first one is taken.
+    The same call for another number of rows shows rows in any dimension; without one (a batch of one prompt), the first
+    dimension is taken.
     """
     total = 2 * half
     for call in alike:
-        count = len(_leading(call.output))
+        count = len(leading(call.output))
         if call.inputs is not None and count and count != total:
             rows = (range(half), range(half, total))
             one, other = (take(tree, call.inputs, part, total, count, graph=True) for part in rows)
@@ -142,10 +143,8 @@ def _halves(
                 "one prompt is not enough to locate the halves of guidance in an input of shape "
                 f"{list(value.shape)}: use cfg joint, or more prompts per batch"
             )
-    return (
-        _slice_rows(tree, slice(0, half), total, rows_in_list),
-        _slice_rows(tree, slice(half, None), total, rows_in_list),
-    )
+    first, second = (_slice_rows(tree, part, total, rows_in_list) for part in (slice(0, half), slice(half, None)))
+    return first, second
 
 
 def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Nested:
@@ -156,11 +155,9 @@ def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Ne
 
     def is_row_list(value: object) -> bool:
         # as many tensors as rows, each of which has all rows, are residuals or embeddings of several images
-        return (
-            isinstance(value, list)
-            and len(value) == total
-            and (rows_in_list or not all(is_row_tensor(entry) for entry in value))
-        )
+        if not isinstance(value, list) or len(value) != total:
+            return False
+        return rows_in_list or not all(is_row_tensor(entry) for entry in value)
 
     def part(value: object) -> object:
         if isinstance(value, torch.Tensor | list) and (is_row_tensor(value) or is_row_list(value)):
@@ -188,39 +185,24 @@ def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree
     return joined
 
 
-def _looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
-    """The calls in the denoising loop, by step."""
-    looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
-    for call in tape.component_calls:
-        if call.component in looped:
-            calls.setdefault(call.step, []).append(call)
-    return calls
-
-
-def _structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
-    return tuple((c.component, len(_leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
-
-
-def _has_roles(structure: Structure) -> bool:
-    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
-    return [rows for _, rows in structure] != [1.0]
-
-
-def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
-    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
-    calls = _looped_calls(tape)
-    return any(_has_roles(_structure(tape, calls[k])) for k in steps)
-
-
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
-    """The roles in a step from what `_influence` says of each of its calls."""
+    """The roles in a step from the `_influence` of each of its calls."""
     calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # not a ControlNet's: it acts on another
     gradients = [rows for rows in influence if rows is not None]
     match [structure[nth][1] for nth in calls]:
         case [1.0]:
             return {}
         case [2.0]:
-            return {calls[0]: _first_half(step, gradients[0])}
+            rows = gradients[0]  # [2B]
+            half = len(rows) // 2
+            first, second = float(rows[0]), float(rows[half])
+            others = torch.cat([rows[1:half], rows[half + 1 :]])
+            if len(others) and float(others.max()) > min(first, second):
+                raise ReplayError(
+                    f"the denoiser's output at step {step} does not consist of two halves of rows: use cfg joint"
+                )
+            larger = _first_is_larger(step, first, second)
+            return {calls[0]: "conditional_first" if larger else "unconditional_first"}
         case [1.0, 1.0]:
             if _first_is_larger(step, *(float(rows.sum()) for rows in gradients)):
                 return {calls[0]: "conditional", calls[1]: "unconditional"}
@@ -232,16 +214,6 @@ def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]
             )
 
 
-def _first_half(step: int, rows: torch.Tensor) -> Role:
-    """Which half comes first in a call with both, from the squared gradients `[2B]` of the first row of latents."""
-    half = len(rows) // 2
-    first, second = float(rows[0]), float(rows[half])
-    others = torch.cat([rows[1:half], rows[half + 1 :]])
-    if len(others) and float(others.max()) > min(first, second):
-        raise ReplayError(f"the denoiser's output at step {step} does not consist of two halves of rows: use cfg joint")
-    return "conditional_first" if _first_is_larger(step, first, second) else "unconditional_first"
-
-
 def _first_is_larger(step: int, first: float, second: float) -> bool:
     if not max(first, second) > CLEARLY_LARGER**2 * min(first, second):
         raise ReplayError(
@@ -251,14 +223,6 @@ def _first_is_larger(step: int, first: float, second: float) -> bool:
     return first > second
 
 
-def _influence(pipe: DiffusionPipeline, tape: Tape, steps: set[int]) -> dict[int, list[torch.Tensor | None]]:
-    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
-
-    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs.
-    """
-    return _inspected(pipe, tape, steps, NEAR)
-
-
 def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int]) -> None:
     """Raise `ReplayError` if guidance at `steps` has no gradient where its two outputs are one and the same."""
     checked = _CHECKED.setdefault(pipe, set())
@@ -266,7 +230,7 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
     if not new:
         return
     with unguided(pipe):
-        influence = _inspected(pipe, tape, new, 0.0)
+        influence = _influence(pipe, tape, new, 0.0)
     for k in sorted(new):
         if not all(rows is None or bool(rows.isfinite().all()) for rows in influence[k]):
             raise ReplayError(
@@ -276,46 +240,40 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
     checked.update(steps)
 
 
-def _inspected(
+def _influence(
     pipe: DiffusionPipeline, tape: Tape, steps: set[int], apart: float
 ) -> dict[int, list[torch.Tensor | None]]:
-    """The gradients that `_influence` describes; `apart`: how far the outputs are, of their standard deviation."""
+    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
+
+    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs; `apart`: the
+    distance of these, in units of their standard deviation.
+    """
     head = _Inspector(tape, steps, apart)
-    undecorated = inspect.unwrap(type(pipe).__call__)  # without @torch.no_grad
-    with torch.enable_grad(), routed(pipe, head), contextlib.suppress(StopPipeline):
-        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    with torch.enable_grad():
+        rerun(pipe, head)
     if missing := steps - head.influence.keys():
         raise ReplayError(f"no gradient of the denoiser's outputs reaches the model output at step {min(missing)}")
     return head.influence
 
 
-class _Inspector(SecondaryFromTape):
-    """The head of a pass in which everything, the denoiser included, answers from the tape: see `hooks.Head`."""
+class _Inspector(TapeHead):
+    """The head of a pass in which everything, the denoiser included, answers from the tape."""
 
     def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
-        self.tape, self.steps, self.apart = tape, steps, apart
-        self.answers = iter(tape.answers)
-        self.calls = _looped_calls(tape)
-        self.looped = tape.looped_components()
-        self.step = 0
+        super().__init__(tape)
+        self.steps, self.apart = steps, apart
+        self.by_step = looped_calls(tape)
         self.served = -1  # step of the latest calls: several scheduler streams may share them
         self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
         self.generator = torch.Generator().manual_seed(0)  # leaves the global generator as it is
-
-    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        answer = next(self.answers, None)
-        if answer is None or answer.method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        return detached_copy(answer.value)
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
             return forward(*args, **kwargs)
         if self.served != self.step:
             self.served, self.outputs = self.step, []
-        recorded = self.calls.get(self.step, [])[len(self.outputs) :]
+        recorded = self.by_step.get(self.step, [])[len(self.outputs) :]
         if not recorded or recorded[0].component != name:
             raise ReplayError(f"the replay calls {name} at step {self.step}, which the rollout did not")
 
@@ -328,11 +286,8 @@ class _Inspector(SecondaryFromTape):
         self.outputs.append(tree_map(leaf, output))
         return self.outputs[-1]
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         del sample
-        advance(scheduler, timestep)
         if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
             row = model_output[0].float()
             projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()
@@ -345,15 +300,14 @@ class _Inspector(SecondaryFromTape):
         return self.tape.steps[self.step - 1].x_next
 
     def _nearly_equal(self, output: Tree) -> Tree:
-        """`output`, if guidance takes it apart, with the values of the step's first one: of its first half, or call.
+        """A guided `output` with nearly the values of the step's first half or call.
 
-        Adaptive projected guidance leaves out the part of `c - u` along `c`, so that the weight of `c` falls with that
-        part: below that of `u`, with outputs of a model as far apart as an untrained one's. Where `c` is nearly `u`
-        there is next to none. Nearly, since the norm of 0 has no derivative.
+        Adaptive projected guidance leaves out the part of `c - u` along `c`, which lowers the weight of `c`: below that
+        of `u`, for an untrained model. Where `c` is nearly `u`, that part is tiny; at `u` the norm has no derivative.
         """
         half = len(self.tape.steps[self.step].x)
         first = next((o for o in self.outputs if _shapes(o) == _shapes(output)), None)
-        if first is None and len(_leading(output)) != 2 * half:
+        if first is None and len(leading(output)) != 2 * half:
             return output
 
         def near(value: object, other: object) -> object:
@@ -375,7 +329,7 @@ class _Inspector(SecondaryFromTape):
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         noise = torch.randn(value.shape, generator=self.generator)
-        return noise.to(value.dtype).to(self.tape.steps[0].x.device)
+        return noise.to(value.dtype).to(self.device)
 
 
 def _shapes(tree: Tree) -> list[object]:
@@ -384,9 +338,9 @@ def _shapes(tree: Tree) -> list[object]:
 
 def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:
     """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
-    leading, in_list = _leading(output), has_list_rows(output)
-    leaves = [v for v in tree_leaves(leading if in_list else output) if torch.is_tensor(v) and v.requires_grad]
-    rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(leading)]
+    first, in_list = leading(output), has_list_rows(output)
+    leaves = [v for v in tree_leaves(first if in_list else output) if torch.is_tensor(v) and v.requires_grad]
+    rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(first)]
     grads = torch.autograd.grad(loss, rows, retain_graph=True, allow_unused=True) if rows else ()
     if all(g is None for g in grads):
         return None

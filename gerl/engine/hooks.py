@@ -1,9 +1,10 @@
-"""Route a pipeline's own calls to record and replay: the only patches in gerl, on instances, always undone."""
+"""Route a pipeline's own calls to a head that records or replays: the only patches in gerl, always undone."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,19 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gerl.engine.tape import ComponentCall, Tape, Tree, detached_copy, materialised
 from gerl.engine.transitions import (
+    COUNTS_STEPS,
+    GIVES_MODEL_DTYPE,
     Timestep,
-    gives_model_dtype,
-    is_edm,
-    is_flow_lcm,
-    is_lcm,
-    is_trigflow,
+    family,
     lcm_clean,
     predicts_clean,
     scm_clean,
     step_index,
-)
-from gerl.errors import ModelError
+)  # fmt: skip
+from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 
-# what `__call__` computes or draws outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
-# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must what writes noisier conditions
-# into the latents of each step (LTX), since a replay may have others: the noise that it draws is answered.
+# what `__call__` computes or samples outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must the method that writes noisier
+# conditions into the latents of each step (LTX), since a replay may have others: the noise that it samples is answered.
 ANSWERED = re.compile(
     r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts"
     r"|add_noise(?!_to_image_cond)|get_image_caption)(_|$)"
@@ -47,7 +47,7 @@ class StopPipeline(BaseException):
 
 
 class Head(Protocol):
-    """Receiver of routed calls: a rollout, a branch or a replay."""
+    """Receiver of routed calls: a rollout or a branch. Those that answer from a tape are a `TapeHead`."""
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
@@ -62,19 +62,69 @@ class Head(Protocol):
     ) -> torch.Tensor: ...
 
 
+class TapeHead:
+    """A head that answers from a tape in the recorded order; each kind of pass overrides what it does otherwise.
+
+    Every answer is compared with the recording: a pipeline that does something else, because of a cache, a random draw
+    or a changed argument, would give numbers that look sane and are wrong.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.device = tape.steps[0].x.device
+        self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
+        self.looped = tape.looped_components()
+        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+
+    def next_answer(self, name: str) -> Tree:
+        """The recorded value of the method `name`, which is called next; raises `ReplayError` if it was not then."""
+        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        self.answered += 1
+        return self.tape.answers[self.answered - 1].value
+
+    def recorded(self, call: ComponentCall) -> Tree:
+        """The output of a recorded call, zeros where only the shape was kept."""
+        return materialised(detached_copy(call.output), self.device)
+
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """The latents after a scheduler step, fp32."""
+        raise NotImplementedError
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        del method, args, kwargs
+        return detached_copy(self.next_answer(name))
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        call = next(self.calls, None) if name in self.looped else None
+        return forward(*args, **kwargs) if call is None else self.recorded(call)
+
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+        """The latents after a step of the modality that goes along; `ReplayError` where it starts elsewhere."""
+        self.accompanied += 1
+        return self.tape.companion(self.accompanied - 1, sample).x_next
+
+
+def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:
+    """Run the recorded call of `head.tape` again, with gradient where that is on; None where the head ended it."""
+    undecorated = inspect.unwrap(type(pipe).__call__)  # diffusers decorates it with torch.no_grad
+    with routed(pipe, head), contextlib.suppress(StopPipeline):
+        return undecorated(pipe, **head.tape.fresh_call() | overrides)
+    return None
+
+
 class _Step:
     """`scheduler.step` routed to a head.
 
-    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy carries a copy of this object,
-    bound to the copied scheduler but to the same head. Where the pipeline's own scheduler steps first, the steps of its
-    copies are its companions: they belong to the modality that goes along.
+    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy has a copy of this object, bound
+    to the copied scheduler and the same head. Where the pipeline's own scheduler steps first, the steps of its copies
+    belong to the secondary modality.
     """
 
-    def __init__(self, head: Head, scheduler: SchedulerMixin) -> None:
+    def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
-        self.edm, self.trigflow, self.lcm = is_edm(scheduler), is_trigflow(scheduler), is_lcm(scheduler)
-        self.gives_model_dtype = gives_model_dtype(scheduler)
+        self.family = family(scheduler)
         self.first: list[SchedulerMixin] = []  # that stepped, of all copies together
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
@@ -109,20 +159,20 @@ class _Step:
             )
         if per_token_timesteps is not None:
             # tokens have noise levels of their own, and the output is the negative velocity (LTX). Those that the
-            # pipeline keeps are all at the level of the step; the others it sets back to what they were
+            # pipeline keeps are all at the level of the step; the others it resets
             model_output = -model_output
-        if self.edm:
+        if self.family == "edm":
             return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
         x_next = self._next_of(model_output, timestep, sample)
-        dtype = model_output.dtype if self.gives_model_dtype else sample.dtype
+        dtype = model_output.dtype if self.family in GIVES_MODEL_DTYPE else sample.dtype
         dtype = torch.float32 if per_token_timesteps is not None else dtype
         x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
         decoding = getattr(self.head, "hands_out_clean", False)
         # the pipelines of consistency models decode the clean latents of the last step
-        if self.trigflow:
+        if self.family == "trigflow":
             clean = x_next if decoding else scm_clean(timestep, model_output, sample)
             return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
-        if self.lcm:
+        if self.family == "lcm":
             clean = x_next if decoding else lcm_clean(scheduler, timestep, model_output, sample)
             return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
@@ -132,6 +182,13 @@ class _Step:
         if not self.first:
             self.first.append(self.scheduler)
         goes_along = self.first[0] is self.own is not self.scheduler
+        if isinstance(self.head, TapeHead):
+            # pipelines that noise an image for the next step (inpainting) look its sigma up by the step index
+            if self.family in COUNTS_STEPS:
+                if self.scheduler.step_index is None:
+                    self.scheduler._init_step_index(timestep)
+                self.scheduler._step_index += 1
+            return self.head.next_secondary(sample) if goes_along else self.head.next_latents(model_output, sample)
         step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
         return step(self.scheduler, model_output, timestep, sample)
 
@@ -140,8 +197,7 @@ class LazySchedulerOutput:
     """The result of `EDMEulerScheduler.step`, whose next and clean latents are computed when they are read.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
-    the step back, guides these clean latents and steps with them (`known`). Only where the next latents are read is it
-    a step of the rollout.
+    the step back, guides them and steps with them (`known`). Reading the next latents makes it a step of the rollout.
     """
 
     def __init__(
@@ -189,7 +245,7 @@ class LazySchedulerOutput:
 
 
 @contextlib.contextmanager
-def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
+def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
@@ -199,14 +255,13 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
     from diffusers.models.autoencoders import vae as vae_module
     from torch.distributed.fsdp import FSDPModule
 
-    undo: list[Callable[[], object]] = []
+    with contextlib.ExitStack() as undo:
 
-    def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
-        original = getattr(target, name)
-        _put(undo, target, name, functools.update_wrapper(functools.partial(route, label, original), original))
+        def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
+            original = getattr(target, name)
+            put(undo, target, name, functools.update_wrapper(functools.partial(route, label, original), original))
 
-    try:
-        _put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
+        put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
         for name in dir(type(pipe)):
             if ANSWERED.match(name) and callable(getattr(type(pipe), name)):
                 put_routed(pipe, name, head.on_method, name)
@@ -219,40 +274,32 @@ def routed(pipe: DiffusionPipeline, head: Head) -> Iterator[None]:
                 if component._compiled_call_impl is not None:  # module.compile() goes past forward
                     call = "_compiled_call_impl"
                 elif isinstance(component, FSDPModule):
-                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the backward pass
-                    # that is pending from the step before may come between them and the forward pass
+                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the pending
+                    # backward pass of the step before may come between them and the forward pass
                     call = "_compiled_call_impl"
-                    _put(undo, component, call, component._call_impl)
+                    put(undo, component, call, component._call_impl)
                 put_routed(component, call, head.on_component, name)
         yield
-    finally:
-        for restore in reversed(undo):
-            restore()
 
 
 @contextlib.contextmanager
 def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
     """Let a consistency model's scheduler use `generator` (one, or one per sample) where its pipeline passes none.
 
-    Pipelines of flow matching know no scheduler that draws: the noise would be the global generator's, another one
-    each time.
+    Pipelines of flow matching expect no scheduler that samples noise: it would be the global generator's.
     """
-    undo: list[Callable[[], object]] = []
-    try:
-        if is_flow_lcm(scheduler):
-            _put(undo, scheduler, "step", functools.partial(scheduler.step, generator=generator))
+    with contextlib.ExitStack() as undo:
+        if family(scheduler) == "flow_lcm":
+            put(undo, scheduler, "step", functools.partial(scheduler.step, generator=generator))
         yield
-    finally:
-        for restore in undo:
-            restore()
 
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
     """Let the guiders among the components of `pipe` pass the conditional output through unchanged.
 
-    Their own arithmetic would not do: adaptive projected guidance divides by the norm of what the two outputs are
-    apart, which has no derivative at 0, and adds what they were apart in earlier steps.
+    Adaptive projected guidance, for one, divides by the norm of the two outputs' difference, which has no derivative at
+    0, and adds differences of earlier steps.
     """
     # in here: the driver of a run does without diffusers
     from diffusers.guiders import BaseGuidance
@@ -261,22 +308,18 @@ def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
     def hand_on(pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None, **_: torch.Tensor) -> GuiderOutput:
         return GuiderOutput(pred=pred_cond, pred_cond=pred_cond, pred_uncond=pred_uncond)
 
-    undo: list[Callable[[], object]] = []
-    try:
+    with contextlib.ExitStack() as undo:
         for component in pipe.components.values():
             if isinstance(component, BaseGuidance):
-                _put(undo, component, "forward", hand_on)
+                put(undo, component, "forward", hand_on)
         yield
-    finally:
-        for restore in undo:
-            restore()
 
 
-def _put(undo: list[Callable[[], object]], target: object, name: str, value: object) -> None:
-    """Set an attribute of this instance only; `undo` gets what sets it back."""
+def put(undo: contextlib.ExitStack, target: object, name: str, value: object) -> None:
+    """Set an attribute of this instance only, until `undo` ends."""
     attributes = target.__dict__
     if name in attributes:
-        undo.append(functools.partial(attributes.__setitem__, name, attributes[name]))
+        undo.callback(attributes.__setitem__, name, attributes[name])
     else:
-        undo.append(functools.partial(attributes.pop, name))
+        undo.callback(attributes.pop, name)
     attributes[name] = value

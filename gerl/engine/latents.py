@@ -3,29 +3,25 @@
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import Tree, batch_size, detached_copy, materialised, select_call
-from gerl.engine.hooks import StopPipeline, _put, routed
-from gerl.engine.record import Recorder
-from gerl.engine.skipping import StructureOnly
-from gerl.engine.tape import SecondaryFromTape, Tape
-from gerl.engine.transitions import SamplingPlan, Timestep, advance
+from gerl.engine.hooks import StopPipeline, TapeHead, put, rerun
+from gerl.engine.record import DETERMINISTIC, Recorder, StructureOnly, fixed_generators
+from gerl.engine.tape import Tape, Tree, detached_copy, materialised
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 
 # --- Initial latents given by the caller, put where the pipeline takes its own from.
 #
-# Mostly the pipeline hands what `prepare_latents` returned to the scheduler as it is. Others unpack it, or leave out
-# the frame that a picture fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
+# Most pipelines pass what `prepare_latents` returned to the scheduler. Others unpack it, or leave out the frame that an
+# image fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
 
 UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
 
@@ -54,9 +50,8 @@ def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict
 
 def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
     tracer = _Tracer(tape)
-    undecorated = inspect.unwrap(type(pipe).__call__)
-    with torch.enable_grad(), routed(pipe, tracer), contextlib.suppress(StopPipeline):
-        undecorated(pipe, **select_call(tape.call, range(tape.batch_size)))
+    with torch.enable_grad():
+        rerun(pipe, tracer)
     sample = tracer.sample
     if sample is None or not sample.requires_grad or sample.shape != given.shape:
         raise ReplayError(UNTRACEABLE)
@@ -97,22 +92,17 @@ def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
     return (~torch.stack(written).any(0)).to(sample) if written else None
 
 
-class _Tracer:
-    """The head of a pass up to the first step that answers with tensors to differentiate by: see `hooks.Head`."""
+class _Tracer(TapeHead):
+    """The head of a pass up to the first step that answers with tensors to differentiate by."""
 
     def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+        super().__init__(tape)
         self.leaves: list[tuple[int, torch.Tensor]] = []  # position of the answer, tensor in it
         self.values: list[Tree] = []  # of the answers, with these tensors
         self.sample: torch.Tensor | None = None
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        position = len(self.values)
-        if position == len(self.tape.answers) or self.tape.answers[position].method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        position, answer = self.answered, detached_copy(self.next_answer(name))
 
         def leaf(value: object) -> object:
             if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
@@ -120,50 +110,44 @@ class _Tracer:
             self.leaves.append((position, value.requires_grad_()))
             return value
 
-        self.values.append(tree_map(leaf, detached_copy(self.tape.answers[position].value)))
+        self.values.append(tree_map(leaf, answer))
         # no leaf itself: pipelines write into what they get
         return tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, self.values[position])
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.tape.steps[0].x.device)
+        return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del scheduler, model_output, timestep
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         self.sample = sample
         raise StopPipeline
 
-    on_secondary_step = on_scheduler_step
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.next_latents(sample, sample)
 
 
 # --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
 #
-# The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler hands out the
-# caller's latents and the gradient is switched on: whatever the pipeline does from there on (unpacking, scaling, its
-# VAE, the conversion to pixels) is in the graph.
+# The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler returns the caller's
+# latents and the gradient is switched on: everything after that (unpacking, scaling, the VAE, the conversion to pixels)
+# is in the graph.
 
 
 def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor:
     """Images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` of finished `latents`, fp32 in [0, 1], with graph.
 
-    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. From the first call on
-    the VAE recomputes its activations in a backward pass, if it can. Raises `ReplayError` where the pipeline does not
-    do what it did in the rollout, or decodes without gradient. Decode and differentiate within torch's
+    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. VAEs that can recompute
+    their activations in a backward pass do so from then on. Raises `ReplayError` where the pipeline does not do what it
+    did in the rollout, or decodes without gradient. Decode and differentiate within torch's
     `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
     """
     decoder = Decoder(tape, latents)
-    call = select_call(tape.call, range(tape.batch_size)) | {"output_type": "pt"}
-    undecorated = inspect.unwrap(type(pipe).__call__)
-    _recompute(pipe)
+    for part in pipe.components.values():  # for good: the backward pass comes later
+        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
+            part.enable_gradient_checkpointing()
     # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
-    with torch.no_grad(), routed(pipe, decoder):
+    with torch.no_grad():
         try:
-            output = undecorated(pipe, **call)
+            output = rerun(pipe, decoder, output_type="pt")
         except RuntimeError as error:
             if "requires grad" not in str(error):  # of torch, where a pipeline goes on in numpy
                 raise
@@ -183,43 +167,26 @@ def _undifferentiable(pipe: DiffusionPipeline) -> str:
     )
 
 
-class Decoder(SecondaryFromTape):
-    """The head of a decoding: see `hooks.Head`."""
+class Decoder(TapeHead):
+    """The head of a decoding."""
 
     hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
 
     def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
-        self.tape, self.latents = tape, latents
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
-        self.step = 0
-        self.answered = 0
+        super().__init__(tape)
+        self.latents, self.device = latents, latents.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"when decoding, the pipeline calls {name}, which the rollout did not call at this point")
-        self.answered += 1
         # a value that was not kept can be read before the latents are replaced only
-        return materialised(detached_copy(self.tape.answers[self.answered - 1].value), self.latents.device)
+        return materialised(super().on_method(name, method), self.device)
 
-    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.latents.device)
-
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output, sample
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         if self.step == len(self.tape.steps):
             raise ReplayError(f"when decoding, the pipeline takes more than the {self.step} steps of the rollout")
-        advance(scheduler, timestep)
         recorded = self.tape.steps[self.step]
         self.step += 1
         if self.step < len(self.tape.steps):
-            return materialised(recorded.x_next, self.latents.device)
+            return materialised(recorded.x_next, self.device)
         if self.latents.shape != recorded.x_next.shape:
             raise ReplayError(
                 f"latents to decode have shape {list(self.latents.shape)}, those of the rollout "
@@ -243,21 +210,11 @@ def _pixels(output: object) -> torch.Tensor:
     return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
 
 
-def _recompute(pipe: DiffusionPipeline) -> None:
-    """Let the VAEs of `pipe` recompute their activations in a backward pass, those that can.
-
-    That stays so: the backward pass comes later, and without gradient it changes nothing.
-    """
-    for part in pipe.components.values():
-        if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
-            part.enable_gradient_checkpointing()
-
-
-# --- The clean latents of images that were not drawn: the way from a pipeline's last step to its VAE, backwards.
+# --- The clean latents of dataset images: the way from a pipeline's last step to its VAE, inverted.
 #
-# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value.
-# So z = a x0 + b, each value by itself in whatever order, and both a and b are found by running the pipeline's own code
-# from given latents to where it decodes, with its derivative. Where it does something else, z does not come out again.
+# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value:
+# z = a x0 + b, in any order. Both a and b are found by running the pipeline's own code from given latents to where it
+# decodes, with its derivative. Where it does something else, z is not reproduced.
 
 ENDLESS = 10**9
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # of its norm, how far z may be from the encoded image
@@ -271,14 +228,11 @@ def record_decoding(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape
     The denoiser runs where a step calls it otherwise than the step before, mostly once, and nothing is decoded. Raises
     `ModelError` where the pipeline does not decode with `vae`.
     """
-    n = batch_size(call)
-    arguments = {name: value for name, value in call.items() if name != "generator"}
-    tape = Tape(select_call(arguments, range(n)), n)
-    recorder = _Loop(tape, SamplingPlan("ode", 0.0, window=frozenset()), None)
+    tape = Tape.of(call)
+    recorder = _Loop(tape, DETERMINISTIC, None)
     recorder.skipping = StructureOnly(ENDLESS)
-    given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
     with _decoding(pipe, lambda z: None):
-        recorder.run(pipe, select_call(arguments, range(n)), given)
+        recorder.run(pipe, fixed_generators(tape.batch_size))
     return tape
 
 
@@ -345,59 +299,41 @@ class _Loop(Recorder):
         raise ModelError(NOT_DECODED)
 
 
-class _Tail:
-    """The head of a pass that ends with given latents and lets nothing be computed before: see `hooks.Head`."""
+class _Tail(TapeHead):
+    """The head of a pass that ends with given latents and lets nothing be computed before."""
 
     def __init__(self, tape: Tape, given: torch.Tensor) -> None:
-        self.tape, self.given = tape, given
-        self.looped = tape.looped_components()
-        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
-        self.answered = self.taken = 0
+        super().__init__(tape)
+        self.given, self.device = given, given.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         answers = self.tape.answers
         if self.answered < len(answers) and answers[self.answered].method == name:
-            self.answered += 1
-            return materialised(detached_copy(answers[self.answered - 1].value), self.given.device)
+            return materialised(super().on_method(name, method), self.device)
         return method(*args, **kwargs)
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        recorded = next(self.calls, None) if name in self.looped else None
-        if recorded is None:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        return materialised(detached_copy(recorded.output), self.given.device)
+        return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output, sample
-        advance(scheduler, timestep)
-        self.taken += 1
-        return self.given if self.taken == len(self.tape.steps) else self.tape.steps[self.taken - 1].x_next
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.given if self.step == len(self.tape.steps) else self.tape.steps[self.step - 1].x_next
 
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        del model_output
-        advance(scheduler, timestep)
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
         return sample
 
 
 def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
     """The input of `vae.decode` if the last step ended at `latents`, with gradient; None where it is not reached."""
     found: list[torch.Tensor] = []
-    undecorated = inspect.unwrap(type(pipe).__call__)
-    call = select_call(tape.call, range(tape.batch_size))
-    stopped = contextlib.suppress(StopPipeline)
-    with torch.enable_grad(), _decoding(pipe, found.append), routed(pipe, _Tail(tape, latents)), stopped:
-        undecorated(pipe, **call)
+    with torch.enable_grad(), _decoding(pipe, found.append):
+        rerun(pipe, _Tail(tape, latents))
     return found[0] if found and torch.is_tensor(found[0]) else None
 
 
 @contextlib.contextmanager
 def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Leave the pipeline where its VAE is asked to decode, and give that to `take`."""
+    """Stop the pipeline at `vae.decode`, and pass its argument to `take`."""
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, torch.nn.Module) or not hasattr(vae, "decode"):
         raise ModelError(f"existing images are not supported with {type(pipe).__name__}: it has no VAE")
@@ -406,10 +342,6 @@ def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -
         take(z)
         raise StopPipeline
 
-    undo: list[Callable[[], object]] = []
-    try:
-        _put(undo, vae, "decode", stop)
+    with contextlib.ExitStack() as undo:
+        put(undo, vae, "decode", stop)
         yield
-    finally:
-        for restore in undo:
-            restore()

@@ -6,31 +6,29 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_any, tree_leaves
 
-from gerl.engine.batching import (
+from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
+from gerl.engine.hooks import StopPipeline, routed
+from gerl.engine.tape import (
+    Answer,
+    ComponentCall,
+    SecondaryStep,
+    Tape,
+    TapeStep,
     Tree,
-    batch_size,
     detached_copy,
     materialised,
-    num_elements,
     select_call,
     shapes,
-    tensor_bytes,
-)
-from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
-from gerl.engine.guidance import is_guided
-from gerl.engine.hooks import StopPipeline, routed
-from gerl.engine.kernels import gaussian_log_prob
-from gerl.engine.skipping import Compression, Skipping, StructureOnly
-from gerl.engine.tape import Answer, ComponentCall, RequiredTensors, SecondaryStep, Tape, TapeStep
-from gerl.engine.transitions import ONE_STEP, OdeSolver, SamplingPlan, Timestep, Transitions, advance
+)  # fmt: skip
+from gerl.engine.transitions import ONE_STEP, SOLVERS, Span, Timestep, Transitions, advance, gaussian_log_prob
 from gerl.errors import ModelError, ReplayError
-from gerl.protocol import RolloutTask
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
@@ -41,6 +39,35 @@ if TYPE_CHECKING:
 
 # component outputs larger than this many times the latents (ControlNet residuals) are kept as shapes only
 MAX_KEPT_OUTPUT = 16
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How a rollout takes its denoising steps; the arguments are explained in `record`.
+
+    Example: `SamplingPlan("flow_sde", 0.7, window=frozenset({1, 2}))` adds noise at steps 1 and 2 of the schedule and
+    takes the scheduler's own Euler steps elsewhere.
+    """
+
+    kernel: str
+    noise_level: float
+    solver: str = "euler"
+    compression: float = 1.0
+    cache: FeatureCache = NO_CACHE
+    window: frozenset[int] | None = None  # stochastic steps; None: all but the last
+    stop: int | None = None  # leave the pipeline where it is about to take this step
+    noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of single steps
+
+
+DETERMINISTIC = SamplingPlan("ode", 0.0, window=frozenset())
+
+
+@dataclass(frozen=True)
+class InitialNoise:
+    """Generators of the initial latents, and the share of the step generators' noise that is mixed in."""
+
+    generators: Sequence[torch.Generator] | None = None
+    spread: float = 0.0
 
 
 def record(
@@ -63,40 +90,38 @@ def record(
     """Run `pipe(**call)` without gradient; return its output and the tape that `replay` needs.
 
     `call`: keyword arguments of the pipeline with one prompt per sample: a list, or a string for a pipeline that takes
-    one prompt a call. `kernel`, `noise_level`: the
-    transition kernel of the stochastic steps, see `kernels.coefficients`; `window`: their indices, None: all but the
-    last. `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: which part of those after
-    the window is taken at all, see `skipping.compressed_spans` (an empty window compresses nothing).
+    one prompt per call. `kernel`, `noise_level`: the transition kernel of the stochastic steps, see
+    `transitions.coefficients`; `window`: their indices, None: all but the last; `noise_at`: levels of single ones.
+    `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: the share of those after the
+    window that is taken at all, see `compressed_spans` (an empty window compresses nothing); `cache`: of the denoisers
+    at deterministic steps.
 
-    `generators`: one `torch.Generator` per sample, from which its initial latents and then its step noise are drawn;
-    None: the global generator. `init_generators`: others for the initial latents, and whatever else the pipeline draws;
-    equal seeds make equal latents. `init_spread` s in [0, 1]: with what `generators` draw mixed in, as sqrt(1 - s^2) of
-    the one and s of the other, which is as normal.
+    `generators`: one `torch.Generator` per sample, for its initial latents and then its step noise; None: the global
+    generator. `init_generators`: others for the initial latents and whatever else the pipeline samples; equal seeds
+    make equal latents. `init_spread` s in [0, 1]: mixes in noise of `generators`, as sqrt(1 - s^2) of the one and s of
+    the other, which is again standard normal.
 
     `probe`: True makes the one-sample tape needed to replay sub-batches, a tape reuses that of an earlier call of the
-    same kind, False goes without.
+    same kind, False goes without. `stop`: leave the pipeline before this step; the tape ends there but has the
+    denoiser's output at it, however large, so that `branch` can continue. The output is then None.
 
-    `stop`: leave the pipeline where it is about to take this step: the tape ends before it, but has what the denoiser
-    said there, so that `branch` can go on from it; it keeps the denoiser's outputs however large (those of FLUX Kontext
-    have the reference picture's tokens). The output is None. `noise_at`: noise levels of single stochastic steps, where
-    it is not `noise_level`. `cache`: of the denoisers, at all steps but the stochastic ones, `stop` and
-    those that it leaves out.
-
-    Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache is not for the pipeline,
-    or `window` or `stop` name a step that cannot be, and with `init_spread` where the pipeline draws no noise that can
-    be mixed.
+    Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache does not support the
+    pipeline, `window` or `stop` name a step that it does not take, or its noise cannot be mixed.
     """
-    stochastic = None if window is None else frozenset(window)
-    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return record_plan(pipe, call, plan, generators, probe, InitialNoise(init_generators, init_spread))
 
 
-@dataclass(frozen=True)
-class InitialNoise:
-    """Generators of the initial latents, and the share of the step generators' noise that is mixed in."""
-
-    generators: Sequence[torch.Generator] | None = None
-    spread: float = 0.0
+def _checked_plan(
+    kernel: str, noise_level: float, solver: str, compression: float, cache: FeatureCache, window: Iterable[int] | None,
+    stop: int | None, noise_at: Mapping[int, float] | None,
+) -> SamplingPlan:  # fmt: skip
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
+    if not 0 < compression <= 1:
+        raise ValueError(f"compression must be above 0 and at most 1, got {compression}")
+    stochastic = None if window is None else frozenset(window)
+    return SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
 
 
 def record_plan(
@@ -109,13 +134,10 @@ def record_plan(
 ) -> tuple[BaseOutput | None, Tape]:
     """Record with a `SamplingPlan`; see `record`."""
     check_single(pipe)
-    n = batch_size(call)
-    arguments = {name: value for name, value in call.items() if name != "generator"}
-    tape = Tape(select_call(arguments, range(n)), n)
+    tape = Tape.of(call)
+    n = tape.batch_size
     recorder = Recorder(tape, plan, check_generators(generators, n), initial.spread)
-    # fresh lists both times: some pipelines write into theirs
-    arguments = select_call(arguments, range(n))
-    output = recorder.run(pipe, arguments, check_generators(initial.generators, n) or generators)
+    output = recorder.run(pipe, check_generators(initial.generators, n) or generators)
     if isinstance(probe, Tape):
         tape.probe = probe
     elif probe and n > 1:
@@ -128,11 +150,10 @@ def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], inde
 
     `index`: for these samples instead.
     """
-    tape = Tape(select_call(call, index), len(index))
-    arguments = select_call(call, index)
-    if "generator" in inspect.signature(type(pipe).__call__).parameters:
-        arguments["generator"] = torch.Generator().manual_seed(0)  # leaves the global generator as it is
-    Recorder(tape, SamplingPlan("ode", 0.0, window=frozenset(), stop=0), None).run(pipe, arguments, None)
+    tape = Tape.of(call, index)
+    takes_generator = "generator" in inspect.signature(type(pipe).__call__).parameters
+    generator = fixed_generators(1)[0] if takes_generator else None
+    Recorder(tape, replace(DETERMINISTIC, stop=0), None).run(pipe, generator)
     return tape.start()
 
 
@@ -150,13 +171,16 @@ def record_structure(
     `steps`: how many of its steps, None: as many as `tape` has.
     Raises what the pipeline raises for the arguments, and `ModelError` where it takes fewer steps than those of `tape`.
     """
-    call, n = {**select_call(tape.call, index), **changed}, len(index)
-    found = Tape(call, n)
-    recorder = Recorder(found, SamplingPlan("ode", 0.0, window=frozenset()), None)
+    found = Tape({**select_call(tape.call, index), **changed}, len(index))
+    recorder = Recorder(found, DETERMINISTIC, None)
     recorder.skipping = StructureOnly(len(tape.steps) if steps is None else steps)
-    given = [torch.Generator().manual_seed(0) for _ in range(n)]  # leaves the global generator as it is
-    recorder.run(pipe, select_call(call, range(n)), given)
+    recorder.run(pipe, fixed_generators(len(index)))
     return found
+
+
+def fixed_generators(n: int) -> list[torch.Generator]:
+    """Generators with the seed 0, for calls whose noise does not matter: the global one stays as it is."""
+    return [torch.Generator().manual_seed(0) for _ in range(n)]
 
 
 def check_single(pipe: DiffusionPipeline) -> None:
@@ -181,18 +205,13 @@ class Recorder:
     """The head of a rollout: see `hooks.Head`."""
 
     def __init__(
-        self,
-        tape: Tape,
-        plan: SamplingPlan,
-        generators: Sequence[torch.Generator] | None,
-        init_spread: float = 0.0,
+        self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
     ) -> None:
         """`init_spread`: how much of `generators` is mixed into what the pipeline samples."""
         self.tape, self.plan, self.generators, self.init_spread = tape, plan, generators, init_spread
         self.window, self.stop = plan.window, plan.stop
-        self.transitions, self.solver = Transitions(plan), OdeSolver(plan.solver)
-        self.transitions_at = {k: Transitions(replace(plan, noise_level=n)) for k, n in plan.noise_at.items()}
-        self.skipping: Skipping | None = None  # None: every step is taken
+        self.transitions = Transitions(plan)
+        self.skipping = Skipping()
         if plan.compression < 1 and plan.window:  # after "all but the last" only one step is left
             self.skipping = Compression(plan.window, plan.compression)
         self.caches = Caches()
@@ -202,12 +221,15 @@ class Recorder:
         self.mixed = False  # whether initial noise was mixed
 
     def run(
-        self, pipe: DiffusionPipeline, arguments: dict[str, object], generators: Sequence[torch.Generator] | None
+        self, pipe: DiffusionPipeline, generators: Sequence[torch.Generator] | torch.Generator | None
     ) -> BaseOutput | None:
-        """Run `pipe(**arguments)`; returns its output, None where it was stopped."""
-        if generators is not None:
+        """Run the call of the tape; returns the pipeline's output, None where it was stopped."""
+        arguments = self.tape.fresh_call()
+        if isinstance(generators, torch.Generator):
+            arguments["generator"] = generators
+        elif generators is not None:
             one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
-            arguments = {**arguments, "generator": generators[0] if one else list(generators)}
+            arguments["generator"] = generators[0] if one else list(generators)
         self.caches.belong_to(pipe)
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.plan.cache.name != "none":
@@ -246,7 +268,7 @@ class Recorder:
         if self.depth:  # a replay answers the method around it, and never comes here
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
-        earlier = None if self.skipping is None else self.skipping.answer(self.tape, name)
+        earlier = self.skipping.answer(self.tape, name)
         if earlier is not None:  # the step does not use it: what was said last has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
@@ -255,9 +277,10 @@ class Recorder:
             output = forward(*args, **kwargs)
         else:
             exact = self.window is None or k in self.window or k == self.stop or k in self.plan.cache.exact
-            output = self.cached.run(name, self._calls_before(k, name), exact, forward, *args, **kwargs)
+            nth = sum((c.step, c.component) == (k, name) for c in self.tape.component_calls)
+            output = self.cached.run(name, nth, exact, forward, *args, **kwargs)
         self.caches.note(k, (args, kwargs), held, output)
-        self.tape.component_calls.append(ComponentCall(k, name, detached_copy(output), shapes((args, kwargs))))
+        self.tape.add_call(name, output, (args, kwargs))
         return output
 
     def on_scheduler_step(
@@ -269,24 +292,22 @@ class Recorder:
         before = self.carried.get(id(scheduler), x)
         edited = before is not x and before.shape == x.shape
         written = before.to(sample.dtype) != sample if edited else None
-        stochastic = None if self.window is None else k in self.window
-        transitions = self.transitions_at.get(k, self.transitions)
-        span = ONE_STEP if self.skipping is None else self.skipping.span(k)
-        rule = transitions.next_rule(scheduler, timestep, stochastic, span)
-        mean, log_prob = None, None
-        if rule.std > 0:
-            mean = rule.mean(x, model_output)
-            x_next = mean + rule.std * self._noise(x)
-            log_prob = gaussian_log_prob(x_next, mean, rule.std)
-            self.solver.observe(scheduler, rule, x, model_output)
-        else:
-            skipped = self.skipping is not None and self.skipping.skips(k)
-            x_next = x if skipped else self.solver.step(scheduler, rule, x, model_output)
+        rule, x_next, log_prob, mean = self.transitions.take(
+            scheduler,
+            timestep,
+            x,
+            model_output,
+            None if self.window is None else k in self.window,
+            self.skipping.span(k),
+            self.skipping.skips(k),
+            self.plan.noise_at.get(k),
+            self.generators,
+        )
         self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
         if written is not None:
             self._leave_out_overwritten(k - 1)
         self.carried[id(scheduler)] = x_next
-        if self.skipping is not None and len(self.tape.steps) == self.skipping.last:
+        if len(self.tape.steps) == self.skipping.last:
             raise StopPipeline
         return x_next
 
@@ -302,9 +323,8 @@ class Recorder:
     ) -> torch.Tensor:
         taken = len(self.tape.steps)
         x = self._carried_to(scheduler, sample)
-        span = ONE_STEP if self.skipping is None else self.skipping.span(taken - 1)
-        rule = self.transitions.next_rule(scheduler, timestep, False, span)
-        x_next = x if span[0] > 0 else self.solver.step(scheduler, rule, x, model_output)
+        span = self.skipping.span(taken - 1)
+        x_next = self.transitions.take(scheduler, timestep, x, model_output, False, span, span[0] > 0)[1]
         self.tape.companions.append(SecondaryStep(taken, x, x_next))
         self.carried[id(scheduler)] = x_next
         return x_next
@@ -316,27 +336,24 @@ class Recorder:
             return sample.float().clone()  # the first step, or the pipeline edited the latents in between
         return x
 
-    def _check_mixed(self) -> None:
-        if self.init_spread > 0 and not self.mixed:
-            raise ModelError(
-                "the pipeline samples its noise in its own way, which cannot be mixed: sampling.init_noise_spread "
-                "must be 0"
-            )
-
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
         """Prepare for step `k`: drop large outputs, begin to skip, stop where asked to."""
-        self._check_mixed()
-        self._drop_large_outputs(k, MAX_KEPT_OUTPUT * sample.numel())
-        if k == 0 and self.skipping is not None:
+        if self.init_spread > 0 and not self.mixed:
+            raise ModelError(
+                "the pipeline samples its noise in its own way, which cannot be mixed: use sampling.init_noise_spread=0"
+            )
+        calls = [c for c in self.tape.component_calls if c.step == k]
+        # a rollout that is stopped is branched from, and a branch reads the output of the denoiser, called last
+        kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
+        for call in calls:
+            if call.component not in kept and call.elements > MAX_KEPT_OUTPUT * sample.numel():
+                call.output = shapes(call.output)
+        if k == 0:
             self.skipping.begin(lambda: self.transitions.num_steps(scheduler, timestep))
         if k == self.stop:
-            if self.skipping is not None and self.skipping.skips(k):
+            if self.skipping.skips(k):
                 raise ModelError(f"compression skips step {k}: stop at a step that is taken")
             raise StopPipeline
-
-    def _calls_before(self, step: int, name: str) -> int:
-        """Number of calls of the component `name` in `step` so far."""
-        return sum((c.step, c.component) == (step, name) for c in self.tape.component_calls)
 
     def _finish(self) -> None:
         """Check and complete the tape when the pipeline has ended."""
@@ -345,31 +362,101 @@ class Recorder:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
         if self.window is not None and self.window - set(range(taken)):
             raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
-        if self.skipping is not None:
-            self.skipping.finish(taken)
+        self.skipping.finish(taken)
         self._leave_out_overwritten(taken - 1)
         # what runs after the last step (VAE, safety checker) is not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
 
-    def _noise(self, x: torch.Tensor) -> torch.Tensor:
-        """Standard normal fp32 noise in the shape of `x`, sample by sample so that it does not depend on the batch."""
-        if self.generators is None:
-            return torch.randn(x.shape, device=x.device)
-        rows, remainder = divmod(len(x), len(self.generators))
-        if remainder:
-            raise ModelError(
-                f"the latents have {len(x)} rows for {len(self.generators)} samples: their noise cannot be assigned"
-            )
-        shape = (rows, *x.shape[1:])
-        return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in self.generators])
 
-    def _drop_large_outputs(self, step: int, limit: int) -> None:
-        calls = [c for c in self.tape.component_calls if c.step == step]
-        # a rollout that is stopped is branched from, and a branch reads what the denoiser, called last, said
-        kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
-        for call in calls:
-            if call.component not in kept and num_elements(call.output) > limit:
-                call.output = shapes(call.output)
+# --- Rollouts that skip denoising steps: compression (MixGRPO-Flash), and records of the mere structure of a call.
+#
+# A skipped step leaves the latents as they are and needs no output of the denoiser: it is answered with that of the
+# step before, whose shape is right.
+
+
+class Skipping:
+    """Which steps are skipped; a rollout without it takes every step."""
+
+    last: int | None = None  # the number of steps after which the pipeline is left
+
+    def begin(self, count_steps: Callable[[], int]) -> None:
+        """The pipeline is about to take its first step."""
+
+    def span(self, step: int) -> Span:
+        """From which sigma to which step `step` goes, in steps of the scheduler."""
+        return ONE_STEP
+
+    def skips(self, step: int) -> bool:
+        """Whether step `step` leaves the latents as they are."""
+        return False
+
+    def answer(self, tape: Tape, name: str) -> ComponentCall | None:
+        """The call at the last step of `tape` that answers the one `name` is about to make; None: it has to run."""
+        k = len(tape.steps)
+        if not self.skips(k):
+            return None
+        nth = sum((c.step, c.component) == (k, name) for c in tape.component_calls)
+        before = [c for c in tape.component_calls if (c.step, c.component) == (k - 1, name)]
+        return before[nth] if nth < len(before) else None
+
+    def finish(self, taken: int) -> None:
+        """Raise `ModelError` if the pipeline has not taken as many steps as were expected."""
+
+
+class Compression(Skipping):
+    """Takes only a part of the steps after the window, each as far as several (MixGRPO-Flash, arXiv 2507.21802)."""
+
+    def __init__(self, window: frozenset[int], share: float) -> None:
+        self.window, self.share = window, share
+        self.spans: dict[int, Span] = {}
+        self.expected: int | None = None  # number of steps that the spans rely on
+
+    def begin(self, count_steps: Callable[[], int]) -> None:
+        self.expected = count_steps()
+        self.spans = compressed_spans(max(self.window) + 1, self.expected, self.share)
+
+    def span(self, step: int) -> Span:
+        return self.spans.get(step, ONE_STEP)
+
+    def skips(self, step: int) -> bool:
+        return self.span(step)[0] > 0
+
+    def finish(self, taken: int) -> None:
+        if self.expected not in (None, taken):
+            raise ModelError(
+                f"compression expected {self.expected} steps of one scheduler, but the pipeline took {taken}: set "
+                "sampling.compression=1"
+            )
+
+
+class StructureOnly(Skipping):
+    """Skips all steps but the first, and leaves the pipeline after `last` of them."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def skips(self, step: int) -> bool:
+        return step > 0
+
+    def finish(self, taken: int) -> None:
+        raise ModelError(f"the pipeline took {taken} steps, {self.last} with other arguments")
+
+
+def compressed_spans(first: int, total: int, compression: float) -> dict[int, Span]:
+    """How far the steps `first` to `total - 1` go if only `ceil(compression * m)` of these m are taken.
+
+    The steps that are taken are spread evenly, begin with `first`, and each goes as far as the next one begins, the
+    last to the end. The others have length 0, at the sigma that the one before them reached (MixGRPO-Flash, arXiv
+    2507.21802).
+    """
+    m = total - first
+    taken = max(math.ceil(compression * m - 1e-9), 1)  # 0.55 * 100 is 55.00000000000001
+    starts = [first + round(j * m / taken) for j in range(taken + 1)]
+    return {
+        k: (0 if k == here else following - k, following - k)
+        for here, following in pairwise(starts)
+        for k in range(here, following)
+    }
 
 
 # --- Caches that a denoiser fills in one denoising step and reads in a later one (KV caches): they cannot be replayed.
@@ -494,8 +581,7 @@ def branch(
     Raises `ReplayError` where `tape` cannot be branched at `step` or the pipeline does not do what it did in the
     recording, `ModelError` where `window` or `stop` name a step that cannot be.
     """
-    stochastic = None if window is None else frozenset(window)
-    plan = SamplingPlan(kernel, noise_level, solver, compression, cache, stochastic, stop, noise_at or {})
+    plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return branch_plan(pipe, tape, step, index, plan, generators)
 
 
@@ -517,9 +603,8 @@ def branch_plan(
         tape.probe = record_batch_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     check_generators(generators, len(index))
     parents = tape.rows(index)
-    child = Tape(select_call(tape.call, index), len(index), probe=parents.probe)
-    recorder = BranchRecorder(parents, step, child, plan, generators)
-    return recorder.run(pipe, select_call(tape.call, index), generators), child
+    child = Tape(parents.fresh_call(), len(index), probe=parents.probe)
+    return BranchRecorder(parents, step, child, plan, generators).run(pipe, generators), child
 
 
 def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
@@ -539,12 +624,7 @@ class BranchRecorder(Recorder):
     """The head of a branch: the parents' answers up to step `fork`, then a rollout. See `hooks.Head`."""
 
     def __init__(
-        self,
-        parents: Tape,
-        fork: int,
-        tape: Tape,
-        plan: SamplingPlan,
-        generators: Sequence[torch.Generator] | None,
+        self, parents: Tape, fork: int, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None
     ) -> None:
         super().__init__(tape, plan, generators)
         self.parents, self.fork = parents, fork
@@ -592,7 +672,7 @@ class BranchRecorder(Recorder):
             return super().on_scheduler_step(scheduler, model_output, timestep, sample)
         self._arrive(k, scheduler, timestep, sample)
         advance(scheduler, timestep)
-        self.solver.observe(scheduler, step.rule, step.x, model_output)
+        self.transitions.solver.observe(scheduler, step.rule, step.x, model_output)
         self.tape.steps.append(step)
         self.carried[id(scheduler)] = step.x_next
         return step.x_next
@@ -624,98 +704,3 @@ class BranchRecorder(Recorder):
 
     def _is_live(self) -> bool:
         return len(self.tape.steps) > self.fork
-
-
-# --- A trajectory as a value: the record of a task, as small as its algorithm allows, to be held, split or sent
-
-
-def compact(tape: Tape, reads: RequiredTensors) -> Tape:
-    """Compact `tape`: replace tensors that a replay of `reads` does not need by their shapes (device `meta`).
-
-    A replay ends at the last trained step, lets the denoiser compute at the trained ones and answers from the tape at
-    those before. It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else
-    raises `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
-    """
-    final = len(tape.steps) - 1
-    last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
-    looped, live = tape.looped_components(), tape.live_at(reads.steps)
-    num_answers = tape.steps[last].num_answers if last >= 0 else 0
-    if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
-        live, num_answers = set(), len(tape.answers)
-    outputs = reads.outputs and is_guided(tape, live)
-    # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
-    given = reads.steps if reads.forward and not outputs else frozenset()
-
-    # a gradient is handed on by the rules of steps that are not trained, and leaps pass over their latents
-    end = final if reads.chain else last
-
-    def is_left(k: int) -> bool:
-        return k < last and k + 1 not in given if reads.forward else k <= end
-
-    # the step after a trained one tells what of its latents reaches the images
-    after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
-    steps = [
-        replace(
-            step,
-            # the initial latents are recognised by their values, as is what a pipeline writes into later ones
-            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
-            written=step.written
-            if k in {*given, *after} or (given and k == 1) or reads.chain
-            else shapes(step.written),
-            x_next=step.x_next if is_left(k) or (reads.clean and k == final) else shapes(step.x_next),
-            mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
-        )
-        for k, step in enumerate(tape.steps)
-    ]
-    calls = [
-        c
-        if c.component in looped and c.step <= last and (outputs or c.step not in live)
-        else replace(c, output=shapes(c.output))
-        for c in tape.component_calls
-    ]
-    answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
-    kept = final + 1 if reads.chain else last
-    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
-    return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A recorded task: all that training on it needs besides the pipeline and the credit.
-
-    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps behind the weights that sampled
-    it. `owner`: rank of the worker that sampled it.
-    """
-
-    task: RolloutTask
-    tapes: tuple[Tape, ...]
-    policy_version: int
-    owner: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the recorded tensors; the probe, shared by all trajectories, has shapes only."""
-        steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
-        companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
-        answers = (a.value for tape in self.tapes for a in tape.answers)
-        outputs = (c.output for tape in self.tapes for c in tape.component_calls)
-        return tensor_bytes([*steps, *companions, *answers, *outputs])
-
-    def rows(self, index: Sequence[int]) -> Trajectory:
-        """Select the samples `index`; raises `ReplayError` for a tree."""
-        if any(segment.parent is not None for segment in self.task.segments):
-            raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
-        if len(self.task.segments) > 1:  # drawn in several calls
-            places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
-            found = [places[i] for i in index]
-            parts = [
-                replace(self.task.segments[i], seeds=(self.task.segments[i].seeds[r],), leaves=(n,))
-                for n, (i, r) in enumerate(found)
-            ]
-            task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(parts))
-            tapes = tuple(self.tapes[i] if self.tapes[i].batch_size == 1 else self.tapes[i].rows([r]) for i, r in found)
-            return replace(self, task=task, tapes=tapes)
-        (segment,), (tape,) = self.task.segments, self.tapes
-        segment = replace(segment, seeds=tuple(segment.seeds[i] for i in index), leaves=tuple(range(len(index))))
-        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=(segment,))
-        return replace(self, task=task, tapes=(tape.rows(index),))

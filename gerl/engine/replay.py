@@ -1,14 +1,8 @@
-"""Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
-
-Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
-stacking of steps into one pass, and the gradient of the latents that a step began with.
-"""
+"""Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape."""
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
-import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,39 +13,38 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import (
+from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
+from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.latents import started_at
+from gerl.engine.record import record_batch_probe
+from gerl.engine.tape import (
     Arguments,
+    ComponentCall,
+    Tape,
+    TapeStep,
     Tree,
     batch_dim,
     detached_copy,
     entries,
     map_rows,
-    materialised,
     pairs,
+    probed_call,
     same,
-    select_call,
     take,
-    unwritten,
-)
-from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
-from gerl.engine.hooks import StopPipeline, routed, unguided
-from gerl.engine.kernels import Rule, gaussian_log_prob
-from gerl.engine.latents import started_at
-from gerl.engine.record import record_batch_probe
-from gerl.engine.tape import ComponentCall, SecondaryFromTape, Tape, TapeStep, probed_call
-from gerl.engine.transitions import Timestep, advance
+)  # fmt: skip
+from gerl.engine.transitions import Rule, gaussian_log_prob, unwritten
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers import DiffusionPipeline
 
 
 # --- Loss scaling for denoisers in fp16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 #
-# The loss of one image among hundreds, averaged over tens of thousands of latents, gives cotangents below the least
+# The loss of one image among hundreds, averaged over tens of thousands of latents, gives cotangents below the smallest
 # number of fp16 (6e-8). So it is multiplied by a power of two, by which the gradient of the parameters, in fp32, is
-# divided again: both are exact. The largest cotangent of the model output then is between 1/2 and 1, which leaves 16
-# powers of two for those that grow on the way back, and 24 for those that shrink.
+# divided again: both are exact. The largest cotangent of the model output is then in [1/2, 1), which leaves 16 powers
+# of two for cotangents that grow on the way back, and 24 for those that shrink.
 
 
 def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
@@ -83,16 +76,16 @@ def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
 # through it is exact, and its gradient misses the branch: nothing else would show it. So the first forward pass of each
 # denoiser is watched.
 
-_Found: TypeAlias = "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]"  # modules to switch, by denoiser
-_FOUND: _Found = WeakKeyDictionary()  # where the weights need a gradient
-_CARRYING: _Found = WeakKeyDictionary()  # where the latents do too: more modules pass one on
+# the modules to switch, by denoiser: where the weights need a gradient, and where the latents do too
+_Blocked: TypeAlias = "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]"
+_BLOCKED: tuple[_Blocked, _Blocked] = WeakKeyDictionary(), WeakKeyDictionary()
 
 
 class Differentiable:
-    """Runs denoisers so that gradient flows through all of their modules; a context that puts everything back.
+    """Runs denoisers so that gradient flows through all of their modules; a context that restores their mode.
 
-    A module that switches the gradient off in eval mode is switched, alone, to training mode: not what is inside of it,
-    so that no dropout starts. That has to bring the gradient and leave the numbers as they are.
+    A module that switches the gradient off in eval mode is switched to training mode, but not its children, so that no
+    dropout starts. That must bring the gradient and leave the numbers as they are.
     """
 
     def __init__(self) -> None:
@@ -108,13 +101,14 @@ class Differentiable:
 
     def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Run `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
-        compute = functools.partial(forward, *args, **kwargs)
+        compute = partial(forward, *args, **kwargs)
         if not torch.is_grad_enabled():
             return compute()
-        if denoiser in self._found:
-            self._switch(self._found[denoiser])
+        if (known := _BLOCKED[self.carries].get(denoiser)) is not None:
+            self._switch(known)
             return compute()
-        if not is_compiled(denoiser):
+        wrapped = "_orig_mod" in dict(denoiser.named_children())  # by torch.compile(denoiser)
+        if not wrapped and all(m._compiled_call_impl is None for m in denoiser.modules()):
             return self._checked(denoiser, compute)
         with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
             self._checked(denoiser, compute)
@@ -133,12 +127,8 @@ class Differentiable:
                     "gradient would be wrong, so this model cannot be trained"
                 )
             output = again
-        self._found[denoiser] = [b.module for b in blocked]
+        _BLOCKED[self.carries][denoiser] = [b.module for b in blocked]
         return output
-
-    @property
-    def _found(self) -> _Found:
-        return _CARRYING if self.carries else _FOUND
 
     def _switch(self, modules: list[torch.nn.Module]) -> None:
         for module in modules:
@@ -149,7 +139,7 @@ class Differentiable:
 
 @dataclass
 class NoGradPart:
-    """A module that runs with gradient, but runs one of its parts without."""
+    """A module that runs with gradient but runs one of its parts without."""
 
     module: torch.nn.Module
     name: str
@@ -159,7 +149,7 @@ class NoGradPart:
 def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
     """The output of `forward`, and the modules of `denoiser` that switched the gradient off for a part that needs it.
 
-    A part with weights needs it where these are trained, or where what goes into the module has a gradient.
+    A part with weights needs it where these are trained, or where the module's input has a gradient.
     """
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
@@ -168,7 +158,8 @@ def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) ->
     def enter(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         outer, with_grad, has_gradient = entered[-1]
         on = torch.is_grad_enabled()
-        if with_grad and not on and outer not in found and needs_gradient(module, has_gradient):
+        missed = any(p.requires_grad or has_gradient for p in module.parameters())
+        if with_grad and not on and outer not in found and missed:
             found[outer] = NoGradPart(outer, names[outer] or "the denoiser", names[module])
         leaves = tree_leaves((args, kwargs)) if on else []
         entered.append((module, on, any(torch.is_tensor(v) and v.requires_grad for v in leaves)))
@@ -176,31 +167,14 @@ def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) ->
     def leave(*_: object) -> None:
         entered.pop()
 
-    with hooked([m for m in names if m is not denoiser], enter, leave):
-        return forward(), list(found.values())
-
-
-def needs_gradient(part: torch.nn.Module, has_gradient: bool) -> bool:
-    """Whether a gradient is missed if `part` runs without; `has_gradient`: what surrounds it has one to pass on."""
-    return any(p.requires_grad or has_gradient for p in part.parameters())
-
-
-@contextlib.contextmanager
-def hooked(modules: list[torch.nn.Module], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    """Call `enter` before and `leave` after each forward pass of `modules`."""
+    modules = [m for m in names if m is not denoiser]
     handles = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in modules]
     handles += [m.register_forward_hook(leave) for m in modules]
     try:
-        yield
+        return forward(), list(found.values())
     finally:
         for handle in handles:
             handle.remove()
-
-
-def is_compiled(denoiser: torch.nn.Module) -> bool:
-    """Whether `denoiser` or a part of it goes through torch.compile."""
-    wrapped = "_orig_mod" in dict(denoiser.named_children())  # by torch.compile(denoiser)
-    return wrapped or any(m._compiled_call_impl is not None for m in denoiser.modules())
 
 
 def is_close(a: Tree, b: Tree) -> bool:
@@ -211,11 +185,6 @@ def is_close(a: Tree, b: Tree) -> bool:
         bool((x - y).float().norm() <= max(1e-4, 8 * torch.finfo(x.dtype).eps) * y.float().norm()) for x, y in tensors
     )
 
-
-# --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
-#
-# Here are the call itself, the head that answers from the tape and runs the denoiser where a trained step needs it, the
-# stacking of steps into one pass, and the gradient of the latents that a step began with.
 
 # --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
 #
@@ -239,21 +208,19 @@ def replay(
     cfg: CfgMode = "joint",
     step_batch: int = 1,
 ) -> None:
-    """Run the recorded call again and hand its trained steps to `on_step(k, step) -> loss or None`.
+    """Run the recorded call again and pass its trained steps to `on_step(k, step) -> loss or None`.
 
     A returned loss (scalar) is back-propagated at once; gradients accumulate in the parameters. `steps`: the trained
-    steps, None: all stochastic ones. `index`: which samples of the tape, None: all. `latents`: `{k: x_k [B, ...]}` to
-    train on instead of the recorded ones (forward-process algorithms), in the order of `index`. A pipeline that writes
-    a condition into the latents (a first frame, what surrounds an inpainted part) gets them before it does, and
-    `ReplayedStep.written` says where it did. `grad`: False runs without gradient, for reference outputs.
+    steps, None: all stochastic ones. `index`: samples of the tape, None: all. `latents`: `{k: x_k [B, ...]}` to train
+    on instead of the recorded ones (forward-process algorithms), in the order of `index`; a pipeline that writes a
+    condition into the latents (a first frame, an inpainting surround) does so afterwards, see `ReplayedStep.written`.
+    `grad`: False runs without gradient, for reference outputs.
 
-    `cfg`: what becomes of classifier-free guidance `u + w (c - u)` at the trained steps that have it. joint: gradient
-    through the conditional output `c` and the unconditional one `u`. detach_uncond: the same values, but `u` is
-    computed without gradient, which saves a quarter of the time or more. off: only `c` is computed and stands for `u`
-    too, so that the model output is `c`: training without guidance what was sampled with it (CFG distillation).
-
-    `step_batch`: so many trained steps in one forward and backward pass of the denoiser, whose memory grows with them;
-    the same but for rounding. See `BatchedReplayer`.
+    `cfg`: treatment of classifier-free guidance `u + w (c - u)` at trained steps. joint: gradient through the
+    conditional output `c` and the unconditional `u`. detach_uncond: the same values, but `u` is computed without
+    gradient, which saves a quarter of the time or more. off: only `c` is computed, and is the model output (CFG
+    distillation). `step_batch`: trained steps in one forward and backward pass of the denoiser, whose memory grows with
+    them; equal up to rounding.
 
     Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
     than joint cannot take apart.
@@ -267,8 +234,7 @@ def replay(
     if step_batch > 1 and len(player.live_at) > 1:
         gatherer = CallCollector(part, on_step, steps, given, False, cfg)
         play(pipe, gatherer, start)
-        player = stacked = BatchedReplayer(part, on_step, steps, given, grad, cfg)
-        stacked.plan(gatherer.gathered, step_batch)
+        player = BatchedReplayer(gatherer.gathered, step_batch, part, on_step, steps, given, grad, cfg)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     with player.differentiable:
@@ -278,15 +244,12 @@ def replay(
 def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> None:
     """Run the pipeline with `player` up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
-    call = select_call(player.tape.call, range(player.tape.batch_size))  # fresh: some pipelines write into their lists
-    # diffusers decorates `__call__` with torch.no_grad, under which nothing could be trained
-    undecorated = inspect.unwrap(type(pipe).__call__)
     plainly = unguided(pipe) if player.cfg == "off" else contextlib.nullcontext()
-    with contextlib.suppress(StopPipeline), torch.set_grad_enabled(player.grad), routed(pipe, player), plainly:
-        undecorated(pipe, **call)
-        raise ReplayError(
-            f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
-        )
+    with torch.set_grad_enabled(player.grad), plainly:
+        if rerun(pipe, player) is not None:
+            raise ReplayError(
+                f"the pipeline ended before trained step {max(player.trained)}: it took fewer steps than recorded"
+            )
 
 
 def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
@@ -300,16 +263,9 @@ def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
         ) from error
 
 
-# --- The head of a replay: answers from a tape, runs the denoiser where a trained step needs it, and goes back through
-# it.
-#
-# Every answer is compared with the recording (name, step, latents): a pipeline that does something else, because of a
-# cache, a random draw or a changed argument, would give a ratio and a gradient that look sane and are wrong.
-
-
 @dataclass
 class ReplayedStep:
-    """A trained step of a replay; `B` is the number of replayed samples. `x`, `x_next` and recorded values are data."""
+    """A trained step of a replay of `B` samples. `x`, `x_next` and recorded values are data."""
 
     rule: Rule
     x: torch.Tensor  # [B, ...] fp32
@@ -336,7 +292,7 @@ class ReplayedStep:
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
-        """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a lean tape was kept without."""
+        """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a compacted tape lacks it."""
         if self.tape_mean is not None and self.tape_mean.is_meta:
             raise ReplayError(
                 "the recorded mean was not kept: an algorithm that reads it must declare Needs.recorded_means"
@@ -368,17 +324,16 @@ class ReplayedStep:
         """Log-probability of the recorded `x_next` over the latents that reach the images, `[B]` fp32, with graph."""
         if self.x_next is None or self.std == 0:
             raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
-        std = self.std
-        return gaussian_log_prob(self.x_next, self.mean, std, self.overwritten)
+        return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
 
 
 Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
 OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
-OfRows = Callable[[int], Callable[..., object]]  # rows of latents -> what is called for so many
+OfRows = Callable[[int], Callable[..., object]]  # number of rows of latents -> the function to call for them
 
 
-class Replayer(SecondaryFromTape):
-    """The head of a replay: see `hooks.Head`."""
+class Replayer(TapeHead):
+    """The head of a replay."""
 
     def __init__(
         self,
@@ -389,8 +344,8 @@ class Replayer(SecondaryFromTape):
         grad: bool,
         cfg: CfgMode,
     ) -> None:
-        self.tape, self.on_step, self.latents, self.grad = tape, on_step, latents, grad
-        self.cfg = cfg
+        super().__init__(tape)
+        self.on_step, self.latents, self.grad, self.cfg = on_step, latents, grad, cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
@@ -407,16 +362,11 @@ class Replayer(SecondaryFromTape):
                 )
         self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.overwrites = any([step.written is not None for step in tape.steps])
-        self.step = 0
-        self.answered = 0
-        self.looped = tape.looped_components()
-        loop = [c for c in tape.component_calls if c.component in self.looped]
-        if not loop:
+        if not self.looped:
             raise ReplayError(
                 "the pipeline called none of its components in the denoising loop: there is nothing to train"
             )
         self.live_at = tape.live_at(self.trained)
-        self.calls = iter(loop)
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
@@ -429,11 +379,8 @@ class Replayer(SecondaryFromTape):
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         del method, args, kwargs
-        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
-            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
-        value = self.start.get(self.answered, self.tape.answers[self.answered].value)
-        self.answered += 1
-        return detached_copy(value)
+        recorded = self.next_answer(name)
+        return detached_copy(self.start.get(self.answered - 1, recorded))
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
@@ -444,11 +391,8 @@ class Replayer(SecondaryFromTape):
         nth = self.position[1] + 1 if self.position[0] == self.step else 0
         self.position = (self.step, nth)
         if self.step not in self.live_at:
-            return self._recorded(recorded)
+            return self.recorded(recorded)
         return self._run(name, forward, recorded, args, kwargs)
-
-    def _recorded(self, call: ComponentCall) -> object:
-        return materialised(detached_copy(call.output), self.tape.steps[0].x.device)
 
     def _run(
         self,
@@ -463,7 +407,7 @@ class Replayer(SecondaryFromTape):
         # the graph of this step has to be gone before the next one is built
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
-        forward = functools.partial(self.differentiable.run, self.components[name], forward)
+        forward = partial(self.differentiable.run, self.components[name], forward)
         role = self.roles.get(self.position)
         if role == "unconditional" and self.cfg == "off":
             check_same_output(self.conditional, recorded.output, self.step)
@@ -474,7 +418,7 @@ class Replayer(SecondaryFromTape):
         return output
 
     def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
-        """Wrap `forward` for its role in guidance, as a function of the number of rows it is called for."""
+        """Wrap `forward` for its role in guidance, by number of rows."""
         if role is None:
             return lambda rows: forward
         nth = self.position[1]
@@ -512,9 +456,7 @@ class Replayer(SecondaryFromTape):
         self.cuts.append((self.step, cut))
         return found
 
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
         k, recorded = self.step, self.tape.steps[self.step]
         x, written = self._arrived(k, recorded, sample)
         if self.answered != recorded.num_answers:
@@ -522,7 +464,6 @@ class Replayer(SecondaryFromTape):
                 f"the pipeline had {self.answered} outputs at step {k}, {recorded.num_answers} in the rollout: it "
                 "samples noise once per sample and can only be replayed in whole batches"
             )
-        advance(scheduler, timestep)
         if k in self.trained:
             self._train(k, x, model_output, written)
         self.step += 1
@@ -535,10 +476,7 @@ class Replayer(SecondaryFromTape):
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
     def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The fp32 latents of step `k`, and where the pipeline wrote its condition over the caller's (None: nowhere).
-
-        Such values have to be those of the recording.
-        """
+        """The fp32 latents of step `k`, and where the pipeline wrote its recorded condition over the caller's."""
         given = self.latents.get(k)
         x = recorded.x if given is None else given.float()
         if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
@@ -579,8 +517,8 @@ class Replayer(SecondaryFromTape):
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
             if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all that goes back to these leaves
                 loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
-            # retain_graph: a second scheduler stream may share this denoiser call
             leaves += [] if self.leaf is None else [self.leaf]
+            # retain_graph: a second scheduler stream may share this denoiser call
             torch.autograd.backward(loss, inputs=leaves, retain_graph=True)
             if self.leaf is not None:
                 self.direct, self.leaf.grad = self.leaf.grad, None
@@ -594,7 +532,7 @@ class Replayer(SecondaryFromTape):
         self.cuts, self.scales = [], {}
 
     def _backward(self, cut: Cut, scale: float) -> None:
-        """From the leaves in `cut`, whose gradients are `scale` times as large, to the parameters."""
+        """Backward pass from the leaves in `cut`, whose gradients are `scale` times too large, to the parameters."""
         reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
         if not reached:
             return
@@ -619,11 +557,11 @@ def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor
         raise ReplayError("the compacted tape does not have the latents of its trained steps: pass them as latents")
 
 
-# --- Rows of a denoiser call that are the same are computed once.
+# --- Deduplication: equal rows of a denoiser call are computed once.
 #
-# Where trajectories part, they are at the same latents: the children of a branch, or the images of a group that start
-# from one noise at their first noisy step. If all that the denoiser is called with is the same for them, so is what it
-# says: one row of each kind runs and stands for the others, and in the backward pass their gradients meet in it.
+# Where trajectories part, they are at the same latents: the children of a branch, or images of a group with the same
+# initial noise at their first stochastic step. Where all arguments are the same, so is the output: one row of each kind
+# runs and stands for the others, and in the backward pass their gradients meet in it.
 
 KEY = 16  # values of a row by which rows are told apart before they are compared
 
@@ -644,10 +582,10 @@ def deduplicate(
     like: ComponentCall,
     probed: int,
 ) -> Callable[..., object]:
-    """A denoiser, run for the first row of each of the `kinds` `[B]`; the result has all rows.
+    """A denoiser that runs the first row of each of the `kinds` `[B]`; the result has all rows.
 
-    `of_rows(B)` is what runs it for B rows of latents. `recorded`: the same call of the rollout; `like`: that for
-    `probed` samples, which shows where rows are. Where rows of a kind differ in anything, it is run as it is.
+    `of_rows(B)` runs it for B rows of latents. `recorded`: the same call of the rollout; `like`: that for `probed`
+    samples, which shows where rows are. Where rows of a kind differ in anything, all rows run.
     """
     n, firsts = len(kinds), sorted(set(kinds))
     positions = [firsts.index(k) for k in kinds]
@@ -673,13 +611,13 @@ def deduplicate(
 
 # --- Several trained steps in one forward and backward pass of the denoiser.
 #
-# All latents are on the tape, so what the denoiser is called with at a trained step is known before it runs. A first
-# pass of the pipeline collects these arguments, with recorded outputs in place of the denoiser's (`CallCollector`). The
-# calls of several steps, put together along their batch dimensions, are one call, whose output a second pass hands out
-# step by step (`BatchedReplayer`): the losses go back to it, and from there through the denoiser once.
+# All latents are on the tape, so the arguments of the denoiser at a trained step are known before it runs. A first pass
+# of the pipeline collects them, with recorded outputs in place of the denoiser's (`CallCollector`). The calls of
+# several steps, joined along their batch dimensions, are one call, whose output a second pass hands out step by step
+# (`BatchedReplayer`): the losses go back to it, and from there through the denoiser once.
 #
-# The arguments of the second pass are compared with the gathered ones, so a pipeline whose calls depend on what the
-# denoiser said at other steps is refused. Components without trained weights (ControlNets) run step by step.
+# The arguments of the second pass are compared with the collected ones, so a pipeline whose calls depend on outputs of
+# other steps is refused. Components without trained weights (ControlNets) run step by step.
 
 Position = tuple[int, int]  # step, and which of its calls
 Call = tuple[str, Arguments]  # of a component
@@ -703,7 +641,7 @@ class CallCollector(Replayer):
         if not is_trained(self.components[name]):
             return forward(*args, **kwargs)
         self.gathered[self.position] = (name, detached_copy((args, kwargs)))
-        return self._recorded(recorded)
+        return self.recorded(recorded)
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         del k, x, model_output, written
@@ -712,8 +650,9 @@ class CallCollector(Replayer):
 class BatchedReplayer(Replayer):
     """Replays collected calls, several timesteps in one pass of the denoiser."""
 
-    def plan(self, calls: Mapping[Position, Call], size: int) -> None:
-        """Join the calls of `size` steps at a time."""
+    def __init__(self, calls: Mapping[Position, Call], size: int, *args: Any) -> None:
+        """`calls`: collected; those of `size` steps are joined."""
+        super().__init__(*args)
         steps = sorted({k for k, _ in calls})
         self.gathered, self.stack = calls, {k: i // size for i, k in enumerate(steps)}
         self.running = -1
@@ -746,7 +685,7 @@ class BatchedReplayer(Replayer):
         return self._cut(self.outputs.pop(self.position))
 
     def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
-        """Compute this call together with those of the other steps of its stack."""
+        """Run this call together with those of the other steps of its stack."""
         nth, n = self.position[1], self.tape.batch_size
         if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
             raise ReplayError(
@@ -761,8 +700,15 @@ class BatchedReplayer(Replayer):
         args, kwargs = _joined(calls, probe.inputs, n, probed, rows)
         output = self.differentiable.run(self.components[name], forward, *args, **kwargs)
         shapes = (recorded.output, probe.output, n, probed)
+
+        def narrowed(i: int, value: torch.Tensor, dim: int, of_one: torch.Tensor) -> torch.Tensor:
+            return value.narrow(dim, i * of_one.shape[dim], of_one.shape[dim])
+
+        def sliced(i: int, value: list[object], of_one: list[object]) -> list[object]:
+            return value[i * len(of_one) : (i + 1) * len(of_one)]
+
         for i, place in enumerate(places):
-            self.outputs[place] = map_rows(output, *shapes, partial(_narrowed, i), partial(_sliced, i))
+            self.outputs[place] = map_rows(output, *shapes, partial(narrowed, i), partial(sliced, i))
 
     def _backward_through_denoiser(self) -> None:
         scale = min(self.scales.values(), default=1.0)  # one pass has one scale
@@ -820,20 +766,11 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
     )
 
 
-def _narrowed(i: int, value: torch.Tensor, dim: int, of_one: torch.Tensor) -> torch.Tensor:
-    """Select the output of call `i` from that of joined calls; `of_one`: the structure of one."""
-    return value.narrow(dim, i * of_one.shape[dim], of_one.shape[dim])
-
-
-def _sliced(i: int, value: list[object], of_one: list[object]) -> list[object]:
-    return value[i * len(of_one) : (i + 1) * len(of_one)]
-
-
 # --- The gradient of one step: of the parameters, and of the latents that the step began with.
 #
-# The tape has the latents of every step, so a gradient goes back through a whole trajectory step by step: each one is
-# replayed with its latents as a leaf, is given the gradient of what it leads to, and gives that of its latents to the
-# step before. One denoiser graph is alive at a time, and memory does not grow with the number of steps.
+# The tape has the latents of every step, so a gradient goes back through a whole trajectory step by step: each step is
+# replayed with its latents as a leaf, receives the gradient of its result, and passes that of its latents to the step
+# before. One denoiser graph is alive at a time, and memory does not grow with the number of steps.
 
 
 @dataclass(frozen=True)
@@ -857,11 +794,10 @@ def backprop_step(
 ) -> LatentsGradient | None:
     """Replay step `k`, add to the parameters' gradient that of `sum(leads_to(step) * gradient)`.
 
-    `leads_to`: latents that follow from the step, such as `step.mean`; `gradient`: that of these, `[B, ...]`. With
-    `carry` the gradient of the latents before the step is returned (None at the first one, whose latents are noise):
-    these come out of the step before, so what a pipeline does to them in between is part of it. `latents`: others in
-    place of the recorded ones of step `k`, which have no gradient. `index` and `cfg`: as for `replay`. A second
-    modality (sound) is data: its gradient does not go back.
+    `leads_to`: latents that follow from the step, such as `step.mean`; `gradient`: theirs, `[B, ...]`. With `carry` the
+    gradient of the latents that come out of the step before is returned, including the pipeline's arithmetic in between
+    (None at the first step). `latents`: in place of the recorded ones of step `k`, without gradient. `index` and `cfg`:
+    as for `replay`. A second modality (sound) is data.
 
     Raises `ReplayError` as `replay` does, and with `carry` where a step has no call of the denoiser to itself.
     """

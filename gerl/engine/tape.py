@@ -1,25 +1,198 @@
-"""The record of a rollout: everything a replay needs to run the same denoising loop, with secondary modalities."""
+"""The record of a rollout: everything a replay needs to run the same denoising loop, with secondary modalities.
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+Sub-batches of it are taken without knowing what its values mean. The batch dimension of a value is found by comparing
+it with the same value of a call for one sample (the *probe*). It cannot be read off one shape alone: `[8, 77, 32]` may
+be 8 prompts, 4 with their negatives, or 8 layers of one.
+"""
+
+from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.batching import Tree, batch_dim, rows, select_call, shapes, take
-from gerl.engine.kernels import Rule
-from gerl.engine.transitions import Timestep, advance
+from gerl.engine.transitions import Rule
 from gerl.errors import ReplayError
+from gerl.protocol import RolloutTask
 
-if TYPE_CHECKING:
-    from diffusers import SchedulerMixin
+Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
+Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and named
+Nested = TypeVar("Nested")
 
 
-# --- The record of a rollout: everything a replay needs to run the same denoising loop again
+def _copy(tree: Nested) -> Nested:
+    copied: Nested = tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
+def detached_copy(tree: Nested) -> Nested:
+    """`tree` with every tensor detached and cloned, so that nobody can write into what is recorded."""
+    copied: Nested = tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
+def shapes(tree: Nested) -> Nested:
+    """`tree` with its tensors on the device `meta`: shapes without values."""
+    emptied: Nested = tree_map(lambda v: v.detach().to("meta") if torch.is_tensor(v) else v, tree)
+    return emptied
+
+
+def num_elements(tree: Tree) -> int:
+    """Number of tensor elements in `tree`."""
+    return sum(v.numel() for v in tree_leaves(tree) if torch.is_tensor(v))
+
+
+def tensor_bytes(values: Iterable[Tree]) -> int:
+    """Bytes of the tensors in `values`; storage that they share counts once, shapes without values count nothing."""
+    tensors = (v for v in tree_leaves(list(values)) if torch.is_tensor(v) and not v.is_meta)
+    storages = (v.untyped_storage() for v in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def materialised(tree: Nested, device: torch.device | None) -> Nested:
+    """`tree` with zeros on `device` in place of the tensors of which only the shape was kept."""
+    filled: Nested = tree_map(
+        lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) and v.is_meta else v, tree
+    )
+    return filled
+
+
+def rows(tensor: torch.Tensor, index: Sequence[int], n: int) -> torch.Tensor:
+    """The samples `index` of a `[n, ...]` or `[r * n, ...]` tensor, in which the rows of a sample are together."""
+    return tensor.unflatten(0, (n, -1))[list(index)].flatten(0, 1)
+
+
+def batch_size(call: Mapping[str, object]) -> int:
+    """Number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings.
+
+    A prompt that is a string, for pipelines that take no list, is one sample.
+    """
+    for name in ("prompt", "prompt_embeds"):
+        value = call.get(name)
+        if isinstance(value, list | torch.Tensor):
+            return len(value)
+    return 1
+
+
+def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, object]:
+    """The keyword arguments of a call for some of its samples: per-sample lists and tensors are indexed, lists copied.
+
+    A list of numbers as long as the batch (`sigmas`, say) is a schedule, not a value per sample.
+    """
+    n = batch_size(call)
+
+    def pick(value: object) -> object:
+        if isinstance(value, list) and len(value) == n and not isinstance(value[0], int | float):
+            return [value[i] for i in index]
+        if torch.is_tensor(value) and value.ndim and len(value) == n:
+            return value[list(index)]
+        return value
+
+    return {name: pick(value) for name, value in call.items()}
+
+
+def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int = 1, graph: bool = False) -> Any:
+    """The samples `index` of `full`, computed for `n` samples; `probe_value` is the same computed for `probed` samples.
+
+    Handles `[m * n, ...]` (negative and positive prompts, say), the batch in a later dimension, lists with an entry per
+    sample, and nested dictionaries and tuples. Where `probe_value` has another structure (a mask that is None without
+    padding), the first dimension of size `n` is taken. A value without batch dimension is copied whole, and so is
+    everything where `n` is `probed` (1, or 2 where `n` is 1). `graph`: gradients flow.
+    """
+    copied = _copy if graph else detached_copy
+    if n == probed or not isinstance(full, torch.Tensor | list | tuple | dict):
+        return copied(full)
+    if isinstance(full, torch.Tensor):
+        return _take_tensor(full if graph else full.detach(), probe_value, index, n, probed)
+    if isinstance(full, dict):
+        named = probe_value if isinstance(probe_value, dict) else {}
+        picked = {name: take(value, named.get(name), index, n, probed, graph) for name, value in full.items()}
+        return picked if type(full) is dict else type(full)(**picked)
+    like = probe_value if isinstance(probe_value, list | tuple) else None
+    if multiple := entries(full, like, n, probed):
+        return type(full)(copied(full[j * n + i]) for j in range(multiple) for i in index)
+    parts = like if like is not None and len(like) == len(full) else [None] * len(full)
+    taken = [take(value, part, index, n, probed, graph) for value, part in zip(full, parts, strict=True)]
+    return type(full)(*taken) if hasattr(full, "_fields") else type(full)(taken)
+
+
+def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
+    """How many entries of `full` each of `n` samples has, 0 where they are no samples'; `like`: see `take`."""
+    known = isinstance(like, list | tuple)
+    multiple = len(like) / probed if known else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
+    return int(multiple) if multiple and len(full) == multiple * n else 0
+
+
+def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | None:
+    """The first dimension of `full` that grows with the number of samples `n`; `like`: see `take`."""
+    multiples: list[float] = [int(size == n) for size in full.shape]
+    if isinstance(like, torch.Tensor) and like.ndim == full.ndim:
+        multiples = [size / probed for size in like.shape]
+    found = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
+    return next(found, None)
+
+
+def map_rows(
+    value: Any,
+    recorded: Any,
+    like: Any,
+    n: int,
+    probed: int,
+    tensor: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    listed: Callable[[list[Any], list[Any]], list[Any]],
+) -> Any:
+    """An output with other rows than the `recorded` one of `n` samples; gradients flow.
+
+    `tensor(value, dim, recorded)` makes it of a tensor whose rows lie in `dim`, `listed(value, recorded)` of a list
+    with entries per sample; `like` and `probed`: see `take`. What has no rows is left as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(recorded, like, n, probed)
+        return value if dim is None else tensor(value, dim, recorded)
+    if isinstance(value, list) and entries(recorded, like, n, probed):
+        return listed(value, recorded)
+    if not isinstance(value, list | tuple | dict):
+        return value
+    values = value.values() if isinstance(value, dict) else value
+    matched = zip(values, pairs(recorded, like), strict=True)
+    parts = [map_rows(v, *pair, n, probed, tensor, listed) for v, pair in matched]
+    if isinstance(value, dict):
+        named = dict(zip(value, parts, strict=True))
+        return named if type(value) is dict else type(value)(**named)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
+    """The parts of a list, tuple or dictionary with those of `like`, None where it has another structure."""
+    if isinstance(value, dict):
+        named = like if isinstance(like, dict) else {}
+        return [(part, named.get(name)) for name, part in value.items()]
+    alike = isinstance(like, list | tuple) and len(like) == len(value)
+    return list(zip(value, like if alike else [None] * len(value), strict=True))
+
+
+def same(ours: Tree, theirs: Tree) -> bool:
+    """Whether two structures have equal tensors, and other values in the same places."""
+    a, b = tree_leaves(ours), tree_leaves(theirs)
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:
+    dim = batch_dim(full, probe_value, n, probed)
+    if dim is None:
+        return full.clone()
+    where = torch.as_tensor(list(index), device=full.device)
+    return full.unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)
+
+
+# --- A recorded call
 
 
 @dataclass
@@ -66,15 +239,16 @@ class ComponentCall:
     component: str
     output: Tree
     inputs: Tree = None
+    elements: int = 0  # in the tensors of the output, while it is recorded
 
 
 def probed_call(
     calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
 ) -> ComponentCall:
-    """Find the call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
+    """The call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
 
-    The probe ends at the first step. An expert that is called later only is like the other, and a call that later steps
-    make besides (skip-layer guidance) has the rows of its own: as many times `n` as its output's first dimension is.
+    The probe ends at the first step. An expert that is called only later is like the other; an additional call of later
+    steps (skip-layer guidance) has the rows of its own output's first dimension.
     """
     like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
     found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
@@ -98,28 +272,23 @@ def probed_call(
 
 @dataclass(frozen=True)
 class RequiredTensors:
-    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`record.compact`)."""
+    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`compact`)."""
 
     steps: frozenset[int]  # trained, all of them in one replay or the first of them
     means: bool = True  # recorded means of the trained steps
     outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
     forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
     finished: bool = False  # the clean latents besides those of the trained steps
-    chain: bool = False  # any steps, one at a time, and whatever the decoding of the finished latents needs
-
-    @property
-    def clean(self) -> bool:
-        """Whether the clean latents are read."""
-        return self.forward or self.finished
+    chain: bool = False  # any steps, one at a time, and all that decoding the finished latents needs
 
 
 @dataclass
 class Tape:
     """A recorded call of a pipeline.
 
-    One that was stopped has the component calls of the step it was stopped at, but not the step. `probe` is the tape of
-    the same call for one sample (for two, where this has only one), stopped at the first step: it shows where the batch
-    dimension of each value is. Needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
+    A stopped one has the component calls of the step it was stopped at, but not the step. `probe`: the tape of the same
+    call for one sample (for two, where this has only one), stopped at the first step, which shows the batch dimension
+    of each value; needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
     """
 
     call: dict[str, object]
@@ -131,6 +300,22 @@ class Tape:
     probe: Tape | None = None
     reads: RequiredTensors | None = None
 
+    @classmethod
+    def of(cls, call: Mapping[str, object], index: Sequence[int] | None = None) -> Tape:
+        """An empty tape of `call`, for the samples `index` of it (None: all); generators are not kept."""
+        chosen = range(batch_size(call)) if index is None else index
+        kept = {name: value for name, value in call.items() if name != "generator"}
+        return cls(select_call(kept, chosen), len(chosen))
+
+    def fresh_call(self) -> dict[str, object]:
+        """The call with lists of its own: some pipelines write into theirs."""
+        return select_call(self.call, range(self.batch_size))
+
+    def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
+        """Record a component's call after the steps so far."""
+        kept, elements = detached_copy(output), num_elements(output)
+        self.component_calls.append(ComponentCall(len(self.steps), component, kept, shapes(inputs), elements))
+
     @property
     def stochastic_steps(self) -> list[int]:
         """Indices of the stochastic steps, which have a log-probability."""
@@ -139,9 +324,8 @@ class Tape:
     def overwritten(self, k: int) -> torch.Tensor | None:
         """Mask of the latents after step `k` that the pipeline overwrites, `[B, ...]` bool: they reach no image.
 
-        An inpainting pipeline sets what surrounds the opening of its mask after each step. Of the last one nothing is
-        recorded: there it is what was written over before it. None: nothing, or all, as by a callback that scales the
-        latents.
+        An inpainting pipeline sets the surround of its mask after each step; nothing is recorded after the last, for
+        which it is the mask before it. None: nothing, or all, as by a callback that scales the latents.
         """
         following = self.steps[min(k + 1, len(self.steps) - 1)].written
         if following is not None and following.is_meta:
@@ -149,9 +333,9 @@ class Tape:
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Names of the components that are called in the denoising loop, not only before it.
+        """Names of the components that are called in the denoising loop.
 
-        The last call before the first step is the loop's own: an expert for high noise may be called nowhere else.
+        The last call before the first step belongs to it: an expert for high noise may be called nowhere else.
         """
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
@@ -249,21 +433,130 @@ class Tape:
         )
 
 
-# --- The modality that goes along with the trained one (the sound of a video), answered from a tape
+# --- The structure of its denoiser calls
+
+Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
 
 
-class SecondaryFromTape:
-    """The part of a head that answers the steps of a secondary modality from a tape; see `hooks.Head`."""
+def leading(output: Tree) -> torch.Tensor | list[object]:
+    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
+    values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
+    return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
 
-    tape: Tape
-    accompanied = 0  # steps handed out so far
 
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor:
-        """The latents after the step, fp32; raises `ReplayError` where `sample` are not those recorded before it."""
-        del model_output
-        recorded = self.tape.companion(self.accompanied, sample)
-        self.accompanied += 1
-        advance(scheduler, timestep)
-        return recorded.x_next
+def looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
+    """The calls in the denoising loop, by step."""
+    looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
+    for call in tape.component_calls:
+        if call.component in looped:
+            calls.setdefault(call.step, []).append(call)
+    return calls
+
+
+def call_structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
+    return tuple((c.component, len(leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
+
+
+def has_roles(structure: Structure) -> bool:
+    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
+    return [rows for _, rows in structure] != [1.0]
+
+
+def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
+    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
+    calls = looped_calls(tape)
+    return any(has_roles(call_structure(tape, calls[k])) for k in steps)
+
+
+# --- A trajectory as a value: the record of a task, as small as its algorithm allows, to be held, split or sent
+
+
+def compact(tape: Tape, reads: RequiredTensors) -> Tape:
+    """Compact `tape`: replace tensors that a replay of `reads` does not need by their shapes (device `meta`).
+
+    A replay ends at the last trained step, runs the denoiser at the trained ones and answers from the tape elsewhere.
+    It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else raises
+    `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
+    """
+    final = len(tape.steps) - 1
+    last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
+    looped, live = tape.looped_components(), tape.live_at(reads.steps)
+    num_answers = tape.steps[last].num_answers if last >= 0 else 0
+    if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
+        live, num_answers = set(), len(tape.answers)
+    outputs = reads.outputs and is_guided(tape, live)
+    # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
+    given = reads.steps if reads.forward and not outputs else frozenset()
+
+    # a gradient is handed on by the rules of steps that are not trained, and leaps pass over their latents
+    end = final if reads.chain else last
+
+    def is_left(k: int) -> bool:
+        return k < last and k + 1 not in given if reads.forward else k <= end
+
+    # the step after a trained one tells what of its latents reaches the images
+    after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
+    steps = [
+        replace(
+            step,
+            # the initial latents are recognised by their values, as is what a pipeline writes into later ones
+            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            written=step.written
+            if k in {*given, *after} or (given and k == 1) or reads.chain
+            else shapes(step.written),
+            x_next=step.x_next
+            if is_left(k) or ((reads.forward or reads.finished) and k == final)
+            else shapes(step.x_next),
+            mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
+        )
+        for k, step in enumerate(tape.steps)
+    ]
+    calls = [
+        c
+        if c.component in looped and c.step <= last and (outputs or c.step not in live)
+        else replace(c, output=shapes(c.output))
+        for c in tape.component_calls
+    ]
+    answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
+    kept = final + 1 if reads.chain else last
+    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A recorded task: all that training on it needs besides the pipeline and the credit.
+
+    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps before its rollout. `owner`: rank
+    of the worker that sampled it.
+    """
+
+    task: RolloutTask
+    tapes: tuple[Tape, ...]
+    policy_version: int
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded tensors; the probe, shared by all trajectories, has shapes only."""
+        steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
+        companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
+        answers = (a.value for tape in self.tapes for a in tape.answers)
+        outputs = (c.output for tape in self.tapes for c in tape.component_calls)
+        return tensor_bytes([*steps, *companions, *answers, *outputs])
+
+    def rows(self, index: Sequence[int]) -> Trajectory:
+        """Select the samples `index`; raises `ReplayError` for a tree."""
+        if any(segment.parent is not None for segment in self.task.segments):
+            raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
+        if len(self.task.segments) > 1:  # sampled in several calls
+            places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
+            found = [(self.task.segments[i], self.tapes[i], r) for i, r in (places[i] for i in index)]
+            segments = [replace(s, seeds=(s.seeds[r],), leaves=(n,)) for n, (s, _, r) in enumerate(found)]
+            tapes = [tape if tape.batch_size == 1 else tape.rows([r]) for _, tape, r in found]
+        else:
+            (s,), (tape,) = self.task.segments, self.tapes
+            segments = [replace(s, seeds=tuple(s.seeds[i] for i in index), leaves=tuple(range(len(index))))]
+            tapes = [tape.rows(index)]
+        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(segments))
+        return replace(self, task=task, tapes=tuple(tapes))

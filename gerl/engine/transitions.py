@@ -1,24 +1,25 @@
-"""From a diffusers scheduler to the transition of its next step: its rule, and the solver of deterministic steps.
+"""The transitions of denoising steps: one formula, one table of kernels, and the rule of a diffusers scheduler's step.
 
-Families of schedulers are known here, models are not.
+With `s` = sigma, `s'` = next sigma, velocity `v`, `x0h = x - s v` and `eps_h = x + (1 - s) v`, every published sampler
+is
+
+    x' ~ Normal((1 - s') x0h + kappa * eps_h, std)
+
+so a sampler is the pair `(kappa, std)`. Sigmas are Python floats: no look-up by timestep, no device synchronisation.
 """
 
 from __future__ import annotations  # of diffusers, which the driver of a run does without
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, get_args
 
 import torch
 
-from gerl.config.blocks import SolverName
-from gerl.engine.feature_cache import NO_CACHE, FeatureCache
-from gerl.engine.kernels import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule, Rule, coefficients
-from gerl.errors import ModelError
-
-Timestep = torch.Tensor | float
+from gerl.config.blocks import KernelName, SolverName
+from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
     from diffusers import (
@@ -30,6 +31,388 @@ if TYPE_CHECKING:
         SCMScheduler,
         TCDScheduler,
     )
+
+    from gerl.engine.record import SamplingPlan
+
+Timestep = torch.Tensor | float
+
+
+# --- The kernels: pure functions of sigmas, and the rule of a step
+
+KERNELS: tuple[str, ...] = get_args(KernelName)
+NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
+NO_CLEAN_LATENTS = (
+    "a flow map is trained at its own latents: it predicts no clean ones, so algorithms that noise images again "
+    "cannot train it; use one that replays its steps (neighbor_grpo)"
+)
+
+
+def coefficients(
+    name: str, sigma: float, sigma_next: float, noise_level: float, sigma_one: float
+) -> tuple[float, float]:
+    """`(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
+
+    `noise_level` is the eta of the respective paper; at 0 every kernel is the Euler step `(sigma_next, 0.0)`.
+    `sigma_one`, the schedule's second sigma, replaces `sigma` in Flow-SDE's `1 - sigma` where that vanishes (sigma
+    above 0.999). A step to `sigma_next` 0 of CPS, Precise and DDIM has std 0, hence no density.
+
+    Sources: Flow-SDE, arXiv 2505.05470; Dance-SDE, arXiv 2505.07818; CPS, arXiv 2509.05952; Precise, arXiv 2605.23522;
+    DDIM, arXiv 2010.02502 in the variance-exploding form of DiffusionNFT's solver.
+    """
+    if name not in KERNELS:
+        raise ValueError(f"unknown kernel {name!r}: choose one of {', '.join(KERNELS)}")
+    if not 0.0 <= sigma_next <= sigma <= 1.0:
+        raise ValueError(f"sigmas must satisfy 0 <= next <= sigma <= 1, got sigma {sigma} and next {sigma_next}")
+    if noise_level < 0:
+        raise ValueError(f"noise_level must be >= 0, got {noise_level}")
+    if name == "ode" or noise_level == 0 or sigma == sigma_next:
+        return sigma_next, 0.0
+    match name:
+        case "flow_sde" | "dance_sde":
+            regular = min(sigma, sigma_one) if sigma > NEARLY_ONE else sigma
+            if name == "flow_sde" and regular >= 1.0:
+                raise ValueError(f"sigma_one must be below 1 if sigma is 1, got {sigma_one}")
+            g = noise_level * math.sqrt(sigma / (1 - regular)) if name == "flow_sde" else noise_level
+            h = sigma - sigma_next
+            return sigma_next - g * g * h / (2 * sigma), g * math.sqrt(h)
+        case "cps":
+            if noise_level > 1:
+                raise ValueError(f"noise_level must be at most 1 (full re-noising) for cps, got {noise_level}")
+            angle = noise_level * math.pi / 2
+            # cos(pi/2) is 6e-17 in floating point: full re-noising has kappa 0
+            return sigma_next * (0.0 if noise_level == 1 else math.cos(angle)), sigma_next * math.sin(angle)
+        case "precise":
+            r = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
+            return sigma_next * r ** (noise_level**2 / 2), sigma_next * math.sqrt(1 - r ** (noise_level**2))
+        case "dance_precise":
+            if sigma_next == 0:
+                return 0.0, 0.0
+            decay = noise_level**2 * (1 / sigma_next - 1 / sigma)
+            return sigma_next * math.exp(-decay / 2), sigma_next * math.sqrt(-math.expm1(-decay))
+        case _:  # ddim
+            r = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
+            std = noise_level * sigma_next * math.sqrt(1 - r * r)
+            if std > sigma_next:
+                raise ValueError(f"ddim with noise_level {noise_level} has no real kappa at sigma {sigma}: lower it")
+            return math.sqrt(sigma_next**2 - std**2), std
+
+
+def transition_mean(
+    x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, kappa: float
+) -> torch.Tensor:
+    """`(1 - s') x0h + kappa eps_h`, same shape as `x`, in fp32.
+
+    Written as the Euler step plus the deviation of `kappa` from `s'`, so that `kappa == s'` gives bitwise what
+    `FlowMatchEulerDiscreteScheduler.step` computes.
+    """
+    deviation = kappa - sigma_next
+    a = 1.0 + deviation
+    b = (sigma_next - sigma) + deviation * (1.0 - sigma)
+    return a * x.float() + b * velocity.float()
+
+
+def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
+    """Each row of `values` `[B, ...]` without its elements `written` (bool, same shape): `[B, N]`; as is for None.
+
+    Rows with more written elements are padded with their own from the first one on: in half precision an overwritten
+    value may by chance stay the same. Raises `ReplayError` if nothing is left of a row.
+    """
+    if written is None:
+        return values
+    left = (~written).flatten(1)
+    counts = left.sum(1, keepdim=True)
+    if not bool(counts.all()):
+        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: use a mask with an opening")
+    most = int(counts.max())
+    order = left.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    places = order.gather(1, torch.arange(most, device=left.device) % counts)
+    return values.flatten(1).gather(1, places)
+
+
+def gaussian_log_prob(
+    x_next: torch.Tensor, mean: torch.Tensor, std: float, overwritten: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32: `[B]`.
+
+    `x_next` is data: no gradient flows into it. `overwritten` `[B, ...]` bool: elements that the pipeline replaces
+    before the next step, which the average leaves out.
+    """
+    if std <= 0:
+        raise ValueError("a step with std 0 is deterministic and has no log-probability")
+    z = (x_next.detach().float() - mean.float()) / std
+    if overwritten is not None:
+        z = unwritten(z, overwritten)
+    return -0.5 * (z * z).flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
+
+
+class TransitionRule:
+    """One step of a schedule: how mean and std of the next latents follow from the model output.
+
+    `sigma` and `sigma_next` are noise levels in [0, 1], that of flow matching; `std` is 0.0 at a deterministic step.
+    The methods take latents and model outputs `[B, ...]` and return fp32 of that shape: `mean` of the next latents,
+    `noised` clean latents at `sigma`, the `target` output of a perfect model there, and the `clean` latents that a
+    model output predicts.
+    """
+
+    sigma: float
+    sigma_next: float
+    std: float
+
+    @property
+    def dt(self) -> float:
+        """`sigma_next - sigma`, negative."""
+        return self.sigma_next - self.sigma
+
+
+@dataclass(frozen=True)
+class FlowRule(TransitionRule):
+    """One step of a flow-matching schedule.
+
+    `inverted`: the schedule runs from 0 to 1 (Mochi), where `v -> -v` and `sigma -> 1 - sigma` give the usual one;
+    `sigma` and `sigma_next` are stored in the usual direction.
+    """
+
+    sigma: float
+    sigma_next: float
+    kappa: float
+    std: float
+    inverted: bool = False
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output| = |kappa (1 - s) - (1 - s') s|` (Precise, arXiv 2605.23522)."""
+        return abs(self.kappa * (1 - self.sigma) - (1 - self.sigma_next) * self.sigma)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        return transition_mean(x, self._velocity(model_output), self.sigma, self.sigma_next, self.kappa)
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """`(1 - s) x0 + s noise`."""
+        return (1 - self.sigma) * x0.float() + self.sigma * noise.float()
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The velocity `noise - x0`."""
+        return self._velocity(noise.float() - x0.float())
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """`x - s v`."""
+        return x.float() - self.sigma * self._velocity(model_output.float())
+
+    def _velocity(self, model_output: torch.Tensor) -> torch.Tensor:
+        return -model_output if self.inverted else model_output
+
+
+@dataclass(frozen=True)
+class EDMRule(TransitionRule):
+    """One step of a schedule of `x = x0 + c eps` (EDM, arXiv 2206.00364), whose model output is the predicted noise.
+
+    With `s = c / (1 + c)`, `x / (1 + c)` is on the path of flow matching at sigma `s`. So its transition to `c'` is
+
+        x' ~ Normal(x0h + (1 + c') kappa eps_h, (1 + c') std),    x0h = x - c eps_h
+
+    with the `(kappa, std)` of `coefficients` at `s` and `s'`, which are `sigma` and `sigma_next` here. At noise 0 that
+    is bitwise the scheduler's Euler step `x + (c' - c) eps_h`.
+    """
+
+    scale: float  # c, any positive number
+    scale_next: float  # c'
+    kappa: float
+    std: float  # of x', hence times 1 + c'
+
+    @property
+    def sigma(self) -> float:  # type: ignore[override]
+        return self.scale / (1 + self.scale)
+
+    @property
+    def sigma_next(self) -> float:  # type: ignore[override]
+        return self.scale_next / (1 + self.scale_next)
+
+    @property
+    def jacobian(self) -> float:
+        return abs((1 + self.scale_next) * self.kappa - self.scale)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        deviation = (1 + self.scale_next) * (self.kappa - self.sigma_next)
+        return x.float() + ((self.scale_next - self.scale) + deviation) * model_output.float()
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """`x0 + c noise`."""
+        return x0.float() + self.scale * noise.float()
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """The noise."""
+        del x0
+        return noise.float()
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """`x - c eps_h`."""
+        return x.float() - self.scale * model_output.float()
+
+
+@dataclass(frozen=True)
+class DenoisedRule(EDMRule):
+    """A step of EDM with a preconditioned output F, which predicts the clean latents `skip x + out F`.
+
+    The transition is that of `EDMRule`, with `eps_h = (x - x0h) / c`. Where a pipeline guides clean latents and steps
+    with those (Cosmos 1), the output is `x0h` itself: skip 0, out 1.
+    """
+
+    skip: float
+    out: float
+
+    @property
+    def jacobian(self) -> float:
+        return abs(self.out * (1 - (1 + self.scale_next) * self.kappa / self.scale))
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        return super().mean(x, (x.float() - self.clean(x, model_output)) / self.scale)
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        # (x0 - skip (x0 + c noise)) / out, without the difference of large numbers
+        return ((1 - self.skip) * x0.float() - self.skip * self.scale * noise.float()) / self.out
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        if (self.skip, self.out) == (0.0, 1.0):
+            return model_output.float()
+        return self.skip * x.float() + self.out * model_output.float()
+
+
+@dataclass(frozen=True)
+class DDIMRule(TransitionRule):
+    """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
+
+    The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
+    the same. `sigma` is sqrt(1 - alpha_bar). Raises `ValueError` for other prediction types.
+
+    TrigFlow (arXiv 2410.11081), x = cos(t) x0 + sin(t) z with z ~ Normal(0, noise_scale), is a v prediction with
+    sqrt(alpha_bar) = cos(t).
+    """
+
+    sigma: float
+    sigma_next: float
+    sqrt_alpha: float
+    sqrt_alpha_next: float
+    direction: float  # sqrt(1 - alpha_bar_next - std^2)
+    std: float
+    prediction_type: str
+    clip_range: float | None
+    noise_scale: float = 1.0  # std of what is added at noise level 1
+    boundary: tuple[float, float] = (0.0, 1.0)  # c_skip, c_out of a consistency model (LCM): x0h is c_out x0 + c_skip x
+
+    def __post_init__(self) -> None:
+        if self.prediction_type not in ("epsilon", "v_prediction", "sample"):
+            raise ValueError(f"unknown prediction_type {self.prediction_type!r}")
+
+    @property
+    def jacobian(self) -> float:
+        """`|d mean / d model_output|` where nothing is clipped."""
+        clean = self.sqrt_alpha_next * self.boundary[1]  # the factor of the clean latents
+        match self.prediction_type:
+            case "epsilon":
+                return abs(self.direction - clean * self.sigma / self.sqrt_alpha)
+            case "v_prediction":
+                return abs(self.direction * self.sqrt_alpha - clean * self.sigma)
+            case _:  # sample
+                return abs(clean - self.direction * self.sqrt_alpha / self.sigma)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        x0, epsilon = self._predictions(x.float(), model_output.float())
+        return self.sqrt_alpha_next * x0 + self.direction * epsilon
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """`sqrt(alpha_bar) x0 + sigma noise`."""
+        return self.sqrt_alpha * x0.float() + self.sigma * self._scaled(noise)
+
+    def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        match self.prediction_type:
+            case "epsilon":
+                return self._scaled(noise)
+            case "v_prediction":
+                return self.sqrt_alpha * self._scaled(noise) - self.sigma * x0.float()
+            case _:  # sample
+                return x0.float()
+
+    def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """The predicted clean latents, clipped as in `mean`."""
+        return self._predictions(x.float(), model_output.float())[0]
+
+    def _scaled(self, noise: torch.Tensor) -> torch.Tensor:
+        return noise.float() * self.noise_scale if self.noise_scale != 1.0 else noise.float()
+
+    def _predictions(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predicted clean latents, clipped, and predicted noise."""
+        match self.prediction_type:
+            case "epsilon":
+                x0, epsilon = (x - self.sigma * out) / self.sqrt_alpha, out
+            case "v_prediction":
+                x0 = self.sqrt_alpha * x - self.sigma * out
+                epsilon = self.sqrt_alpha * out + self.sigma * x
+            case _:  # sample
+                x0, epsilon = out, (x - self.sqrt_alpha * out) / self.sigma
+        if self.clip_range is not None:
+            x0 = x0.clamp(-self.clip_range, self.clip_range)
+        if self.boundary != (0.0, 1.0):
+            x0 = self.boundary[1] * x0 + self.boundary[0] * x
+        return x0, epsilon
+
+
+@dataclass(frozen=True)
+class FlowMapRule(TransitionRule):
+    """One step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
+
+    It says nothing of the clean latents, so there is no noise to add and none to train on: only the step itself is
+    defined. Raises `ReplayError` for what forward-process algorithms ask.
+    """
+
+    sigma: float
+    sigma_next: float
+    std: float = 0.0
+
+    @property
+    def jacobian(self) -> float:
+        return abs(self.dt)
+
+    def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
+        """Bitwise the scheduler's next latents, which it computes in fp64."""
+        return (x.double() - (self.sigma - self.sigma_next) * model_output.double()).float()
+
+    def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        raise ReplayError(NO_CLEAN_LATENTS)
+
+    target = clean = noised
+
+
+Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
+
+
+def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
+    """The rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
+
+    Of a flow map, and of a step of length 0, it is `rule`.
+    """
+    if isinstance(rule, FlowMapRule) or rule.dt == 0:
+        return rule
+    if isinstance(rule, DDIMRule):
+        direction, std = _ddim_noise(rule, kernel, noise_level)
+        return replace(rule, direction=direction, std=std)
+    kappa, std = coefficients(kernel, rule.sigma, rule.sigma_next, noise_level, sigma_one)
+    factor = 1.0 if isinstance(rule, FlowRule) else 1 + rule.scale_next
+    return replace(rule, kappa=kappa, std=factor * std)
+
+
+def _ddim_noise(rule: DDIMRule, kernel: str, noise_level: float) -> tuple[float, float]:
+    """Direction and std of a step with noise: of DDIM, or of a consistency model, whose kernel is cps."""
+    if kernel == "cps":
+        kappa, std = coefficients("cps", 1.0, rule.sigma_next, noise_level, 1.0)
+        return kappa, std * rule.noise_scale
+    left = 1 - (rule.sqrt_alpha / rule.sqrt_alpha_next) ** 2
+    std = noise_level * rule.sigma_next / rule.sigma * math.sqrt(max(left, 0.0)) if kernel == "ddim" else 0.0
+    return math.sqrt(max(rule.sigma_next**2 - std**2, 0.0)), std
+
+
+def leap(rule: FlowRule, sigma: float) -> FlowRule:
+    """The Euler step from the noise level of `rule` to `sigma`, of any length: `x + (sigma - s) v`."""
+    return replace(rule, sigma_next=sigma, kappa=sigma, std=0.0)
 
 
 # --- The deterministic steps of a rollout: to which order each is taken (solver), and how far it goes (compression)
@@ -49,8 +432,8 @@ class OdeSolver:
 
         D = (1 + w) x0h - w x0h_last,  w = h / (2 h_last),  x' = (1 - s') D + s' (x - (1 - s) D) / s
 
-    It is of first order, hence `euler`, without a last step, where lambda is infinite (a last step from sigma 1, a step
-    to sigma 0), and after noise was added.
+    It is of first order, hence `euler`, without a last step, where lambda is infinite (last step from sigma 1, step to
+    sigma 0), and after noise.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,65 +448,64 @@ class OdeSolver:
         if last is None or s_next <= 0 or not s < last[0] < 1:
             return rule.mean(x, model_output)
         x0 = self._last[id(scheduler)][1]
-        w = 0.5 * (_log_snr(s_next) - _log_snr(s)) / (_log_snr(s) - _log_snr(last[0]))
+        before, now, after = (math.log((1 - sigma) / sigma) for sigma in (last[0], s, s_next))
+        w = 0.5 * (after - now) / (now - before)
         ratio = s_next / s  # (1 - s') - s' (1 - s) / s = 1 - s' / s
         return ratio * x.float() + (1 - ratio) * ((1 + w) * x0 - w * last[1])
 
     def observe(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> None:
-        """Take note of a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
+        """Remember a step of `scheduler`; after noise the latents are not on the path of earlier steps."""
         if rule.std > 0:
             self._last.pop(id(scheduler), None)
         elif self.second_order and rule.dt < 0:
             self._last[id(scheduler)] = (rule.sigma, rule.clean(x, model_output))
 
 
-def _log_snr(sigma: float) -> float:
-    return math.log((1 - sigma) / sigma)
-
-
 # --- From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not.
 
 
-@dataclass(frozen=True)
-class SamplingPlan:
-    """How a rollout takes its denoising steps; the arguments are explained in `record`.
-
-    Example: `SamplingPlan("flow_sde", 0.7, window=frozenset({1, 2}))` adds noise at steps 1 and 2 of the schedule and
-    takes the scheduler's own Euler steps elsewhere.
-    """
-
-    kernel: str
-    noise_level: float
-    solver: str = "euler"
-    compression: float = 1.0
-    cache: FeatureCache = NO_CACHE
-    window: frozenset[int] | None = None  # stochastic steps; None: all but the last
-    stop: int | None = None  # leave the pipeline where it is about to take this step
-    noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of single steps
-
-    def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
-            raise ValueError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
-        if not 0 < self.compression <= 1:
-            raise ValueError(f"compression must be above 0 and at most 1, got {self.compression}")
-
-
 class Transitions:
-    """Gives the rule of each scheduler step of one pipeline call, and advances the scheduler's own step index."""
+    """Takes the scheduler steps of one pipeline call, and advances the scheduler's own step index."""
 
     def __init__(self, plan: SamplingPlan) -> None:
-        self.plan = plan
+        self.plan, self.noise_level, self.solver = plan, plan.noise_level, OdeSolver(plan.solver)
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
         self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # of each scheduler, by id
+
+    def take(
+        self,
+        scheduler: SchedulerMixin,
+        timestep: Timestep,
+        x: torch.Tensor,
+        model_output: torch.Tensor,
+        stochastic: bool | None,
+        span: Span = ONE_STEP,
+        skips: bool = False,
+        noise_level: float | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> tuple[Rule, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Take a step from `x` `[B, ...]`: its rule, the next latents, and where it adds noise, their log-probability
+        `[B]` and mean `[B, ...]`, all fp32.
+
+        `skips`: the latents stay as they are. `noise_level`: in place of the plan's. `generators`: one per sample. The
+        other arguments are those of `next_rule`.
+        """
+        self.noise_level = self.plan.noise_level if noise_level is None else noise_level
+        rule = self.next_rule(scheduler, timestep, stochastic, span)
+        if rule.std > 0:
+            mean = rule.mean(x, model_output)
+            x_next = mean + rule.std * _noise(x, generators)
+            self.solver.observe(scheduler, rule, x, model_output)
+            return rule, x_next, gaussian_log_prob(x_next, mean, rule.std), mean
+        return rule, x if skips else self.solver.step(scheduler, rule, x, model_output), None, None
 
     def next_rule(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span = ONE_STEP
     ) -> Rule:
         """The rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `skipping.compressed_spans`.
-        Raises `ModelError` for schedulers without a transition kernel and for noise on the last step, which has no
-        density.
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `record.compressed_spans`.
+        Raises `ModelError` for schedulers without a transition kernel, and for noise on the last step.
         """
         if id(scheduler) not in self._rules:
             check_scheduler(scheduler, self.plan)
@@ -132,28 +514,33 @@ class Transitions:
 
     def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
         """How the rules of the family of `scheduler` are made."""
-        if is_flow_matching(scheduler):
-            return self._flow
-        if is_trigflow(scheduler):
-            return self._trigflow
-        if is_lcm(scheduler) or is_tcd(scheduler):
-            return self._lcm
-        if is_edm(scheduler):
-            return self._denoised
-        return self._flow_map if is_flow_map(scheduler) else self._ddim
+        match family(scheduler):
+            case "euler" | "flow_lcm" | "flow":
+                return self._flow
+            case "trigflow":
+                return self._trigflow
+            case "lcm" | "tcd":
+                return self._lcm
+            case "edm":
+                return self._denoised
+            case "flow_map":
+                return self._flow_map
+            case _:
+                return self._ddim
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
         total = len(scheduler.timesteps)
-        if is_trigflow(scheduler):  # its timesteps end with the noise level after the last step
+        kind = family(scheduler)
+        if kind == "trigflow":  # its timesteps end with the noise level after the last step
             total -= 1
-        elif is_flow_matching(scheduler):
+        elif kind in FLOW:
             total = len(scheduler.sigmas) - 1
         return total - self._position(scheduler, timestep)
 
     def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
-        if not counts_steps(scheduler):
+        if family(scheduler) not in COUNTS_STEPS:
             return self._table(scheduler.timesteps).index(float(timestep))
         return step_index(scheduler, timestep)
 
@@ -164,7 +551,7 @@ class Transitions:
                 "(sampling.window_range), or, if the pipeline takes fewer steps than sampling.num_inference_steps, "
                 "as when starting from an image with strength < 1, end the window before its last one"
             )
-        return self.plan.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
+        return self.noise_level if (stochastic or (stochastic is None and not last)) else 0.0
 
     def _flow(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
@@ -208,16 +595,16 @@ class Transitions:
         self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DDIMRule:
         """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
-        i, config = take_step(scheduler, timestep), scheduler.config
+        i, config, lcm = take_step(scheduler, timestep), scheduler.config, family(scheduler) == "lcm"
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
         alpha = scheduler.alphas_cumprod[times[here]]
-        end = torch.ones(()) if is_lcm(scheduler) else scheduler.alphas_cumprod[0]
+        end = torch.ones(()) if lcm else scheduler.alphas_cumprod[0]
         alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
         kappa, std = coefficients(self.plan.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
         boundary = (0.0, 1.0)
-        if is_lcm(scheduler):
+        if lcm:
             boundary = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
         return DDIMRule(
             sigma=float((1 - alpha) ** 0.5),
@@ -228,7 +615,7 @@ class Transitions:
             std=std,
             prediction_type=config.prediction_type,
             # TCD has the setting and never clips
-            clip_range=config.clip_sample_range if config.clip_sample and is_lcm(scheduler) else None,
+            clip_range=config.clip_sample_range if config.clip_sample and lcm else None,
             boundary=boundary,
         )
 
@@ -296,27 +683,41 @@ class Transitions:
         return self._tables[id(schedule)][1]
 
 
+def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
+    """Standard normal fp32 noise in the shape of `x`, sample by sample so that it does not depend on the batch."""
+    if generators is None:
+        return torch.randn(x.shape, device=x.device)
+    rows, remainder = divmod(len(x), len(generators))
+    if remainder:
+        raise ModelError(
+            f"the latents have {len(x)} rows for {len(generators)} samples: their noise cannot be assigned"
+        )
+    shape = (rows, *x.shape[1:])
+    return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in generators])
+
+
 def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
     """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `plan`."""
     name, given = type(scheduler).__name__, f"sampling.kernel={plan.kernel} with sampling.solver={plan.solver}"
-    if is_consistency(scheduler):
+    kind = family(scheduler)
+    if kind in CONSISTENCY:
         if plan.kernel not in ("cps", "ode") or plan.solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
-                f"(noise_level={int(resamples_noise(scheduler))} is its own sampler) and euler"
+                f"(noise_level={int(kind in RESAMPLES)} is its own sampler) and euler"
             )
         if scheduler.config.get("thresholding", False):
             raise ModelError(f"{name} with thresholding has no transition kernel: set thresholding=False")
-    elif is_flow_matching(scheduler):
+    elif kind in FLOW:
         if scheduler.config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
-    elif is_edm(scheduler):
+    elif kind == "edm":
         if plan.solver != "euler":
             raise ModelError(
                 f"sampling.solver={plan.solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
                 "beyond: use euler"
             )
-    elif is_flow_map(scheduler):
+    elif kind == "flow_map":
         if (plan.kernel != "ode" and plan.noise_level > 0) or plan.solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
@@ -330,21 +731,16 @@ def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
 def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
     """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `plan`."""
     config, name = scheduler.config, type(scheduler).__name__
-    from diffusers import DDIMScheduler  # in here: the driver of a run does without diffusers
-
-    if not isinstance(scheduler, DDIMScheduler):
+    if family(scheduler) != "ddim":
         raise ModelError(
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
             "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
         )
-    if plan.kernel not in ("ddim", "ode"):
-        raise ModelError(
-            f"sampling.kernel={plan.kernel} is for flow matching: this pipeline has a DDIMScheduler, use ddim"
-        )
-    if plan.solver != "euler":
-        raise ModelError(
-            f"sampling.solver={plan.solver} is for flow matching: this pipeline has a DDIMScheduler, use euler"
-        )
+    for key, value, allowed in (("kernel", plan.kernel, ("ddim", "ode")), ("solver", plan.solver, ("euler",))):
+        if value not in allowed:
+            raise ModelError(
+                f"sampling.{key}={value} is for flow matching: this pipeline has a DDIMScheduler, use {allowed[0]}"
+            )
     if config.thresholding:
         raise ModelError(
             "DDIM with thresholding has no transition kernel, since the latents are clipped by their own "
@@ -359,84 +755,31 @@ def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
 
 # --- The families of diffusers' schedulers that have transition kernels, and what each needs besides its rule
 
-# diffusers is imported in the functions: the driver of a run does without
+FAMILIES = {
+    "FlowMatchEulerDiscreteScheduler": "euler",
+    "FlowMatchLCMScheduler": "flow_lcm",  # consistency models of flow matching, which noise anew at each step
+    "SCMScheduler": "trigflow",  # consistency models in TrigFlow, whose noise levels are angles
+    "LCMScheduler": "lcm",  # latent consistency models (arXiv 2310.04378)
+    "TCDScheduler": "tcd",  # trajectory consistency models (arXiv 2402.19159)
+    "EDMEulerScheduler": "edm",  # preconditions input and output as EDM does (arXiv 2206.00364)
+    "FlowMapEulerDiscreteScheduler": "flow_map",  # the output is the average velocity between two levels (AnyFlow)
+    "DDIMScheduler": "ddim",
+}
+FLOW = ("euler", "flow_lcm", "flow")  # the output is a velocity, the sigmas are those of `x = (1 - s) x0 + s eps`
+RESAMPLES = ("trigflow", "lcm", "flow_lcm")  # predict clean latents and noise them anew: the kernel cps at level 1
+CONSISTENCY = (*RESAMPLES, "tcd")  # consistency models, whose steps have the kernel cps
+COUNTS_STEPS = (*FLOW, *CONSISTENCY, "edm", "flow_map")  # look their noise level up by the number of the step
+GIVES_MODEL_DTYPE = ("euler", "flow_lcm", "edm", "flow_map")  # the next latents have the dtype of the model output
 
 
-def is_flow_matching(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's model output is a velocity and its sigmas those of `x = (1 - s) x0 + s eps`."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+def family(scheduler: SchedulerMixin) -> str | None:
+    """The family of `scheduler`; "flow" is flow matching by another class. None: it has no transition kernel."""
+    import diffusers  # in here: the driver of a run does without diffusers
 
-    return (
-        isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-        or is_flow_lcm(scheduler)
-        or scheduler.config.get("prediction_type") == "flow_prediction"
-    )
-
-
-def is_flow_lcm(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler is that of consistency models of flow matching: it noises anew at each step."""
-    from diffusers import FlowMatchLCMScheduler
-
-    return isinstance(scheduler, FlowMatchLCMScheduler)
-
-
-def is_trigflow(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's noise levels are angles, as those of consistency models in TrigFlow."""
-    from diffusers import SCMScheduler
-
-    return isinstance(scheduler, SCMScheduler)
-
-
-def is_lcm(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler is that of latent consistency models (arXiv 2310.04378)."""
-    from diffusers import LCMScheduler
-
-    return isinstance(scheduler, LCMScheduler)
-
-
-def is_tcd(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler is that of trajectory consistency models (arXiv 2402.19159)."""
-    from diffusers import TCDScheduler
-
-    return isinstance(scheduler, TCDScheduler)
-
-
-def resamples_noise(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's own sampler predicts clean latents and noises them anew: the kernel cps at level 1."""
-    return is_trigflow(scheduler) or is_lcm(scheduler) or is_flow_lcm(scheduler)
-
-
-def is_consistency(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler is that of a consistency model, whose steps have the kernel cps."""
-    return resamples_noise(scheduler) or is_tcd(scheduler)
-
-
-def is_edm(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler preconditions input and output as EDM does (arXiv 2206.00364)."""
-    from diffusers import EDMEulerScheduler
-
-    return isinstance(scheduler, EDMEulerScheduler)
-
-
-def is_flow_map(scheduler: SchedulerMixin) -> bool:
-    """Whether the model's output is the average velocity between two noise levels (AnyFlow)."""
-    from diffusers import FlowMapEulerDiscreteScheduler
-
-    return isinstance(scheduler, FlowMapEulerDiscreteScheduler)
-
-
-def counts_steps(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler looks its noise level up by the number of the step."""
-    kinds = (is_flow_matching, is_consistency, is_edm, is_flow_map)
-    return any(kind(scheduler) for kind in kinds)
-
-
-def gives_model_dtype(scheduler: SchedulerMixin) -> bool:
-    """Whether the scheduler's next latents have the dtype of the model output, not that of the latents."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    euler = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
-    return euler or is_flow_lcm(scheduler) or is_edm(scheduler) or is_flow_map(scheduler)
+    found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind))), None)
+    if found not in FLOW and scheduler.config.get("prediction_type") == "flow_prediction":
+        return "flow"
+    return found
 
 
 def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
@@ -459,7 +802,7 @@ def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
 
     Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
     """
-    if counts_steps(scheduler):
+    if family(scheduler) in COUNTS_STEPS:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 
 

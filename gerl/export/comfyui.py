@@ -1,4 +1,4 @@
-"""Workflows for ComfyUI, in the format of its API, that draw with a LoRA.
+"""Workflows for ComfyUI, in the format of its API, that sample with a LoRA.
 
 Source of nodes, file names, shifts and schedules: ComfyUI's own templates (github.com/Comfy-Org/workflow_templates,
 templates/default.json at commit 01d7404, flux_dev_full_text_to_image.json at 0de266f, image_qwen_image.json at 099db66,
@@ -87,7 +87,7 @@ LOADERS = {1: "CLIPLoader", 2: "DualCLIPLoader", 3: "TripleCLIPLoader"}
 
 
 def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str, Any]) -> dict[str, Node] | None:
-    """The graph that draws `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
+    """The graph that samples `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
 
     pipeline: its class in diffusers. base: its hub id or name. call: the arguments of the pipeline's call.
     """

@@ -104,7 +104,7 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
                 f"model={base.path} has no {name}, to which the LoRA belongs; use the model it was trained on"
             )
         check_fit(lora, denoiser, f"{name} of {base.path}")
-        merge(lora, denoiser)
+        merge(lora.halves, denoiser)
     return pipe
 
 

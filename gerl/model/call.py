@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gerl.config import SamplingConfig
-from gerl.engine.transitions import is_flow_map, is_flow_matching
+from gerl.engine.transitions import FLOW, family
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
 
 def check_sigmas(scheduler: SchedulerMixin, sampling: SamplingConfig) -> None:
     """Raise `ModelError` if `sampling.sigmas` asks `scheduler` for noise levels that are none of its own."""
-    if training_sigmas(sampling) is not None and not (is_flow_matching(scheduler) or is_flow_map(scheduler)):
+    if training_sigmas(sampling) is not None and family(scheduler) not in (*FLOW, "flow_map"):
         raise ModelError(
             f"sampling.sigmas={sampling.sigmas} requires flow matching, whose noise levels are in [0, 1]: this "
             f"pipeline has the scheduler {type(scheduler).__name__}, use sampling.sigmas=scheduler"

@@ -80,7 +80,9 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights on loading: give the path instead")
     for name, denoiser in find_denoisers(pipe).items():
-        if is_fused(denoiser):
+        adapted = [layer for layer in denoiser.modules() if isinstance(layer, BaseTunerLayer)]
+        names = [set(layer._all_available_adapter_names()) - set(layer.merged_adapters) for layer in adapted]
+        if adapted and not any(names) and all(layer.merged for layer in adapted):  # as after `pipe.fuse_lora()`
             logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
             remove_lora(denoiser)
         check_plain(name, denoiser)
@@ -104,7 +106,8 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
 
     A LoRA trained on anything else (other adapters, fused projections, caches) fits no plain pipeline.
     """
-    if kinds := sorted({type(m).__module__.split(".")[2] for m in denoiser.modules() if _is_adapter(m)}):
+    adapters = [type(m).__module__ for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
+    if kinds := sorted({name.split(".")[2] for name in adapters if name.startswith("peft.tuners.")}):
         raise ModelError(
             f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
             "them, or pipe.fuse_lora() and then pipe.unload_lora_weights() to train on top of them"
@@ -121,22 +124,10 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
         )
 
 
-def is_fused(denoiser: torch.nn.Module) -> bool:
-    """Whether there are adapters on it, and the weights have all of them in, as after `pipe.fuse_lora()`."""
-    layers = [module for module in denoiser.modules() if isinstance(module, BaseTunerLayer)]
-    return bool(layers) and all(
-        layer.merged and set(layer._all_available_adapter_names()) <= set(layer.merged_adapters) for layer in layers
-    )
-
-
 def _is_projection_fused(module: torch.nn.Module) -> bool:
     if isinstance(module, Attention):  # which is still marked after unfuse_qkv_projections() has given it its processor
         return type(module.processor).__name__.startswith("Fused")
     return bool(getattr(module, "fused_projections", False))
-
-
-def _is_adapter(module: torch.nn.Module) -> bool:
-    return isinstance(module, BaseTunerLayer) and type(module).__module__.startswith("peft.tuners.")
 
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:
@@ -167,7 +158,8 @@ def skeletons(folder: str) -> dict[str, ModelMixin] | None:
     Autoencoders are left out, for which building takes time and which are no denoisers.
     """
     index = DiffusionPipeline.load_config(folder)
-    if isinstance(index["_class_name"], list) or any(list((Path(folder) / n).glob("*.py")) for n in _folders(index)):
+    parts = [name for name, entry in index.items() if isinstance(entry, list)]
+    if "_class_name" in parts or any(list((Path(folder) / name).glob("*.py")) for name in parts):
         return None
     kinds = {name: model_class(entry) for name, entry in index.items()}
     return {
@@ -183,10 +175,6 @@ def model_class(entry: object) -> type[ModelMixin] | None:
         return None
     kind = getattr(diffusers, str(entry[1]), None)
     return kind if isinstance(kind, type) and issubclass(kind, ModelMixin) else None
-
-
-def _folders(index: Mapping[str, object]) -> list[str]:
-    return [name for name, entry in index.items() if isinstance(entry, list)]
 
 
 @contextlib.contextmanager

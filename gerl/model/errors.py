@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["loading", "rollout", "validation", "update"]
 # what pipelines raise for arguments that they do not take, or do not take together
-REFUSALS = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, AssertionError)
+PIPELINE_ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, AssertionError)
 LIBRARIES = ("diffusers", "transformers", "peft", "diffusers_modules")
 COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 FULL = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -42,45 +42,46 @@ class MemoryFull(ModelError):
     """The memory of a device does not hold what was asked for."""
 
 
-@contextlib.contextmanager
-def pipeline_errors(pipe: DiffusionPipeline, given: Mapping[str, object]) -> Iterator[None]:
-    """Turn an error that the call of `pipe` raises into `CallRefused`; `given`: its arguments by configuration key.
+def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str, object]) -> None:
+    """Raise `CallRefused` if `error` is one of `pipe` about its call; `given`: its arguments by configuration key.
 
-    Errors of gerl's own code that runs within the call, of the compiler, and full memory are raised as they are.
+    Does nothing for errors of gerl's own code that runs within the call, of the compiler, and full memory.
     """
-    try:
-        yield
-    except REFUSALS as error:
-        if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
-            raise
-        arguments = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
-        raise CallRefused(
-            f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct "
-            f"the one it names among {arguments}"
+    if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
+        return
+    arguments = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
+    raise CallRefused(
+        f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct the one "
+        f"it names among {arguments}"
+    ) from error
+
+
+def raise_known(error: Exception, phase: Phase, images: int | None = None) -> None:
+    """Raise full memory as `MemoryFull`, and an error of the compiler as `ModelError`; does nothing for others.
+
+    `images`: number in the micro-batch.
+    """
+    if is_full(error):
+        traceback.clear_frames(error.__traceback__)  # they keep the tensors, and what follows needs the memory
+        what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
+        on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
+        place = "the GPU's memory" if on_gpu else "the main memory"
+        raise MemoryFull(f"{place} is too small for {what} ({_words(error)}): {LESS_MEMORY[phase]}") from error
+    if _is_of_compiler(error):
+        others = ", ".join(torch.compiler.list_backends())
+        raise ModelError(
+            f"model.compile: torch.compile cannot compile this model ({type(error).__name__}: {_words(error)}): use "
+            f"another backend ({others}), or model.compile=null"
         ) from error
 
 
 @contextlib.contextmanager
 def model_errors(phase: Phase, images: int | None = None) -> Iterator[None]:
-    """Turn full memory into `MemoryFull`, and what the compiler raises into `ModelError`.
-
-    `images`: as many are in the micro-batch.
-    """
+    """Raise errors of a block as `raise_known` does."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if is_full(error):
-            traceback.clear_frames(error.__traceback__)  # they keep the tensors, and what follows needs the memory
-            what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
-            on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
-            place = "the GPU's memory" if on_gpu else "the main memory"
-            raise MemoryFull(f"{place} is too small for {what} ({_words(error)}): {LESS_MEMORY[phase]}") from error
-        if _is_of_compiler(error):
-            others = ", ".join(torch.compiler.list_backends())
-            raise ModelError(
-                f"model.compile: torch.compile cannot compile this model ({type(error).__name__}: {_words(error)}): "
-                f"use another backend ({others}), or model.compile=null"
-            ) from error
+        raise_known(error, phase, images)
         raise
 
 

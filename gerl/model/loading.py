@@ -31,6 +31,7 @@ from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import Unread, check_context, divide_context, shard, sharded_components, unread_models
 from gerl.model.teachers import attach_teachers, in_teachers, read_teachers, teachers_parameters
 from gerl.objects import pipeline
+from gerl.utils.files import first_line
 from gerl.utils.seeding import derive_seed
 
 # --- Loading a pipeline by hub id or folder and preparing it for training
@@ -103,8 +104,9 @@ def _loading(path: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(refusal_of_code(path)) from None
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model.path={path!r} cannot be loaded as a diffusers pipeline: {reason}") from error
+        raise ModelError(
+            f"model.path={path!r} cannot be loaded as a diffusers pipeline: {first_line(error)}"
+        ) from error
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import accelerate
 import torch
+import yaml
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin, lora_pipeline
 from diffusers.models.normalization import AdaLayerNormContinuous
@@ -29,7 +30,7 @@ from gerl.config import ModelConfig
 from gerl.errors import CheckpointError, ModelError
 from gerl.model.hub import fetch_lora
 from gerl.model.paths import WEIGHTS, local_lora
-from gerl.utils.files import reason
+from gerl.utils.files import first_line, reason
 from gerl.utils.tensors import pack_tensors
 
 # --- LoRA on any denoiser: where it goes, switching it off, and its file in diffusers' format
@@ -59,7 +60,7 @@ def default_targets(denoiser: torch.nn.Module) -> list[str]:
         )
         return not inert and not blocks.isdisjoint(above) and not NOT_TRAINED.search(name)
 
-    return [name for name, module in modules.items() if isinstance(module, torch.nn.Linear) and is_target(name)]
+    return [name for name in linear_layers(denoiser) if is_target(name)]
 
 
 def _path(name: str) -> list[str]:
@@ -67,32 +68,25 @@ def _path(name: str) -> list[str]:
     return [name[:i] for i, c in enumerate(name) if c == "."] + [name]
 
 
-def plain_layers(denoiser: torch.nn.Module) -> set[str] | None:
-    """Names of the linear layers that the class of `denoiser` makes of its configuration; None where it has none.
-
-    Those of an IP-Adapter or of fused projections are not among them: a plain pipeline cannot load a LoRA of them.
-    """
-    if not isinstance(denoiser, ModelMixin):
-        return None
-    with accelerate.init_empty_weights():
-        plain = type(denoiser).from_config(denoiser.config)
-    return {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+def linear_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the linear layers of `model`."""
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
     """Names of the linear layers of `denoiser` that get a LoRA; raises `ModelError` if there are none.
 
     `pattern`: regular expression searched in the layers' names; None: `default_targets`. Layers that a plain model of
-    the class has not are left out, see `plain_layers`.
+    the class lacks (an IP-Adapter's, fused projections) are left out: a plain pipeline cannot load a LoRA of them.
     """
-    plain = plain_layers(denoiser)
-    linear = [
-        name
-        for name, module in denoiser.named_modules()
-        if isinstance(module, torch.nn.Linear) and (plain is None or name in plain)
-    ]
+    linear = linear_layers(denoiser)
+    if isinstance(denoiser, ModelMixin):
+        with accelerate.init_empty_weights():
+            plain = set(linear_layers(type(denoiser).from_config(denoiser.config)))
+        linear = [name for name in linear if name in plain]
     if pattern is None:
-        found = [name for name in default_targets(denoiser) if plain is None or name in plain]
+        known = set(linear)
+        found = [name for name in default_targets(denoiser) if name in known]
     else:
         try:
             found = [name for name in linear if re.search(pattern, name)]
@@ -114,13 +108,16 @@ def add_lora(
     A is Gaussian, drawn from `seed`; B is zero, so the output is at first bitwise that of the base model.
     """
     denoiser.requires_grad_(False)
-    targets = find_targets(denoiser, pattern)
+    targets = set(find_targets(denoiser, pattern))
+    # peft takes every module whose name ends in a target's name after a dot
+    others = [name for name, _ in denoiser.named_modules() if name not in targets]
+    mistaken = [name for name in others if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         init_lora_weights="gaussian",
-        target_modules=targets,
-        exclude_modules=_mistaken(denoiser, set(targets)) or None,
+        target_modules=list(targets),
+        exclude_modules=mistaken or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -142,12 +139,6 @@ def remove_lora(denoiser: torch.nn.Module) -> None:
         recurse_remove_peft_layers(denoiser)
         if hasattr(denoiser, "peft_config"):
             del denoiser.peft_config
-
-
-def _mistaken(denoiser: torch.nn.Module, targets: set[str]) -> list[str]:
-    """Modules that peft would take for one of `targets`, since their names end in its name after a dot."""
-    names = [name for name, _ in denoiser.named_modules() if name not in targets]
-    return [name for name in names if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
 
 
 @contextlib.contextmanager
@@ -266,20 +257,28 @@ def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str
     }
 
 
+DAMAGED = "{} is not a readable LoRA ({}): give a complete .safetensors file"
+
+
+def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The LoRA's configuration in the header of a safetensors file, and its tensors; raises `ModelError`."""
+    try:
+        with safe_open(file, "pt") as opened:
+            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        if not isinstance(header, dict):
+            raise ValueError(f"its {METADATA} is not a JSON object")
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise ModelError(DAMAGED.format(file, reason(error))) from None
+    return header, tensors
+
+
 def read_lora(file: Path) -> dict[str, Lora] | None:
     """The LoRA of each denoiser in a file that gerl wrote; None for one in another layout.
 
     Raises `ModelError` if it is no safetensors file, or a damaged one.
     """
-    damaged = f"{file} is not a readable LoRA ({{}}): give a complete .safetensors file"
-    try:
-        with safe_open(file, "pt") as opened:
-            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise ModelError(damaged.format(reason(error))) from None
-    if not isinstance(header, dict):
-        raise ModelError(damaged.format(f"its {METADATA} is not a JSON object"))
+    header, tensors = _open(file)
     try:
         loras = collect_loras(tensors, alpha=0.0)
     except CheckpointError:
@@ -289,7 +288,7 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
         return None
     for name, lora in loras.items():
         if fault := _fault(lora, alphas[name]):
-            raise ModelError(damaged.format(f"{name}: {fault}"))
+            raise ModelError(DAMAGED.format(file, f"{name}: {fault}"))
     return {name: replace(lora, alpha=float(header[f"{name}.lora_alpha"])) for name, lora in loras.items()} or None
 
 
@@ -390,18 +389,12 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
-    try:
-        with safe_open(file, "pt") as opened:
-            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        if not isinstance(header, dict):
-            raise ValueError(f"its {METADATA} is not a JSON object")
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read ({reason(error)}): give a complete .safetensors file") from None
+    header, tensors = _open(file)
     try:
         if all(key.startswith(KOHYA) for key in tensors):
             name = _denoiser_of(file.stem.removeprefix("lora_"), denoisers)
-            if in_layout(tensors, denoisers[name]):
+            known = type(denoisers[name]).__name__ in LAYOUTS
+            if known and {key.split(".")[0] for key in tensors} <= _kohya_names(denoisers[name]).keys():
                 return {name: kohya_halves(tensors, denoisers[name])}
         if all(key.startswith(PEFT_PREFIX) for key in tensors):
             name = _denoiser_of(file.parent.name, denoisers)
@@ -477,78 +470,10 @@ def _check_numbers(name: str, layers: Layers) -> None:
 
 # --- A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights
 
-
-def _qkv(attention: str) -> tuple[str, ...]:
-    return tuple(f"{attention}.to_{x}" for x in "qkv")
-
-
-def _added_qkv(attention: str) -> tuple[str, ...]:
-    return tuple(f"{attention}.add_{x}_proj" for x in "qkv")
-
-
-# How kohya files call the layers of a family: as its original code does, dots as underscores. Original name -> layers
-# of diffusers, `*` is the number of a block. Several layers lie on top of each other in one of the original.
+# class of a denoiser -> name of a layer in its original code -> the layers of diffusers that make it up
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "SD3Transformer2DModel": {
-        "joint_blocks.*.x_block.attn.qkv": _qkv("transformer_blocks.*.attn"),
-        "joint_blocks.*.x_block.attn.proj": ("transformer_blocks.*.attn.to_out.0",),
-        "joint_blocks.*.x_block.attn2.qkv": _qkv("transformer_blocks.*.attn2"),
-        "joint_blocks.*.x_block.attn2.proj": ("transformer_blocks.*.attn2.to_out.0",),
-        "joint_blocks.*.x_block.mlp.fc1": ("transformer_blocks.*.ff.net.0.proj",),
-        "joint_blocks.*.x_block.mlp.fc2": ("transformer_blocks.*.ff.net.2",),
-        "joint_blocks.*.context_block.attn.qkv": _added_qkv("transformer_blocks.*.attn"),
-        "joint_blocks.*.context_block.attn.proj": ("transformer_blocks.*.attn.to_add_out",),
-        "joint_blocks.*.context_block.mlp.fc1": ("transformer_blocks.*.ff_context.net.0.proj",),
-        "joint_blocks.*.context_block.mlp.fc2": ("transformer_blocks.*.ff_context.net.2",),
-        "joint_blocks.*.x_block.adaLN_modulation.1": ("transformer_blocks.*.norm1.linear",),
-        "joint_blocks.*.context_block.adaLN_modulation.1": ("transformer_blocks.*.norm1_context.linear",),
-        "context_embedder": ("context_embedder",),
-        "t_embedder.mlp.0": ("time_text_embed.timestep_embedder.linear_1",),
-        "t_embedder.mlp.2": ("time_text_embed.timestep_embedder.linear_2",),
-        "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
-        "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
-        "final_layer.adaLN_modulation.1": ("norm_out.linear",),
-        "final_layer.linear": ("proj_out",),
-    },
-    "FluxTransformer2DModel": {
-        "double_blocks.*.img_attn.qkv": _qkv("transformer_blocks.*.attn"),
-        "double_blocks.*.img_attn.proj": ("transformer_blocks.*.attn.to_out.0",),
-        "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
-        "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
-        "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
-        "double_blocks.*.txt_attn.qkv": _added_qkv("transformer_blocks.*.attn"),
-        "double_blocks.*.txt_attn.proj": ("transformer_blocks.*.attn.to_add_out",),
-        "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
-        "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
-        "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
-        "single_blocks.*.linear1": (*_qkv("single_transformer_blocks.*.attn"), "single_transformer_blocks.*.proj_mlp"),
-        "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
-        "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
-    },
-    "QwenImageTransformer2DModel": {},
-    "ZImageTransformer2DModel": {
-        f"{blocks}.*.attention.{original}": layers
-        for blocks in ("layers", "noise_refiner", "context_refiner")
-        for original, layers in {
-            "qkv": _qkv(f"{blocks}.*.attention"),
-            "out": (f"{blocks}.*.attention.to_out.0",),
-        }.items()
-    },
-    "WanTransformer3DModel": {
-        f"blocks.*.{original}": (f"blocks.*.{layer}",)
-        for original, layer in {
-            **{f"self_attn.{x}": f"attn1.to_{x}" for x in "qkv"},
-            "self_attn.o": "attn1.to_out.0",
-            **{f"cross_attn.{x}": f"attn2.to_{x}" for x in "qkv"},
-            "cross_attn.o": "attn2.to_out.0",
-            "cross_attn.k_img": "attn2.add_k_proj",
-            "cross_attn.v_img": "attn2.add_v_proj",
-            "ffn.0": "ffn.net.0.proj",
-            "ffn.2": "ffn.net.2",
-        }.items()
-    },
-    # kohya trains it under the names of diffusers
-    "UNet2DConditionModel": {},
+    family: {original: tuple([parts] if isinstance(parts, str) else parts) for original, parts in layers.items()}
+    for family, layers in yaml.safe_load(Path(__file__).with_name("kohya_layouts.yaml").read_text("utf-8")).items()
 }
 BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
 # whose other layers have the same name in both
@@ -569,11 +494,8 @@ def diffusers_file(
             tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
         header |= {f"{prefix}.{key}": value for key, value in config.items()}
-    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **_note(base), **facts})
-
-
-def _note(base: str | None) -> dict[str, str]:
-    return {} if base is None else {"base_model": base}
+    note = {} if base is None else {"base_model": base}
+    return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **note, **facts})
 
 
 def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
@@ -619,16 +541,12 @@ def kohya_file(
             b = _halves_swapped(lora.layers[part][1], part, denoiser)
             top = sum(rows[: parts.index(part)])
             up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
-        name = "lora_unet_" + original.replace(".", "_")
+        name = KOHYA + original.replace(".", "_")
         # readers divide alpha by the rank they find, that of all blocks together
         alpha = torch.tensor(lora.scale * len(down))
         tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
-    return pack_tensors(tensors, {"format": "pt", **_note(base), **facts})
-
-
-def in_layout(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> bool:
-    """Whether `kohya_halves` knows all modules of a file for the class of `denoiser`."""
-    return type(denoiser).__name__ in LAYOUTS and {n.split(".")[0] for n in tensors} <= _kohya_names(denoiser).keys()
+    note = {} if base is None else {"base_model": base}
+    return pack_tensors(tensors, {"format": "pt", **note, **facts})
 
 
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
@@ -642,11 +560,9 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
     """
     originals = _kohya_names(denoiser)
     found: dict[str, Halves] = {}
-    modules = sorted({name.split(".")[0] for name in tensors})
-    for module in modules:
-        halves = [tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up")]
+    for module in sorted({name.split(".")[0] for name in tensors}):
+        down, up = (tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up"))
         alpha = tensors.get(f"{module}.alpha")
-        down, up = halves
         known = {f"{module}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")}
         if unread := sorted({name for name in tensors if name.split(".")[0] == module} - known):
             raise ModelError(f"its {unread[0]} is not part of a LoRA, and would be ignored")
@@ -686,13 +602,10 @@ def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
             f"kohya's layout for {family} is unknown, only for {', '.join(LAYOUTS)}: use a diffusers or PEFT file"
         )
     names: dict[str, tuple[str, ...]] = {}
-    for layer, module in denoiser.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            try:
-                original, parts = _original(layer, family)
-            except ModelError:  # kohya has no name for it
-                continue
-            names["lora_unet_" + original.replace(".", "_")] = parts
+    for layer in linear_layers(denoiser):
+        with contextlib.suppress(ModelError):  # kohya has no name for it
+            original, parts = _original(layer, family)
+            names[KOHYA + original.replace(".", "_")] = parts
     return names
 
 
@@ -711,14 +624,9 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
     return layer, (layer,)
 
 
-def merge(lora: Lora, denoiser: torch.nn.Module) -> None:
-    """Add the LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
-    merge_halves(lora.halves, denoiser)
-
-
 @torch.no_grad()
-def merge_halves(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
-    """As `merge`, for a LoRA whose layers may have a rank and a scale each."""
+def merge(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
+    """Add a LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
     for layer, halves in layers.items():
         weight = denoiser.get_parameter(f"{layer}.weight")
         update = (halves.b.float() @ halves.a.float()).to(weight.device)
@@ -738,7 +646,7 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """
     assert config.lora is not None
     try:
-        found = read_layers(place_of(config.lora), denoisers)
+        found = read_layers(local_lora(config.lora) or fetch_lora(config.lora), denoisers)
         for name, layers in found.items():
             check_fit(layers, denoisers[name], name)
     except ModelError as error:
@@ -748,11 +656,6 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
         for name, layers in found.items():
             _check_keys(config, layers, denoisers[name])
     return found
-
-
-def place_of(source: str) -> Path:
-    """The file or folder of a LoRA; one of the hub is fetched into its cache."""
-    return local_lora(source) or fetch_lora(source)
 
 
 def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) -> None:
@@ -791,7 +694,7 @@ def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
 def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
     """Add `model.lora` to the weights of `denoisers`: computed in fp32, rounded once to their precision."""
     for name, layers in read_start(config, denoisers).items():
-        merge_halves(layers, denoisers[name])
+        merge(layers, denoisers[name])
     logger.info("%s is merged into the base model", config.lora)
 
 
@@ -820,8 +723,7 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
         try:
             plain.load_lora_adapter(own, prefix=None, adapter_name=CHECK_ADAPTER, low_cpu_mem_usage=True)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ModelError(f"plain diffusers does not load the LoRA of {name}: {reason}") from error
+            raise ModelError(f"plain diffusers does not load the LoRA of {name}: {first_line(error)}") from error
         loaded = get_peft_model_state_dict(plain, adapter_name=CHECK_ADAPTER)
         wrong = sorted(own.keys() ^ loaded.keys()) or [k for k, v in own.items() if loaded[k].shape != v.shape]
         if wrong:
@@ -863,8 +765,8 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         if not all("lora_A" in key or "lora_B" in key for key in found):
             found = convert_unet_state_dict_to_peft(found)
     except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({first:.200})") from None
+        why = first_line(error)[:200]
+        raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({why})") from None
     if others := sorted({key.partition(".")[0] for key in found} - {name}):
         raise ModelError(f"it has a LoRA of {' and '.join(others)}, and gerl trains {name}: use a file of {name} alone")
     config = _alphas(alphas or {}, name)

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
 from gerl.config.blocks import DrawingPrecision, Offload
-from gerl.engine.batching import Arguments
+from gerl.engine.tape import Arguments
 from gerl.errors import ConfigError, ModelError
 from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks
-from gerl.utils.files import reason
+from gerl.utils.files import first_line, reason
 
 # --- Where the frozen parts of a pipeline are, and in which precision they compute
 
@@ -90,7 +90,7 @@ class OffloadedBlocks:
             for block in blocks:
                 self.homes[block] = [(t, self._home(t)) for t in (*block.parameters(), *block.buffers())]
                 for part in block.modules():  # of some models a part is called past its block
-                    part.register_forward_pre_hook(partial(self._before, block))
+                    part.register_forward_pre_hook(lambda *_, block=block: self.enter(block))
                     part.register_forward_hook(partial(self._after, block))
             inside = {id(t) for block in blocks for t, _ in self.homes[block]}
             for tensor in (*denoiser.parameters(), *denoiser.buffers()):
@@ -120,9 +120,6 @@ class OffloadedBlocks:
             for tensor, home in self.homes[self.present]:
                 tensor.data = home
             self.present = None
-
-    def _before(self, block: torch.nn.Module, *_: object) -> None:
-        self.enter(block)
 
     def _after(self, block: torch.nn.Module, part: torch.nn.Module, args: object, output: object) -> None:
         for tensor in tree_leaves(output):
@@ -198,7 +195,10 @@ class QuantizedRollout:
             for denoiser in denoisers.values()
             for block in repeated_blocks(denoiser)
             for layer in block.modules()
-            if isinstance(layer, torch.nn.Linear) and _fits(layer)
+            if isinstance(layer, torch.nn.Linear)
+            and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+            and layer.weight.is_floating_point()
+            and not layer.weight.requires_grad
         }
         if not layers:
             raise ModelError(
@@ -249,19 +249,10 @@ def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Paramete
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    config = (
-        Int8DynamicActivationInt8WeightConfig()
-        if kind == "int8"
-        else Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
-    )
-    quantize_(layer, config)
+    int8, fp8 = Int8DynamicActivationInt8WeightConfig, Float8DynamicActivationFloat8WeightConfig
+    quantize_(layer, int8() if kind == "int8" else fp8(granularity=PerRow()))
     layer.weight.requires_grad_(False)
     return layer.weight
-
-
-def _fits(layer: torch.nn.Linear) -> bool:
-    divisible = layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
-    return divisible and not layer.weight.requires_grad and layer.weight.is_floating_point()
 
 
 # --- How a pipeline computes, not what: compiled blocks, attention kernels, the layout of a VAE's weights
@@ -304,9 +295,8 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
     try:
         found, expected = computed(name), computed("native")
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"{given} does not work here, or has no gradient ({reason[0]}): use another, or null for torch's own"
+            f"{given} does not work here, or has no gradient ({first_line(error)}): use another, or null for torch's"
         ) from None
     if any((a - b).float().norm() > CLOSE * b.float().norm() for a, b in zip(found, expected, strict=True)):
         raise ConfigError(f"{given} differs numerically from torch's own attention: use another, or null")

@@ -13,15 +13,21 @@ from diffusers import DiffusionPipeline, ModelMixin
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import check_components, inject, lora_disabled, lora_file, read_lora
 from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
-from gerl.model.shards import local
 from gerl.model.teachers import TeacherModel, adapter_active, fake_active
-from gerl.utils.files import reason
+from gerl.utils.files import first_line, reason
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that is here, which shares its memory; all of it where it is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 # --- Exponential moving averages of the trained weights: what validation draws with, and the old policies
 
@@ -398,9 +404,9 @@ def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
     try:
         load(str(file.parent), weight_name=file.name, adapter_name=name, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({reason}): use the model it was trained on"
+            f"{file} cannot be loaded as a LoRA of {type(pipe).__name__} ({first_line(error)}): use the model it was "
+            "trained on"
         ) from error
     if not any(name in layer._all_available_adapter_names() for layer in _layers(pipe)):
         raise ModelError(f"{file} has no weights for {type(pipe).__name__}: use the model it was trained on")

@@ -25,19 +25,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedTokenizerBase
 
 from gerl.config import ModelConfig
-from gerl.engine.batching import Tree, detached_copy, tensor_bytes
+from gerl.engine.tape import Tree, detached_copy, tensor_bytes
 from gerl.model.hub import fetch
 from gerl.model.paths import resolve
 from gerl.protocol import CutPrompts
 from gerl.utils.files import reason
 from gerl.utils.tensors import pack_tensors
 
-# --- Prompts encoded once: what a pipeline's `encode_*` methods said of a prompt is kept in memory, and on disk if
-# asked.
+# --- Prompts encoded once: the outputs of a pipeline's `encode_*` methods are kept in memory, and on disk if asked.
 #
-# Each prompt (with its negative prompt) is encoded alone, and the answers are put together as the pipeline does it for
-# a batch. How that is done is found by comparing the two once, for each method and set of its other arguments; where no
-# way gives the same, the method is called as ever. So a number never depends on what was kept before.
+# Each prompt (with its negative prompt) is encoded alone, and the answers are joined as the pipeline does it for a
+# batch. How is found by comparing the two once, for each method and set of its other arguments; where nothing gives the
+# same, the method is called each time. So a number never depends on what was kept before.
 
 logger = logging.getLogger(__name__)
 ENCODES = re.compile(r"_?encode_(prompt|text)")
@@ -61,11 +60,11 @@ class PromptCache:
     """The answers of a pipeline's `encode_*` methods, one per prompt."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
-        """`gb`: memory that they may take; `folder`: where they are kept as files as well."""
+        """`gb`: the memory they may take; `folder`: where they are kept as files as well."""
         self.most, self.folder = int(gb * GB), folder
         self.answers: OrderedDict[str, Tree] = OrderedDict()  # on the CPU, the one used last at the end
         self.bytes = 0
-        self.layouts: dict[str, Layout | None] = {}  # None: answers cannot be put together
+        self.layouts: dict[str, Layout | None] = {}  # None: answers cannot be joined
 
     def attach(self, pipe: DiffusionPipeline) -> None:
         """Let `pipe` ask here first."""
@@ -100,12 +99,12 @@ class PromptCache:
         if len(parts) == 1:
             return detached_copy(parts[0])
         layout = self.layout_of(f"{kind} padded={len({_sizes(part) for part in parts}) > 1}", parts, device, whole)
-        return whole() if layout is None else joined(layout, parts, device, _lengths(parts))
+        return whole() if layout is None else detached_copy(joined(layout, parts, device, _lengths(parts)))
 
     def layout_of(
         self, kind: str, parts: Sequence[Tree], device: torch.device, whole: Callable[[], Tree]
     ) -> Layout | None:
-        """How answers of this kind are put together; None if they are not."""
+        """How answers of this kind are joined; None if they cannot be."""
         if kind not in self.layouts:
             kept = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
             self.layouts[kind] = found_layout(whole(), parts, device) if kept is None else kept
@@ -126,7 +125,7 @@ class PromptCache:
         return found
 
     def keep(self, key: str, answer: Tree) -> None:
-        """Keep an answer on the CPU under `key`, and let those go that were not used for longest."""
+        """Keep an answer on the CPU under `key`, and evict the least recently used."""
         self._remember(key, answer)
         if self.folder is not None:
             write_answer(self.folder, key, answer)
@@ -166,17 +165,18 @@ def _spelled(arguments: dict[str, object]) -> str | None:
     return json.dumps(plain, sort_keys=True) if simple else None
 
 
-# --- putting answers together
+# --- Joining answers
 
 
 def found_layout(whole: Tree, parts: Sequence[Tree], device: torch.device) -> Layout | None:
     """How `whole`, the answer for a batch, is made of those of its rows; None if it is not."""
-    lengths = _lengths(parts)
     try:
         layout = _layout(whole, parts)
-        return layout if _alike(joined(layout, parts, device, lengths), whole) else None
+        ours, theirs = tree_leaves(joined(layout, parts, device, _lengths(parts))), tree_leaves(whole)
     except (ValueError, RuntimeError):
         return None
+    alike = len(ours) == len(theirs) and all(_near(a, b) for a, b in zip(ours, theirs, strict=True))
+    return layout if alike else None
 
 
 def _layout(whole: Tree, parts: Sequence[Tree]) -> Layout:
@@ -207,19 +207,23 @@ def _at(tree: Tree, place: object) -> Tree:
 
 
 def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths: Sequence[int]) -> Tree:
-    """The answers `parts` put together on `device`; shorter ones are filled up with zeros, `lengths` are theirs."""
+    """Join the answers `parts` on `device`; shorter ones are padded with zeros, `lengths` are theirs."""
     one = parts[0]
     if isinstance(layout, int):
         tensors = [p for p in parts if isinstance(p, torch.Tensor)]
         largest = [max(sizes) for sizes in zip(*(p.shape for p in tensors), strict=True)]
         largest[layout] = tensors[0].shape[layout]
-        rows = [_filled(tensor, largest).unsqueeze(layout + 1) for tensor in tensors]
-        return torch.cat(rows, layout + 1).flatten(layout, layout + 1)
+
+        def padded(tensor: torch.Tensor) -> torch.Tensor:
+            padding = [more for d in reversed(range(tensor.ndim)) for more in (0, largest[d] - tensor.shape[d])]
+            return torch.nn.functional.pad(tensor, padding).unsqueeze(layout + 1)
+
+        return torch.cat([padded(tensor) for tensor in tensors], layout + 1).flatten(layout, layout + 1)
     if layout == SHARED:
-        return detached_copy(max(parts, key=lambda part: tensor_bytes([part])))
+        return max(parts, key=lambda part: sum(sizes.numel() for sizes in _sizes(part)))
     if layout == ITEMS:
         each = range(len(one)) if isinstance(one, list) else ()
-        return [detached_copy(_at(part, i)) for i in each for part in parts]
+        return [_at(part, i) for i in each for part in parts]
     if isinstance(layout, str):
         places = torch.arange(max(lengths))
         mask = torch.stack([places < length for length in lengths])
@@ -233,18 +237,8 @@ def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths:
     return kind(*inside) if hasattr(one, "_fields") else kind(inside)
 
 
-def _filled(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    padding = [more for d in reversed(range(tensor.ndim)) for more in (0, sizes[d] - tensor.shape[d])]
-    return torch.nn.functional.pad(tensor, padding)
-
-
-def _alike(made: Tree, whole: Tree) -> bool:
-    """Whether an answer that was put together is the other, up to rounding."""
-    ours, theirs = tree_leaves(made), tree_leaves(whole)
-    return len(ours) == len(theirs) and all(_near(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def _near(a: object, b: object) -> bool:
+    """Whether two values are equal up to rounding."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return type(a) is type(b) and a == b
     if a.shape != b.shape:
@@ -254,7 +248,7 @@ def _near(a: object, b: object) -> bool:
     return bool(torch.linalg.vector_norm((a - b).float()) <= NEAR * torch.linalg.vector_norm(b.float()))
 
 
-def _sizes(part: Tree) -> tuple[object, ...]:
+def _sizes(part: Tree) -> tuple[torch.Size, ...]:
     return tuple(v.shape for v in tree_leaves(part) if torch.is_tensor(v))
 
 
@@ -287,9 +281,13 @@ def identity(folder: Path, parts: Iterable[str], *settings: object) -> str:
     return digest.hexdigest()[:16]
 
 
+def _file(folder: Path, key: str) -> Path:
+    return folder / f"{sha256(key.encode()).hexdigest()}.safetensors"
+
+
 def read_answer(folder: Path, key: str) -> Tree | None:
     """The answer that `write_answer` kept under `key`, on the CPU; None where there is none that can be read."""
-    file = folder / _name(key)
+    file = _file(folder, key)
     if not file.exists():
         return None
     try:
@@ -309,7 +307,7 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
         tree = json.dumps(_spelled_tree(answer, tensors))
     except TypeError:
         return
-    file = folder / _name(key)
+    file = _file(folder, key)
     part = file.with_name(f"{uuid4().hex}.part")  # several workers may write the same
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -319,10 +317,6 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
         logger.warning("%s cannot be written, the prompt will be re-encoded next time: %s", file, reason(error))
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-
-
-def _name(key: str) -> str:
-    return sha256(key.encode()).hexdigest() + ".safetensors"
 
 
 def _spelled_tree(tree: Tree, tensors: dict[str, torch.Tensor]) -> object:
@@ -355,11 +349,11 @@ def _restored(spelled: dict[str, Any], tensor: Callable[[str], torch.Tensor]) ->
             return value
 
 
-# --- Prompts that a pipeline's tokenizers cut, found without encoding them and without knowing the pipeline.
+# --- Prompts that a pipeline's tokenizers truncate, found without encoding them and without knowing the pipeline.
 #
-# One short prompt goes through the pipeline as far as the first call of the denoiser, and the calls of tokenizers are
-# noted: which one reads it, in which template, up to how many tokens. Whether it would cut another prompt is then a
-# matter of counting that one's tokens. Pipelines cut silently, or with a warning per prompt that nobody counts.
+# One short prompt goes through the pipeline up to the first call of the denoiser, and the calls of tokenizers are
+# noted: which one reads it, in which template, up to how many tokens. Other prompts need only be counted. Pipelines
+# truncate silently, or with a warning per prompt that nobody counts.
 
 PROBE = "zebra"  # a prompt that no template has in it, and that lower case and cleaning leave as it is
 FILE = "tokenizers.json"  # where the readings are kept beside encoded prompts
@@ -417,7 +411,7 @@ def readings(
     if not isinstance(longest, int) or any(r.most == longest for r in kept):
         return kept
     for i, r in enumerate(kept):  # no tokenizer is given the limit: the pipeline cuts later, as far as the prompt goes
-        end = longest + _around(_tokenizers(pipe)[r.tokenizer], r)
+        end = longest + _token_lengths(_tokenizers(pipe)[r.tokenizer], r, [""])[0]
         kept[i] = replace(r, most=end if r.most is None else min(r.most, end))
     return kept
 
@@ -430,10 +424,10 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
             by_tokenizer.setdefault(reading.tokenizer, (0, []))
             continue
         tokenizer = _tokenizers(pipe)[reading.tokenizer]
-        around = _around(tokenizer, reading)
+        around = _token_lengths(tokenizer, reading, [""])[0]  # without a prompt
         # a token is at least a byte: most prompts need not be counted
         long = [i for i, text in enumerate(prompts) if len(text.encode()) > reading.most - around]
-        lengths = _token_lengths(tokenizer, reading.before, reading.after, [prompts[i] for i in long])
+        lengths = _token_lengths(tokenizer, reading, [prompts[i] for i in long])
         cut = [i for i, length in zip(long, lengths, strict=True) if length > reading.most]
         most, before = by_tokenizer.get(reading.tokenizer, (0, []))
         by_tokenizer[reading.tokenizer] = max(most, reading.most - around), sorted({*before, *cut})
@@ -467,17 +461,12 @@ def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
     return found
 
 
-def _around(tokenizer: PreTrainedTokenizerBase, reading: Reading) -> int:
-    """The tokens of a text without a prompt in it."""
-    return _token_lengths(tokenizer, reading.before, reading.after, [""])[0]
-
-
-def _token_lengths(tokenizer: PreTrainedTokenizerBase, before: str, after: str, prompts: Sequence[str]) -> list[int]:
+def _token_lengths(tokenizer: PreTrainedTokenizerBase, reading: Reading, prompts: Sequence[str]) -> list[int]:
     """Tokens of each prompt in its template, those that begin and end a text included."""
     if not prompts:
         return []
-    read = tokenizer([before + prompt + after for prompt in prompts], padding=False, truncation=False)
-    return [len(ids) for ids in read["input_ids"]]
+    texts = [reading.before + prompt + reading.after for prompt in prompts]
+    return [len(ids) for ids in tokenizer(texts, padding=False, truncation=False)["input_ids"]]
 
 
 @contextlib.contextmanager

@@ -64,9 +64,8 @@ def quantisation_config(
         )
     mapping: dict[str, object] = {}
     if config.quantize != "none":
-        mapping |= {
-            name: _of_denoiser(config.quantize, model, dtype) for name, model in denoisers_among(models).items()
-        }
+        denoisers = denoisers_among(models)
+        mapping |= {name: _of_denoiser(config.quantize, model, dtype) for name, model in denoisers.items()}
     if config.quantize_encoders != "none":
         encoders = text_encoders(folder)
         if not encoders:
@@ -108,9 +107,8 @@ def _of_denoiser(kind: Quantisation, model: torch.nn.Module, dtype: torch.dtype)
 
 
 def _of_encoder(kind: Quantisation, dtype: torch.dtype) -> object:
-    if kind == "nf4":
-        return _nf4(transformers.BitsAndBytesConfig, dtype, None)
-    return transformers.TorchAoConfig(_weight_only(kind))
+    nf4 = kind == "nf4"
+    return _nf4(transformers.BitsAndBytesConfig, dtype) if nf4 else transformers.TorchAoConfig(_weight_only(kind))
 
 
 def _weight_only(kind: Quantisation) -> object:
@@ -119,7 +117,7 @@ def _weight_only(kind: Quantisation) -> object:
     return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
 
 
-def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None) -> object:
+def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None = None) -> object:
     """4-bit NormalFloat (Dettmers et al. 2023), in blocks of 64 weights with a scale each."""
     return config(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
@@ -139,8 +137,7 @@ def leading_values(weight: torch.Tensor, count: int) -> torch.Tensor:
 
 def stored_bytes(weight: torch.Tensor) -> int:
     """The bytes that a weight takes; of a quantised one those of its codes and scales."""
-    parts = _parts(weight)
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.numel() * part.element_size() for part in _parts(weight))
 
 
 def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
@@ -149,11 +146,7 @@ def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
     A code for each weight; int8 and fp8 have a scale in fp32 for each row, int8 a zero point as well, and nf4 a scale
     for every 64 weights.
     """
-    return {
-        "int8": elements + 5 * rows,
-        "fp8": elements + 4 * rows,
-        "nf4": elements / 2 + elements / 16,
-    }[kind]
+    return {"int8": elements + 5 * rows, "fp8": elements + 4 * rows, "nf4": elements / 2 + elements / 16}[kind]
 
 
 def _parts(weight: torch.Tensor) -> list[torch.Tensor]:

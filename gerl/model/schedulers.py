@@ -25,7 +25,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from gerl.config import Config
-from gerl.engine.transitions import Timestep, is_flow_matching
+from gerl.engine.transitions import FLOW, Timestep, family
 from gerl.errors import ModelError
 
 # --- A scheduler with a transition kernel in place of one that has none: Euler for flow matching and EDM, DDIM else
@@ -54,10 +54,16 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     if isinstance(scheduler, KEPT):
         return scheduler
     if isinstance(scheduler, FlowMatchLCMScheduler):
-        return _of_one_size(scheduler)
+        if scheduler.config.get("scale_factors"):
+            raise ModelError(
+                f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps "
+                f"(scale_factors={scheduler.config.scale_factors}), but a transition keeps their size: set "
+                "scale_factors=None"
+            )
+        return scheduler
     if isinstance(scheduler, EDMDPMSolverMultistepScheduler):
         return _edm_euler(scheduler)
-    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or is_flow_matching(scheduler)
+    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or family(scheduler) in FLOW
     if not flow:
         return _ddim(scheduler)
     if _arguments(scheduler) <= USUAL:
@@ -149,17 +155,6 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
 def _arguments(scheduler: SchedulerMixin) -> set[str]:
     return set(inspect.signature(scheduler.set_timesteps).parameters)
-
-
-def _of_one_size(scheduler: FlowMatchLCMScheduler) -> FlowMatchLCMScheduler:
-    """`scheduler`, whose latents keep their size along the steps."""
-    if scheduler.config.get("scale_factors"):
-        raise ModelError(
-            f"the pipeline's scheduler {type(scheduler).__name__} enlarges the latents between steps "
-            f"(scale_factors={scheduler.config.scale_factors}), but a transition keeps their size: set "
-            "scale_factors=None"
-        )
-    return scheduler
 
 
 def _edm_euler(scheduler: EDMDPMSolverMultistepScheduler) -> EDMEulerScheduler:

@@ -39,11 +39,6 @@ class Part:
         return Part(self.values.to("cpu", copy=True), self.offset, self.shape)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that is here, which shares its memory; all of it where it is not divided."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def part_of(tensor: torch.Tensor) -> Part:
     """The part of `tensor` that is here, which shares its memory; for a number a list of one."""
     plain = tensor.detach()

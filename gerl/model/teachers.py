@@ -13,7 +13,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject, place_of, read_layers
+from gerl.model.hub import fetch_lora
+from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject, read_layers
+from gerl.model.paths import local_lora
 from gerl.utils.seeding import derive_seed
 
 # --- The teachers of a policy: LoRAs beside the trained one, of which none takes part unless it is asked for
@@ -39,7 +41,7 @@ def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str
         if source is None or source in found:
             continue
         try:
-            found[source] = read_layers(place_of(source), denoisers)
+            found[source] = read_layers(local_lora(source) or fetch_lora(source), denoisers)
             for name, layers in found[source].items():
                 check_fit(layers, denoisers[name], name)
         except ModelError as error:

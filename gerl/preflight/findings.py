@@ -1,4 +1,4 @@
-"""The findings of a preflight: seconds and memory measured, the forecast of a step, and what is wrong with them."""
+"""The findings of a preflight: measured seconds and memory, the forecast of a step, problems and warnings."""
 
 import contextlib
 import gc
@@ -61,16 +61,16 @@ def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
 
 
 def release(device: str) -> None:
-    """Give back what was freed, after work that ran out of memory."""
+    """Return freed memory to the device, after work that ran out of it."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 def capacity(device: str) -> int | None:
-    """Bytes that this process could have, with what it has: of the GPU, or of main memory; None if not known.
+    """Bytes that this process can use in total, of the GPU or of main memory; None if not known.
 
-    On a CPU that is what the kernel calls available, and at most the limit of the container.
+    On a CPU: its own and those that the kernel calls available, at most the limit of the container.
     """
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
@@ -95,7 +95,7 @@ def _read(path: Path) -> str:
 
 
 def _reset_peak() -> None:
-    """Let the peak begin anew; where that is not possible it stays that of the whole process."""
+    """Reset the peak; where that is not possible it remains that of the whole process."""
     with contextlib.suppress(OSError):
         (PROC / "self/clear_refs").write_text("5", encoding="ascii")
 
@@ -239,7 +239,7 @@ def forecast_memory(
     return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
 
 
-# --- The components of a pipeline, and where its LoRA is
+# --- The components of a pipeline, and its LoRA
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, tor
     return {key.removeprefix(f"{component}."): p for key, p in lora.items() if key.startswith(f"{component}.")}
 
 
-# --- The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal
+# --- The report of a preflight: its numbers, problems and warnings, and the text on the terminal
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text
@@ -300,7 +300,7 @@ INDENT = 10
 
 @dataclass
 class Report:
-    """Filled as far as the preflight comes. Seconds and bytes; None: not known or not applicable."""
+    """Filled step by step. Seconds and bytes; None: not known or not applicable."""
 
     model: str
     algorithm: str
@@ -315,7 +315,7 @@ class Report:
     load_peak: int | None = None
     run: Run | None = None  # of the configured micro-batch, or of the largest that fitted
     probe: SamplingProbe | None = None
-    stock_difference: float | None = None  # of images drawn without noise to the pipeline's own, relative
+    stock_difference: float | None = None  # of images sampled without noise to the pipeline's own, relative
     parts_difference: float | None = None  # of the gradients of parts of a micro-batch to that of all, relative
     clip: float | None = None  # of the ratio, the nearer bound
     max_ratio_deviation: float | None = None

@@ -1,6 +1,6 @@
-"""Whether rollouts and updates do what the pipeline does: checks of the pipeline itself, whatever trains it.
+"""Checks that rollouts and updates compute what the pipeline does, whatever the algorithm.
 
-A pipeline may draw, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
+A pipeline may sample, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
 replay.
 """
 
@@ -12,13 +12,12 @@ import torch
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.hooks import noise_from
-from gerl.engine.transitions import resamples_noise
+from gerl.engine.transitions import RESAMPLES, family
 from gerl.model.call import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators
-from gerl.workers.call_format import CallFormat
-from gerl.workers.rollout import Rollout, find_images
+from gerl.workers.rollout import CallFormat, Rollout, find_images
 from gerl.workers.worker import PolicyWorker
 
 LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
@@ -30,7 +29,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
     """
     pipe = rollout.policy.pipe
-    kernel, noise = ("cps", 1.0) if resamples_noise(pipe.scheduler) else ("ode", 0.0)
+    kernel, noise = ("cps", 1.0) if family(pipe.scheduler) in RESAMPLES else ("ode", 0.0)
 
     def drawn(form: CallFormat) -> float:
         part = samples[: form.of(len(samples))]
@@ -39,7 +38,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
             images = []
             for stock in (True, False):
                 generators = sample_generators([sample.seed for sample in part])
-                with torch.random.fork_rng():  # for what is drawn without a generator
+                with torch.random.fork_rng():  # for random numbers without a generator
                     torch.manual_seed(0)
                     if stock:
                         given = generators[0] if form.text else generators
@@ -61,7 +60,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
 def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
     """How far the gradients of single samples of a micro-batch, added up, are from that of all: norms, relative.
 
-    0 where the pipeline draws one sample a call.
+    0 where the pipeline takes one sample per call.
     """
     rollout, policy = worker.rollout, worker.policy
     tape = rollout.draw(task)[1][0]

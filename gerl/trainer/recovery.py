@@ -21,8 +21,8 @@ from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, 
 from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
-from gerl.workers.checkpointing import Held, writers
-from gerl.workers.recovery import NoCapacity
+from gerl.workers.fleet import Held, writers
+from gerl.workers.recovery import NoCapacity, Recovery
 from gerl.workers.worker import PolicyWorker, State
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LOSSES = (ClusterError, ModelError, RuntimeError)  # raised by calls to a dead w
 
 def recover(run: Run, error: Exception) -> None:
     """Replace the workers that died; raises `error` if none died or too many have."""
-    started = time.perf_counter()
+    started, recovery = time.perf_counter(), run.fleet.recovery
     state: State | None = None  # as soon as one worker has returned it: the survivors may themselves be new next time
     while True:
         lost = lost_workers(run, error)
@@ -43,18 +43,20 @@ def recover(run: Run, error: Exception) -> None:
             try:
                 run.discard()
                 state = state or surviving_state(run, lost)
-                bring_together(run, run.fleet.restart(lost), state)
+                assert recovery is not None
+                bring_together(run, recovery.restart(lost), state)
                 break
             except NoCapacity:
                 raise
             except LOSSES as another:  # another worker died meanwhile
                 error = another
-    run.fleet.recovery.seconds += time.perf_counter() - started
+    recovery.seconds += time.perf_counter() - started
 
 
 def rejoin(run: Run, new: Sequence[int]) -> None:
     """Let the restarted workers `new` join the others, once the cluster has room for them."""
-    run.fleet.lost()
+    assert run.fleet.recovery is not None
+    run.fleet.recovery.lost()
     run.discard()
     bring_together(run, new, surviving_state(run, new))
 
@@ -64,9 +66,11 @@ def lost_workers(run: Run, error: Exception) -> list[int]:
 
     Where the embedded Ray itself died, it is started anew and all workers count as lost.
     """
-    fleet = run.fleet
+    fleet, recovery = run.fleet, run.fleet.recovery
+    if recovery is None:
+        raise error
     try:
-        lost = fleet.lost(error)
+        lost = recovery.lost(error)
     except RayDied as died:
         lost, error = [], died
     gone = isinstance(error, RayDied) and run.cluster.own
@@ -74,20 +78,27 @@ def lost_workers(run: Run, error: Exception) -> list[int]:
         lost = list(range(len(fleet.workers)))
     if not lost:
         raise error
-    fleet.recovery.allow(lost, error, deaths=1 if gone else len(lost))
+    recovery.allow(lost, error, deaths=1 if gone else len(lost))
     why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
     logger.warning("%s; continuing from step %d with %d new process(es)", why, run.state.step, len(lost))
     if gone:
-        restart_ray(run, error)
+        restart_ray(run, recovery, error)
         lost = list(range(len(fleet.workers)))
     return lost
 
 
-def restart_ray(run: Run, error: Exception) -> None:
+def restart_lost(run: Run, error: Exception) -> None:
+    """Restart the workers whose death caused `error`, before the model is loaded."""
+    lost = lost_workers(run, error)
+    assert run.fleet.recovery is not None
+    run.fleet.recovery.restart(lost)
+
+
+def restart_ray(run: Run, recovery: Recovery, error: Exception) -> None:
     """Start Ray again after it died with `error`; all workers must be restarted afterwards."""
     run.saved()  # an unfinished write of a checkpoint ends
     run.discard()
-    run.fleet.recovery.forget_workers()
+    recovery.forget_workers()
     with waiting("restarting Ray"):
         run.cluster.start_anew(error)
     run.fleet.workers.forget()
@@ -100,6 +111,7 @@ def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
     The state of full fine-tuning is saved as a checkpoint.
     """
     if run.config.model.train == "lora":
+        assert run.fleet.recovery is not None
         return run.fleet.recovery.state(run.state.step, lost)
     if not run.saved():
         for worker in range(len(run.fleet.trainers)):
@@ -128,6 +140,7 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
     if run.state.step < before:
         logger.warning("no worker is left that has step %d: returning to step %d", before, run.state.step)
         rows = read_metrics(run.run_dir / METRICS)
+        assert run.fleet.recovery is not None
         run.fleet.recovery.count_again(row for row in rows if row["step"] > run.state.step)
         run.reopen_log()
 
@@ -136,7 +149,8 @@ def begin_again(run: Run) -> None:
     """Return to the start of the run."""
     fleet = run.fleet
     if len(fleet.workers) > 1:
-        fleet.set_up(fleet.restart(range(len(fleet.workers))), run.downloads)
+        workers = range(len(fleet.workers))
+        fleet.set_up(fleet.recovery.restart(workers) if fleet.recovery else workers, run.downloads)
     fleet.forget_sync()
     run.algorithm = run.update.algorithm = build_algorithm(run.config)
     run.state = RunState(identity=run.state.identity, settings=run.state.settings)
@@ -172,7 +186,8 @@ def save_last_step(run: Run) -> str:
         failure = "" if run.saved() else "all workers are gone"
         if failure and run.cluster.alive:
             failure = _save_from_any(run)
-        if failure and (state := run.fleet.copy_of(run.state.step)):
+        recovery = run.fleet.recovery
+        if failure and recovery is not None and (state := recovery.copy_of(run.state.step)):
             run.save(held=Held.of(*state))
             failure = ""
     return failure

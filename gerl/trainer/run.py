@@ -39,15 +39,14 @@ from gerl.timeline import Stopwatch, Timeline
 from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong
-from gerl.trainer.recovery import LOSSES, add_resume_notes, lost_workers, recover, rejoin, roll_back, save_last_step
+from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, restart_lost, roll_back, save_last_step
 from gerl.trainer.rollouts import PendingRollout, serve_in_background
 from gerl.trainer.run_folder import RunFolder, check_identity
 from gerl.trainer.step import Metrics, Step
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
-from gerl.workers.checkpointing import CheckpointWriter, Held
-from gerl.workers.fleet import LocalFleet, fleet_of
+from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,8 @@ class Run:
             self.rescue(raised)
             raise
         finally:
-            self.fleet.close()
+            if self.fleet.recovery is not None:
+                self.fleet.recovery.close()
             self.notify("ended", error)
             self.metrics_log.close()
 
@@ -244,7 +244,7 @@ class Run:
         try:
             self.fleet.check_model(self.downloads)
         except ClusterError as error:  # errors of the model appear when it is loaded
-            self.fleet.restart(lost_workers(self, error))
+            restart_lost(self, error)
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
             try_scorers(self.rewards, config, sampled, self.held_out)
@@ -288,7 +288,7 @@ class Run:
             try:
                 return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads)[0]
             except LOSSES as error:
-                self.fleet.restart(lost_workers(self, error))
+                restart_lost(self, error)
 
     def describe(self) -> None:
         """Log the loaded model and known problems of its kind."""
@@ -405,8 +405,8 @@ class Run:
     def begin(self, step: Step) -> None:
         """Let restarted workers join, once the cluster has room for them."""
         self.timeline.step = step.number
-        admitted = self.fleet.admit(ask=not self.rewards.wants_room)
-        if admitted:
+        recovery = self.fleet.recovery
+        if recovery is not None and (admitted := recovery.admit(ask=not self.rewards.wants_room)):
             rejoin(self, admitted)
 
     def sync(self, step: Step) -> None:
@@ -466,7 +466,9 @@ class Run:
     def log(self, step: Step) -> None:
         """Write the row of metrics of a step."""
         if step.number:
-            step.metrics |= step.watch.metrics() | self.fleet.lost_metrics()
+            step.metrics |= step.watch.metrics()
+            if self.fleet.recovery is not None:
+                step.metrics |= self.fleet.recovery.metrics()
             step.metrics |= {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}
             step.metrics |= {"guard/rollbacks": float(self.state.rollbacks)} if self.state.rollbacks else {}
         self.metrics_log.log(step.number, step.metrics)
@@ -565,7 +567,8 @@ class Run:
 
     def remember(self) -> None:
         """Keep a copy of the state outside the workers, in case all of them die."""
-        self.fleet.remember(self.state.step, self.model.trained_parameters)
+        if self.fleet.recovery is not None:
+            self.fleet.recovery.remember(self.state.step, self.model.trained_parameters)
 
 
 def due(step: int, every: int, total: int) -> bool:

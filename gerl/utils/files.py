@@ -26,6 +26,11 @@ def reason(error: Exception) -> str:
     return said or " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of a library's error, or its type."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an `OSError` into a `GerlError` that names `path`."""

@@ -48,7 +48,7 @@ LINK = re.compile(r"^/vote/([^/]+)/([^/]+)(/.*)?$")
 
 @dataclass
 class Tokens:
-    """Tokens of the run and of voters by name; without any, whoever reaches this machine's loopback is let in."""
+    """Tokens of the run and of voters by name; without any, everyone on this machine is admitted."""
 
     folder: Path
     loopback: bool = True
@@ -95,7 +95,7 @@ class Tokens:
         return {name: f"{url}/vote/{name}/{token}/" for name, token in self.voters.items()}
 
     def admit(self, request: Request) -> Visit | Response:
-        """Let the run in by its token, and voters by their links, whose paths are those of the page behind them."""
+        """Admit the run by its token, and voters by their links, whose paths are those of the page behind them."""
         path: str = request.scope["path"]
         if path.startswith("/v1/"):
             if self.run is None or is_token(bearer(request.headers), self.run):
@@ -124,7 +124,7 @@ logger = logging.getLogger("gerl")
 PAGE = ASSETS / "vote"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
 CLOSING = 2.0  # seconds for requests under way when the service ends
-LOOK = 5.0  # seconds after which a page is told what has changed by time alone
+LOOK = 5.0  # seconds after which a page is updated even without news
 PNG = b"\x89PNG\r\n\x1a\n"
 Strict = ConfigDict(extra="forbid", strict=True)
 
@@ -292,19 +292,19 @@ async def _failed(status: int, _: Request, problem: Exception) -> Response:
     return refused(status, str(problem))
 
 
-TOLD = 0.3  # seconds in which pages hear that the run is over
+FAREWELL = 0.3  # seconds in which pages receive the end of the run
 
 
 @contextlib.contextmanager
 def voting(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
-    """Serve at `listener` while the context lasts; pages are told of `ballots.ended` before it ends."""
+    """Serve at `listener` while the context lasts; pages receive `ballots.ended` before it ends."""
     try:
         with serving(build_app(ballots, tokens), listener, CLOSING) as thread:
             try:
                 yield thread
             finally:
                 if ballots.ended:
-                    time.sleep(TOLD)
+                    time.sleep(FAREWELL)
     finally:
         ballots.write_preferences()
         ballots.journal.close()

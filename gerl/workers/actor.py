@@ -1,9 +1,11 @@
 """The actor of a worker: trajectories and credit in, an update of the LoRA or of all weights out."""
 
+import contextlib
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,27 +20,29 @@ from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.errors import is_full, release
-from gerl.model.policy import EMA, Policy
-from gerl.model.shards import local
+from gerl.model.policy import EMA, Policy, local
+from gerl.model.shards import Part, part_of
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.checkpoint import ScheduleState, WorkerState
-from gerl.workers.call_format import half
+from gerl.utils.files import first_line
 from gerl.workers.collective import Ranks
+from gerl.workers.rollout import half
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-OPTIMIZER = "optimizer/"  # of the names of its tensors in a checkpoint
-
-
-# what an optimizer keeps of a parameter once it has been updated: always, and of large ones
+Tensors = dict[str, torch.Tensor]
+OPTIMIZER = "optimizer/"  # prefix of its tensors in a checkpoint
+# the state of an optimizer per parameter: always, and of those with at least 4096 elements
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 ADAMW8BIT = ("step", "state1", "state2")
-QUANTISED = ("qmap1", "qmap2", "absmax1", "absmax2")  # of parameters of at least 4096 elements
+QUANTISED = ("qmap1", "qmap2", "absmax1", "absmax2")
 PACKAGE = "bitsandbytes"
+
+# --- The optimizer
 
 
 def check_optimizer(config: ActorConfig, device: str) -> None:
-    """Raise `ConfigError` if `config.optimizer` does not work on `device`: a step of it is tried."""
+    """Raise `ConfigError` if a step of `config.optimizer` does not work on `device`."""
     if config.optimizer == "adamw":
         return
     given = f"actor.optimizer={config.optimizer}"
@@ -53,13 +57,11 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
     try:
         optimizer.step()
     except (RuntimeError, NotImplementedError, AttributeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{given}: that of the {PACKAGE} installed here does not work on {device} ({reason}); use "
-            "actor.optimizer=adamw"
+            f"{given}: the installed {PACKAGE} does not work on {device} ({first_line(error)}); use adamw"
         ) from None
     if not all(bool((p < 1).all()) for p in parameters):
-        raise ConfigError(f"{given}: that of the {PACKAGE} installed here has no effect on {device}; use adamw")
+        raise ConfigError(f"{given}: the installed {PACKAGE} has no effect on {device}; use actor.optimizer=adamw")
 
 
 def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -88,15 +90,12 @@ def clip_gradients(
 ) -> float:
     """Clip the norm of the gradients of `parameters` to `limit`; returns the norm before clipping.
 
-    `group`: the processes of which each has a part of every parameter; it is then a collective call, and says the same
-    on all of them.
+    `group`: the processes that hold a part of every parameter each; a collective call with the same result on all.
     """
     if group is None:
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
-    here = [local(p.grad) for p in parameters if p.grad is not None]
-    here = [gradient for gradient in here if gradient.numel()]
-    device = local(parameters[0]).device
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    here = [gradient for p in parameters if p.grad is not None and (gradient := local(p.grad)).numel()]
+    square = torch.zeros((), dtype=torch.float64, device=local(parameters[0]).device)
     if here:
         square += torch.nn.utils.get_total_norm(here).double().square()
     dist.all_reduce(square, group=group)
@@ -120,8 +119,9 @@ def expected_state(
 ) -> dict[str, torch.Tensor]:
     """Tensors with the shapes and types of `state_of`, for the parameters of which `found` has any."""
     expected: dict[str, torch.Tensor] = {}
+    keys = ADAMW8BIT if config.optimizer == "adamw8bit" else ADAMW
     for name, p in lora.items():
-        moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in _keys(config)}
+        moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in keys}
         if config.optimizer == "adamw8bit" and any(f"{key}/{name}" in found for key in QUANTISED):
             blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package makes of it
             moments |= {key: p.to(torch.uint8) for key in ("state1", "state2")}
@@ -146,8 +146,7 @@ def restore(
         optimizer.state[p] = {"step": int(step) if counts else step, **state}
 
 
-def _keys(config: ActorConfig) -> tuple[str, ...]:
-    return ADAMW8BIT if config.optimizer == "adamw8bit" else ADAMW
+# --- The update
 
 
 class Actor:
@@ -165,16 +164,15 @@ class Actor:
     ) -> None:
         """`ranks`: those in lockstep with this one, if any.
 
-        `group`: the ranks among which the trained weights are divided; None: they are whole. `staleness`: so many steps
-        are drawn ahead.
+        `group`: the ranks that hold a part of each trained weight; None: weights are whole. `staleness`: number of
+        steps sampled ahead.
         """
-        self.policy, self.config, self.algorithm, self.ranks = policy, config, algorithm, ranks
-        self.group = group
+        self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
-        self.most: int | None = None  # rows of a replay that the memory was seen to hold; None: no limit is known
+        self.most: int | None = None  # rows of a replay that fit into memory; None: no limit is known
         self.divides = ranks is None  # whether it finds that limit
         self.say: Callable[[str], None] = logger.warning
-        self.looked = False  # whether the layers without a gradient were looked for
+        self.looked = False  # whether layers without a gradient were looked for
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
@@ -195,8 +193,8 @@ class Actor:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs.
 
         Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
-        workers. `by_step`: say how much the first micro-batch of each trained step adds, of a LoRA: of all weights
-        that would take as much memory again.
+        workers. `by_step`: measure what the first micro-batch of each trained step adds, of a LoRA only: for all
+        weights it would take as much memory again.
         """
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
@@ -214,10 +212,8 @@ class Actor:
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """Run `work`, which trains on all `batches` of an update, or pools them.
-
-        Where the memory does not hold it, it is begun anew, from no gradient, with half as many rows in a replay.
-        """
+        """Run `work`, which trains on or pools all `batches` of an update; when out of memory, again from no gradient
+        with half as many rows per replay."""
         while True:
             try:
                 return work()
@@ -229,9 +225,13 @@ class Actor:
 
     def _halve(self, batches: Sequence[Batch]) -> bool:
         """Halve the micro-batches; False if that leaves the largest one of `batches` as it is."""
-        rows, known = self._largest(batches), self.most
+
+        def largest() -> int:
+            return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
+
+        rows, known = largest(), self.most
         self.most = half(rows)
-        if self._largest(batches) == rows:
+        if largest() == rows:
             self.most = known
             return False
         self.say(
@@ -239,9 +239,6 @@ class Actor:
             "which gives the same gradient; set it to skip this search"
         )
         return True
-
-    def _largest(self, batches: Sequence[Batch]) -> int:
-        return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
 
     def pool(self, batches: Sequence[Batch]) -> Pooled:
         """The contribution of `batches` to the group sums that losses need."""
@@ -295,12 +292,20 @@ class Actor:
             p.grad = torch.empty_like(p)
             local(p.grad).copy_(values.view_as(local(p)))
 
-    def sum_gradients(self, group: dist.ProcessGroup | None) -> None:
-        """Sum the gradients of the processes of `group`, weight by weight; a collective call."""
-        for p in self.parameters:
-            p.grad = gradient_of(p)
-            if local(p.grad).numel():
-                dist.all_reduce(local(p.grad), group=group)
+    def all_reduce(self) -> None:
+        """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
+
+        The sharded gradients of the ranks of a worker are summed already.
+        """
+        if not self.policy.whole:
+            flat = self.flat_gradient()
+            dist.all_reduce(flat)
+            self.set_flat_gradient(flat)
+        elif self.ranks is None or self.ranks.peers.size() > 1:
+            for p in self.parameters:
+                p.grad = gradient_of(p)
+                if local(p.grad).numel():
+                    dist.all_reduce(local(p.grad), group=None if self.ranks is None else self.ranks.peers)
 
     def step(self) -> StepResult:
         """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""
@@ -326,8 +331,7 @@ class Actor:
     def _name_idle(self) -> None:
         """Name the layers of the LoRA without a gradient, by their B: A has none either where B is zero."""
         second = {name: p for name, p in self.policy.trained.items() if ".lora_B." in name}
-        idle = [name for name, p in second.items() if not local(gradient_of(p)).any()]
-        if idle:
+        if idle := [name for name, p in second.items() if not local(gradient_of(p)).any()]:
             layers = [name.split(".lora_B.")[0] for name in idle]
             self.say(
                 f"{len(idle)} of the {len(second)} layers of the LoRA got no gradient in the first update: the "
@@ -352,11 +356,6 @@ class Actor:
         """Prefix of the names of the trained tensors in a checkpoint."""
         return "weights" if self.policy.whole else "lora"
 
-    @property
-    def file(self) -> str:
-        """Name of the file or folder of a checkpoint that holds the tensors."""
-        return "state" if self.policy.whole else "state.safetensors"
-
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
         """The exact state as tensors and numbers, for `load_state`."""
         tensors = {f"{self.kind}/{name}": p.detach() for name, p in self.policy.trained.items()}
@@ -375,8 +374,7 @@ class Actor:
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
         """Continue from what `state` returned; the learning rate, betas and decays are those of the configuration.
 
-        Raises `CheckpointError`, before anything is changed, unless the tensors are exactly those of this LoRA and its
-        averages.
+        Raises as `check_state`, before anything is changed.
         """
         self.check_state(tensors, numbers)
         for name, p in self.policy.trained.items():
@@ -402,11 +400,10 @@ class Actor:
 
     def check_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
         """Raise `CheckpointError` unless a saved state fits what is trained, its averages and the optimizer."""
-        averages = self.policy.averages()
+        averages, file = self.policy.averages(), "state" if self.policy.whole else "state.safetensors"
         if set(numbers.averages) != set(averages):
-            raise CheckpointError(
-                f"state.json has averages {_listed(numbers.averages)} and the run has {_listed(averages)}"
-            )
+            known, own = (", ".join(sorted(names)) or "none" for names in (numbers.averages, averages))
+            raise CheckpointError(f"state.json has averages {known} and the run has {own}")
         if numbers.policy_version < 0 or numbers.lr_schedule.last_epoch < 0 or min(numbers.averages.values()) < 0:
             raise CheckpointError("state.json has a negative count of updates")
         lora: dict[str, torch.Tensor] = dict(self.policy.trained)
@@ -415,15 +412,14 @@ class Actor:
         expected |= {f"{OPTIMIZER}{key}": like for key, like in moments.items()}
         for name, like in expected.items():
             if name not in tensors:
-                raise CheckpointError(f"{self.file} has no tensor {name}")
+                raise CheckpointError(f"{file} has no tensor {name}")
             found = tensors[name]
             if found.shape != like.shape or found.dtype != like.dtype:
                 raise CheckpointError(
-                    f"{self.file}: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} "
-                    f"{list(like.shape)}"
+                    f"{file}: {name} is {found.dtype} {list(found.shape)}, expected {like.dtype} {list(like.shape)}"
                 )
         if extra := [name for name in tensors if name not in expected]:
-            raise CheckpointError(f"{self.file} has an unexpected tensor {extra[0]}")
+            raise CheckpointError(f"{file} has an unexpected tensor {extra[0]}")
 
 
 def as_regularization_stats(found: UpdateStats) -> UpdateStats:
@@ -435,5 +431,87 @@ def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key.removeprefix(OPTIMIZER): value for key, value in tensors.items() if key.startswith(OPTIMIZER)}
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
+# --- Snapshots: copies of the state after the last finished step
+
+
+class Snapshots:
+    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None  # the finished step of the copy
+        self._copy: Future[tuple[Tensors, WorkerState]] | None = None
+        self._executor = ThreadPoolExecutor(1, "snapshot")
+
+    def begin(self, step: int) -> None:
+        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
+        if self.step == step:
+            return
+        into = {} if self._copy is None else self._copy.result()[0]
+        self._copy = self.step = None
+        tensors, numbers = self.actor.state()
+        # at once: sampling with other weights puts these in the place of the trained ones for a while
+        trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
+        first, device = copied(trained, into), next(iter(trained.values())).device
+        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            beside = torch.cuda.stream(stream)
+
+        def rest() -> tuple[Tensors, WorkerState]:
+            with beside:
+                both = first | copied({name: t for name, t in tensors.items() if name not in first}, into)
+            return {name: both[name] for name in tensors}, numbers
+
+        self._copy, self.step = self._executor.submit(rest), step
+
+    def take(self, step: int) -> tuple[Tensors, WorkerState]:
+        """The state after `step`, the last that was finished: copied now if that was not begun."""
+        self.begin(step)
+        assert self._copy is not None
+        return self._copy.result()
+
+
+class PartSnapshots:
+    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them.
+
+    During sampling it would take the memory that sampling needs.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.step: int | None = None
+        self._copy: tuple[dict[str, Part], WorkerState] | None = None
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
+        """The parts after `step`, the last that was finished."""
+        if self._copy is None or self.step != step:
+            parts, numbers = parts_of(self.actor)
+            self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
+        return self._copy
+
+
+def snapshots_of(actor: Actor) -> Snapshots | PartSnapshots:
+    """The snapshots of a LoRA, or of full fine-tuning."""
+    return PartSnapshots(actor) if actor.policy.whole else Snapshots(actor)
+
+
+def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
+    """The parts of the exact state that are here, and its numbers."""
+    tensors, numbers = actor.state()
+    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
+
+
+@torch.no_grad()
+def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
+    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
+    found = {}
+    for name, tensor in tensors.items():
+        place = into.get(name)
+        alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
+        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
+    return found

@@ -10,7 +10,7 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.engine import ReplayedStep, Trajectory, replay
-from gerl.engine.kernels import EDMRule, FlowRule
+from gerl.engine.transitions import EDMRule, FlowRule
 from gerl.model.errors import model_errors
 from gerl.protocol import SamplingProbe
 

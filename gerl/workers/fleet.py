@@ -4,8 +4,17 @@
 are replaced when they die; `SplitFleet` has dedicated samplers, which get the weights of the trainers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,16 +24,15 @@ from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.command import importing
 from gerl.commandline.progress import waiting
 from gerl.config import Config
-from gerl.errors import ConfigError, ModelError
+from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
-from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, StepEnd, StepResult, UpdateStats
-from gerl.run.checkpoint import Checkpoint, WorkerState
+from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepEnd, StepResult, UpdateStats
+from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
 from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
-from gerl.workers.checkpointing import Held, hold_parts, writers
-from gerl.workers.placement import Placement, call_pattern, place
 from gerl.workers.recovery import Recovery
-from gerl.workers.worker import Groups, PolicyWorker, State, end_step, padding_id
+from gerl.workers.rollout import shared_prefixes
+from gerl.workers.worker import Groups, PolicyWorker, end_step, padding_id
 
 if TYPE_CHECKING:
     from gerl.engine import Trajectory
@@ -33,37 +41,131 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Workers = WorkerGroup[PolicyWorker]
 Credit = dict[int, torch.Tensor]  # task id -> [B, T]
+POLL_S = 0.05  # between questions whether a file is written
 STARTING = 600.0  # seconds, at least, for a worker to start, or to load the model from a slow disk
 
 
-class Dispatch(Protocol):
-    """Micro-batches on their way through the samplers: `submit` begins one, `ended` is called when it has ended."""
+# --- Placement: micro-batches to processes; ranks in lockstep all make the same calls of the model.
+#
+# Ranks of a worker hold parts of the weights (model.shard) or of the tokens of a call (cluster.context) and exchange
+# them in every call, so a rank with nothing left to sample repeats another one's micro-batch as padding.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The process of each of M micro-batches, and in lockstep the groups that are processed at the same time.
+
+    Example: five micro-batches of one kind on two workers of two ranks are the lockstep groups `[[0, 1], [2, 3], [4]]`
+    on the processes `[0, 1, 2, 3, 0]`; process 1 repeats micro-batch 4.
+    """
+
+    processes: list[int]  # [M]
+    groups: list[list[int]] = field(default_factory=list)  # micro-batches processed at the same time; lockstep only
+    padding: list[tuple[int, int]] = field(default_factory=list)  # (micro-batch, process that repeats it)
+    context: int = 1  # processes that share the tokens of a call: the one in `processes` and those after it
+
+    @classmethod
+    def in_turn(cls, count: int, processes: int) -> Placement:
+        """Of `count` micro-batches, one process after the other."""
+        return cls([i % processes for i in range(count)])
+
+    def peers(self, number: int) -> range:
+        """The processes that share the tokens of micro-batch `number` with its own."""
+        first = self.processes[number]
+        return range(first + 1, first + self.context)
+
+    def padded(self, number: int) -> list[int]:
+        """The processes that repeat micro-batch `number` as padding."""
+        return self._padded.get(number, [])
+
+    def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
+        """The further calls after micro-batch `number`: (micro-batch, process, whether it is padding).
+
+        Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
+        """
+        yield from ((number, process, False) for process in self.peers(number))
+        first = self._firsts.get(number)
+        if first is not None:
+            yield from ((first, process, True) for process in self.padded(first))
+
+    @cached_property
+    def _firsts(self) -> dict[int, int]:
+        """Last micro-batch of a lockstep group -> its first, which is repeated."""
+        return {members[-1]: members[0] for members in self.groups}
+
+    @cached_property
+    def _padded(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, process in self.padding:
+            found.setdefault(number, []).append(process)
+        return found
+
+
+def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:
+    """Assign micro-batches to `processes` by their `kinds`, which are equal where they need the same calls."""
+    if not config.lockstep:
+        return Placement.in_turn(len(kinds), processes)
+    ranks, context, found = config.lockstep_ranks, config.cluster.context, Placement([], context=config.cluster.context)
+    for _, alike in groupby(range(len(kinds)), key=lambda i: kinds[i]):
+        members = list(alike)
+        for start in range(0, len(members), ranks // context):
+            chosen = members[start : start + ranks // context]
+            first = len(found.groups) * ranks % processes  # the first of the ranks in lockstep
+            idle = first + len(chosen) * context
+            found.groups.append(chosen)
+            found.processes.extend(range(first, idle, context))
+            found.padding.extend((chosen[0], process) for process in range(idle, first + ranks))
+    return found
+
+
+def call_pattern(task: RolloutTask) -> Hashable:
+    """Equal for tasks that make the same calls of the model.
+
+    That depends on their segments, the rows and trained steps of each, and on whether rows share a prefix, which is
+    probed once with a pipeline that cannot branch.
+    """
+
+    def shares(s: Segment) -> bool:
+        return s.parent is None and len(shared_prefixes([task.samples[leaf] for leaf in s.leaves])[0]) < len(s.leaves)
+
+    return tuple(
+        (len(s.seeds), s.parent, s.start, s.stop, len(s.window), len(s.trained), shares(s)) for s in task.segments
+    )
+
+
+# --- The fleet of a run
+
+
+class Dispatch:
+    """Micro-batches on their way through the samplers."""
 
     processes: list[int]  # [M] the sampler of each
 
-    def submit(self, number: int) -> Pending[Images]: ...
+    def submit(self, number: int) -> Pending[Images]:
+        """Begin a micro-batch."""
+        raise NotImplementedError
 
-    def ended(self, number: int) -> None: ...
+    def ended(self, number: int) -> None:
+        """A micro-batch has ended."""
 
-    def finish(self) -> Sequence[RolloutTask]: ...
+    def finish(self) -> Sequence[RolloutTask]:
+        """All have ended; returns the tasks that are about to be trained on."""
+        return []
 
 
-class RoundRobin:
+class RoundRobin(Dispatch):
     """Micro-batches that `count` processes take in turn: `call(i)` begins the i-th of `total`."""
 
     def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
         self.call, self.processes = call, [number % count for number in range(total)]
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin a micro-batch."""
         return self.call(number)
 
-    def ended(self, number: int) -> None:
-        """Nothing follows."""
 
-    def finish(self) -> Sequence[RolloutTask]:
-        """Nothing is trained on."""
-        return []
+def kept_id(task: RolloutTask, padding: bool) -> int:
+    """The id under which a process keeps the trajectory of `task`."""
+    return padding_id(task.id) if padding else task.id
 
 
 class LocalFleet:
@@ -72,9 +174,10 @@ class LocalFleet:
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         self.config, self.cluster, self.workers, self.timeline = config, cluster, workers, timeline
         self.trainers = self.samplers = workers
+        self.lockstep = config.lockstep
         self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the step that is trained
         self.pools = build_algorithm(config).pools
-        self.recovery: Recovery
+        self.recovery: Recovery | None = None  # in this process no worker dies alone
 
     # --- start
 
@@ -95,7 +198,7 @@ class LocalFleet:
 
     # --- sample
 
-    def sample(self, tasks: Sequence[RolloutTask]) -> "Sampling":
+    def sample(self, tasks: Sequence[RolloutTask]) -> Sampling:
         """Sample micro-batches; their trajectories stay on the process that will train them."""
         return Sampling(self, tasks)
 
@@ -115,6 +218,10 @@ class LocalFleet:
     def forget_sync(self) -> None:
         """All workers have begun again, with the same weights."""
 
+    def place(self, kinds: Sequence[Hashable], processes: int) -> Placement:
+        """Assign micro-batches of these `kinds` to `processes`."""
+        return place(kinds, self.config, processes) if self.lockstep else Placement.in_turn(len(kinds), processes)
+
     # --- train
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
@@ -123,7 +230,7 @@ class LocalFleet:
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):
                 pending.append(self.trainers.submit(placement.processes[i], function, task.id))
-                copies += [(p, _kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
+                copies += [(p, kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
         for process, task_id in copies:  # in lockstep the others make the same calls, whose answers do not count
             self.trainers.submit(process, function, task_id)
         return [call.result() for call in pending]
@@ -155,7 +262,7 @@ class LocalFleet:
 
     def lockstep_groups(self, credit: Mapping[int, torch.Tensor]) -> list[list[int]] | None:
         """The ids of the tasks of each lockstep group with some of `credit`; None: not in lockstep."""
-        if not self.config.lockstep:
+        if not self.lockstep:
             return None
         groups = [[tasks[i].id for i in members] for tasks, place in self.held for members in place.groups]
         return [members for members in groups if not credit.keys().isdisjoint(members)]
@@ -163,37 +270,6 @@ class LocalFleet:
     def discard(self) -> None:
         """Forget what was begun of steps that are not finished."""
         self.held.clear()
-
-    # --- recovery: in this process nobody dies alone
-
-    def admit(self, ask: bool) -> list[int]:
-        """Let replacements join for which there is room now; returns those that have to be set up.
-
-        `ask`: for room for workers that have asked for none since they died.
-        """
-        return []
-
-    def lost(self, error: Exception | None = None) -> list[int]:
-        """The workers that died or do not answer; the others leave what they were doing."""
-        return []
-
-    def restart(self, lost: Sequence[int]) -> list[int]:
-        """Start the workers `lost` anew; returns those that have to be set up."""
-        return list(lost)
-
-    def remember(self, step: int, parameters: int) -> None:
-        """Keep a copy of the state of `step` outside of the workers, if it is small."""
-
-    def copy_of(self, step: int) -> State | None:
-        """That copy, if there is one."""
-        return None
-
-    def lost_metrics(self) -> dict[str, float]:
-        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
-        return {}
-
-    def close(self) -> None:
-        """End what is done beside the training."""
 
     def clear(self) -> None:
         """Drop trajectories and gradients on all workers."""
@@ -220,27 +296,22 @@ class LocalFleet:
         self.trainers.run(PolicyWorker.load, files["state.safetensors"], numbers, step)
 
 
-class Sampling:
+class Sampling(Dispatch):
     """Tasks on their way through the samplers, and copies of them where ranks are in lockstep."""
 
     def __init__(self, fleet: LocalFleet, tasks: Sequence[RolloutTask]) -> None:
         self.fleet, self.tasks = fleet, tasks
-        self.patterns = [call_pattern(task) for task in tasks] if fleet.config.lockstep else [None] * len(tasks)
-        self.placement = place(self.patterns, fleet.config, len(fleet.samplers))
+        self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
+        self.placement = fleet.place(self.patterns, len(fleet.samplers))
         self.processes = self.placement.processes
         self.others: list[Pending[None]] = []  # copies in lockstep
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin to sample a task."""
         samplers, tasks = self.fleet.samplers, self.tasks
         images = samplers.submit(self.processes[number], PolicyWorker.sample, tasks[number])
         for k, process, padding in self.placement.copies_after(number):
-            kept = _kept_id(tasks[k], padding)
-            self.others.append(samplers.submit(process, sample_copy, tasks[k], kept))
+            self.others.append(samplers.submit(process, sample_copy, tasks[k], kept_id(tasks[k], padding)))
         return images
-
-    def ended(self, number: int) -> None:
-        """A task is sampled."""
 
     def finish(self) -> Sequence[RolloutTask]:
         """All tasks are sampled and about to be trained on; returns them, and raises what the copies raised."""
@@ -250,27 +321,19 @@ class Sampling:
         return self.tasks
 
 
-class Validating:
+class Validating(Dispatch):
     """Held-out micro-batches on their way through the samplers."""
 
     def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
         self.samplers, self.batches = fleet.samplers, batches
-        self.placement = place([len(batch) for batch in batches], fleet.config, len(fleet.samplers))
+        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers))
         self.processes = self.placement.processes
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin to sample a micro-batch."""
         images = self.samplers.submit(self.processes[number], PolicyWorker.validate, number, self.batches[number])
         for k, process, _ in self.placement.copies_after(number):
             self.samplers.submit(process, PolicyWorker.validate, k, self.batches[k])
         return images
-
-    def ended(self, number: int) -> None:
-        """A micro-batch is sampled."""
-
-    def finish(self) -> Sequence[RolloutTask]:
-        """Nothing is left of a validation."""
-        return []
 
 
 class RayFleet(LocalFleet):
@@ -297,27 +360,6 @@ class RayFleet(LocalFleet):
                     self._meet(group)
         return super().set_up(new, downloads)
 
-    def admit(self, ask: bool) -> list[int]:
-        return self.recovery.admit(ask)
-
-    def lost(self, error: Exception | None = None) -> list[int]:
-        return self.recovery.lost(error)
-
-    def restart(self, lost: Sequence[int]) -> list[int]:
-        return self.recovery.restart(lost)
-
-    def remember(self, step: int, parameters: int) -> None:
-        self.recovery.remember(step, parameters)
-
-    def copy_of(self, step: int) -> State | None:
-        return self.recovery.copy_of(step)
-
-    def lost_metrics(self) -> dict[str, float]:
-        return self.recovery.metrics()
-
-    def close(self) -> None:
-        self.recovery.close()
-
     def _meeting(self) -> list[Workers]:
         return [self.trainers]
 
@@ -341,7 +383,7 @@ class SplitFleet(RayFleet):
         """Samplers make collective calls only in lockstep."""
         return [self.trainers, self.samplers] if self.config.lockstep else [self.trainers]
 
-    def sample(self, tasks: Sequence[RolloutTask]) -> "Transfer":
+    def sample(self, tasks: Sequence[RolloutTask]) -> Transfer:
         return Transfer(self, tasks)
 
     def sampled(self, step: int) -> None:
@@ -380,7 +422,7 @@ class Transfer(Sampling):
 
     def __init__(self, fleet: SplitFleet, tasks: Sequence[RolloutTask]) -> None:
         super().__init__(fleet, tasks)
-        self.holders = place(self.patterns, fleet.config, len(fleet.trainers))
+        self.holders = fleet.place(self.patterns, len(fleet.trainers))
         self.released: dict[int, Pending[Trajectory]] = {}
         self.received: list[Pending[None]] = []
 
@@ -405,8 +447,114 @@ class Transfer(Sampling):
         return self.tasks
 
 
-def _kept_id(task: RolloutTask, padding: bool) -> int:
-    return padding_id(task.id) if padding else task.id
+# --- Checkpoints: a LoRA's is written at once, that of full fine-tuning beside the training by those that hold it.
+#
+# A checkpoint is complete or absent. A step of full fine-tuning pays for a copy of the state in main memory.
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state of a finished step, from which a checkpoint is written.
+
+    `write`: writes its files into a folder. `check`: raises `ClusterError` if those who write hang. `at_once`: writing
+    waits for no process.
+    """
+
+    numbers: WorkerState
+    write: Callable[[Path], None]
+    check: Callable[[], object] = bool
+    at_once: bool = True
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes], numbers: WorkerState) -> Held:
+        """The state of a LoRA, whose files are here."""
+
+        def write(folder: Path) -> None:
+            for name, content in files.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+        return cls(numbers, write)
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._last: Future[None] | None = None
+        self._check: Callable[[], object] = bool
+        self._every: float | None = None
+
+    def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
+        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises.
+
+        `check` raises `ClusterError` if those who write it hang; who waits calls it `every` so many seconds.
+        """
+        self.finish()
+        self._last, self._check, self._every = self._executor.submit(write), check, every
+
+    def poll(self) -> None:
+        """Raise `CheckpointError` if a checkpoint could not be written, without waiting for one that is not ready."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun; raises `CheckpointError` once if it cannot be written, and what `check` raises."""
+        last, self._last = self._last, None
+        if last is not None:
+            while not wait([last], self._every).done:
+                self._check()
+            last.result()
+
+
+def writers(config: Config, process: int) -> list[int]:
+    """The processes that write a checkpoint together: the ranks of a worker, that of `process`, or this one alone."""
+    if not config.lockstep:
+        return [process]
+    ranks = config.cluster.ranks_per_worker
+    first = process - process % ranks
+    return list(range(first, first + ranks))
+
+
+def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step: int) -> Held:
+    """Let processes keep their parts of the state after `step`, and train while these are written."""
+    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # these import diffusers
+
+    pending = [workers.submit(process, hold_state, step) for process in members]
+    numbers = [call.result() for call in pending]
+
+    def wait_until_written(processes: Sequence[int]) -> None:
+        for process in processes:
+            while True:
+                call = workers.submit(process, written)
+                call.wait()  # for however long: the steps that it trains meanwhile come first
+                if call.ended():
+                    break
+                time.sleep(POLL_S)
+
+    def write(folder: Path) -> None:
+        place = folder.resolve()
+        try:
+            for number, process in enumerate(members):
+                workers.submit(process, start_state, place, number)
+            wait_until_written(members)
+            found = len(list((place / PARTS).glob("*.safetensors")))
+            if found != len(members):
+                raise CheckpointError(
+                    f"{len(members)} processes wrote a checkpoint, of which {found} are in {folder.parent}: use a run "
+                    "folder (hydra.run.dir) shared by all machines"
+                )
+            workers.submit(members[0], start_denoisers, place)
+            wait_until_written(members[:1])
+        finally:
+            shutil.rmtree(place / FROZEN, ignore_errors=True)
+
+    def check() -> None:
+        for call in [workers.submit(process, written) for process in members]:
+            call.result()
+
+    return Held(numbers[0], write, check, at_once=False)
 
 
 # --- functions of a worker
@@ -442,24 +590,24 @@ def sample_copy(worker: PolicyWorker, task: RolloutTask, kept: int) -> None:
     worker.trajectories[kept] = worker.rollout.generate(task, worker.algorithm, worker.rank)[1]
 
 
-def release(worker: PolicyWorker, task_id: int) -> "Trajectory":
+def release(worker: PolicyWorker, task_id: int) -> Trajectory:
     """Hand over a trajectory that this worker sampled and another trains on."""
     return worker.trajectories.pop(task_id)
 
 
-def receive(worker: PolicyWorker, trajectory: "Trajectory", task_id: int) -> None:
+def receive(worker: PolicyWorker, trajectory: Trajectory, task_id: int) -> None:
     """Keep a trajectory that another worker sampled."""
     worker.trajectories[task_id] = trajectory
 
 
-def copy_weights(worker: PolicyWorker, earlier: bool) -> "Weights":
+def copy_weights(worker: PolicyWorker, earlier: bool) -> Weights:
     """The weights of a trainer for samplers; `earlier`: with those of earlier steps, after a run was resumed."""
     from gerl.workers.state import weights_of  # in here: the driver does without diffusers
 
     return weights_of(worker.policy, earlier)
 
 
-def load_weights(worker: PolicyWorker, weights: "Weights") -> None:
+def load_weights(worker: PolicyWorker, weights: Weights) -> None:
     """Sample with the `weights` of a trainer from here on."""
     from gerl.workers.state import take_weights  # in here: the driver does without diffusers
 

@@ -4,8 +4,8 @@ from __future__ import annotations  # of diffusers, which the driver of a run do
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,26 +16,148 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, RequiredTensors, Tape, Trajectory, compact, record_batch_probe
-from gerl.engine.batching import select_call
 from gerl.engine.hooks import noise_from
 from gerl.engine.latents import record_decoding
-from gerl.engine.record import InitialNoise, branch_plan, record_plan
-from gerl.engine.transitions import SamplingPlan, check_scheduler
+from gerl.engine.record import InitialNoise, SamplingPlan, branch_plan, record_plan
+from gerl.engine.tape import select_call
+from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
-from gerl.model.errors import model_errors, pipeline_errors
+from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators
-from gerl.workers.call_format import CallFormat, CallFormatFinder, divided, half
 
 if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
     from diffusers.utils import BaseOutput
 
     from gerl.model.policy import Policy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# --- Whether a pipeline accepts a list of prompts, one prompt per call, or one prompt as a plain string.
+#
+# Pipelines disagree, and tell only by an error: the formats are tried in this order on the first call. Where memory
+# does not hold a batch, later calls have half as many samples.
+
+# what pipelines raise for arguments that they do not take, also where gerl calls on their behalf
+REFUSALS = (CallRefused, ValueError, RuntimeError, IndexError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How samples are passed to a pipeline.
+
+    Example: `CallFormat(most=1, text=True)` calls it once per sample, with the prompt as a string.
+    """
+
+    most: int | None = None  # samples per call; None: all
+    text: bool = False  # the prompt as a string, for a pipeline that takes no list
+
+    def of(self, count: int) -> int:
+        """Number of samples per call, of `count` in all."""
+        return min(self.most or count, count)
+
+    def arguments(self, call: Mapping[str, object]) -> dict[str, object]:
+        """The keyword arguments `call`, whose prompts are lists, in this format."""
+        if not self.text:
+            return dict(call)
+        return {
+            name: value[0] if "prompt" in name and isinstance(value, list) and len(value) == 1 else value
+            for name, value in call.items()
+        }
+
+
+TOGETHER = CallFormat()
+FORMATS = (TOGETHER, CallFormat(1), CallFormat(1, text=True))
+Smaller = Callable[[int], int]
+
+
+def half(size: int) -> int:
+    """Half of `size`, rounded up."""
+    return -(-size // 2)
+
+
+@dataclass
+class CallFormatFinder:
+    """Finds the format that a pipeline accepts, and a batch size that fits into memory.
+
+    They are kept per purpose (rollout, validation): guidance may be on in one of them only, and change the format.
+    """
+
+    pipe: DiffusionPipeline
+    say: Callable[[str], None] = logger.warning  # told when a batch is split because memory is full
+    divides: bool = True  # whether batches may be split
+    found: dict[str, CallFormat] = field(default_factory=dict)
+
+    def attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T], smaller: Smaller | None = half) -> T:
+        """Call `sample` for `count` samples in the first format that the pipeline accepts.
+
+        Raises the first refusal if it accepts none. `smaller`: maps a batch size that does not fit into memory to the
+        next one to try; None: there is none.
+        """
+        while True:
+            try:
+                return self._attempt(purpose, count, sample)
+            except (MemoryError, RuntimeError) as error:
+                form = self.found.get(purpose, TOGETHER)
+                size = form.of(count)
+                if not (is_full(error) and self.divides and smaller is not None and size > 1):
+                    raise
+                release(error)
+            self.found[purpose] = replace(form, most=smaller(size))
+            self.say(
+                f"out of memory in the {purpose} of {size} images: continuing with "
+                f"{purpose}.micro_batch_size={smaller(size)}; set it to skip this search"
+            )
+
+    def _attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T]) -> T:
+        if purpose in self.found:
+            return sample(self.found[purpose])
+        refused: Exception | None = None
+        for form in FORMATS if count > 1 else (TOGETHER, FORMATS[-1]):
+            try:
+                result = sample(form)
+            except REFUSALS as error:
+                if is_full(error):
+                    raise
+                if refused is not None and str(error) != str(refused):
+                    logger.info("%s, one prompt per call: %s", type(self.pipe).__name__, error)
+                refused = refused or error
+                continue
+            if count > 1 or form.text:  # that one sample works says nothing of several
+                self.found[purpose] = form
+            if form.most is not None:
+                logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
+            return result
+        assert refused is not None
+        raise refused
+
+
+def divided(task: RolloutTask, most: int | None) -> RolloutTask:
+    """Split the segments of `task` into ones of at most `most` rows, in the same order; a tree's into single rows."""
+    if most is None or all(len(segment.seeds) <= most for segment in task.segments):
+        return task
+    if len(task.segments) == 1:
+        (whole,) = task.segments
+        parts = [slice(i, i + most) for i in range(0, len(whole.seeds), most)]
+        found = tuple(replace(whole, seeds=whole.seeds[part], leaves=whole.leaves[part]) for part in parts)
+        return replace(task, segments=found)
+    segments: list[Segment] = []
+    places: list[list[int]] = []  # by segment of `task`: where each of its rows is among the new ones
+    for segment in task.segments:
+        places.append([len(segments) + r for r in range(len(segment.seeds))])
+        for r, (seed, leaf) in enumerate(zip(segment.seeds, segment.leaves, strict=True)):
+            alone = replace(segment, seeds=(seed,), leaves=(leaf,))
+            if segment.parent is not None:
+                alone = replace(alone, parent=places[segment.parent][segment.rows[r]], rows=(0,))
+            segments.append(alone)
+    return replace(task, segments=tuple(segments))
+
+
+# --- Rollout: prompts in, images and trajectories out
 
 
 def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
@@ -72,15 +194,17 @@ class Rollout:
         lockstep: bool = False,
     ) -> None:
         self.policy, self.sampling, self.validation = policy, sampling, validation
-        check_scheduler(policy.pipe.scheduler, SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver))
+        cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
+        self.plan = SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver, sampling.compression, cache)
+        check_scheduler(policy.pipe.scheduler, self.plan)
         check_sigmas(policy.pipe.scheduler, sampling)
+        self.sigmas = training_sigmas(sampling)
         self._picture_each = False
-        self._sizes: set[tuple[int | None, int | None]] = set()  # asked for, and not sampled
+        self._sizes: set[tuple[int | None, int | None]] = set()  # requested, but not sampled
         self.format = CallFormatFinder(policy.pipe)
         # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
-        self.cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
-        self.branched_at: frozenset[int] = frozenset()  # of the segment that is drawn: steps from which others go on
+        self.branched_at: frozenset[int] = frozenset()  # steps of the current segment from which others branch
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -90,10 +214,12 @@ class Rollout:
         """
         algorithm = algorithm.of(task.samples)
         after, segments = algorithm.needs.rollout_old_after, len(task.segments)
-        with model_errors("rollout", len(task.samples)):
-            pixels, tapes, task = self.draw(
-                task, after is not None and task.samples[0].step > after, not algorithm.needs_whole_batches
-            )
+        old = after is not None and task.samples[0].step > after
+        try:
+            pixels, tapes, task = self.draw(task, old, not algorithm.needs_whole_batches)
+        except (MemoryError, RuntimeError) as error:
+            raise_known(error, "rollout", len(task.samples))
+            raise
         if len(task.segments) > segments:
             if algorithm.needs.sampled_images(algorithm.config.rollout.n) > 1:
                 raise ModelError(
@@ -117,8 +243,8 @@ class Rollout:
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
         """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
 
-        Its segments are smaller where the pipeline takes one prompt a call, or where the memory does not hold more and
-        the task is `divisible`. `old`: the old policy draws.
+        Its segments are smaller where the pipeline takes one prompt per call, or where memory is full and the task is
+        `divisible`. `old`: with the old policy.
         """
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
@@ -146,9 +272,9 @@ class Rollout:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
         if samples[0].given is not None:
-            return self.called(partial(self._read, samples), samples, form, sigmas=training_sigmas(self.sampling))
+            return self.called(partial(self._read, samples), samples, form, sigmas=self.sigmas)
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
-            self._probes = self.called(self._both_probes, samples, form, sigmas=training_sigmas(self.sampling))
+            self._probes = self.called(self._both_probes, samples, form, sigmas=self.sigmas)
         first, rows = shared_prefixes(samples)
         if not (self.shares and segment.window and len(first) < len(samples)):
             return self._record(samples, segment, form)
@@ -173,7 +299,7 @@ class Rollout:
             generators, probe = sample_generators(list(segment.seeds)), self._probes.get(several, True)
             return record_plan(self.policy.pipe, call, self._plan(segment), generators, probe, initial)
 
-        output, tape = self.called(record, samples, form, sigmas=training_sigmas(self.sampling))
+        output, tape = self.called(record, samples, form, sigmas=self.sigmas)
         if tape.probe is not None:
             self._probes[several] = tape.probe
         return output, tape
@@ -205,17 +331,10 @@ class Rollout:
 
     def _plan(self, segment: Segment) -> SamplingPlan:
         """How the denoising steps of `segment` are taken."""
-        sampling, cache = self.sampling, self.cache
-        return SamplingPlan(
-            sampling.kernel,
-            sampling.noise_level,
-            sampling.solver,
-            sampling.compression,
-            cache if cache.name == "none" else replace(cache, exact=self.branched_at),
-            frozenset(segment.window),
-            segment.stop,
-            dict(segment.noise),
-        )
+        cache, window, noise = self.plan.cache, frozenset(segment.window), dict(segment.noise)
+        if cache.name != "none":
+            cache = replace(cache, exact=self.branched_at)
+        return replace(self.plan, cache=cache, window=window, stop=segment.stop, noise_at=noise)
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
         """Sample with the plain pipeline (ODE) and the averaged weights: images `[B, H, W, 3]` uint8."""
@@ -224,7 +343,7 @@ class Rollout:
 
         def drawn(form: CallFormat) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
-                # as a report has it, for whoever draws them again with diffusers alone
+                # as in the report, so that plain diffusers samples the same images
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
                 given = {"generator": generators[0] if form.text else generators}
 
@@ -287,30 +406,33 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments for samples of one call, which share their images, if any.
+        """Call `draw` with the pipeline's arguments for samples of one call, which share their condition images.
 
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline refuses
-        them.
+        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if it refuses them.
         """
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
-        keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
-        keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
-        keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
-        with pipeline_errors(pipe, {key: call[name] for name, key in keys.items()}):
+        try:
             return self._pictured(draw, call, samples)
+        except PIPELINE_ERRORS as error:
+            keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
+            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
+            keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
+            raise_refusal(error, pipe, {key: call[name] for name, key in keys.items()})
+            raise
 
     def _pictured(
         self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
     ) -> T:
         """Call `draw` with `call` and the images that the samples are conditioned on.
 
-        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried and
-        kept.
+        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried.
         """
-        pipe, count = self.policy.pipe, len(samples)
-        given = picture_arguments(pipe, samples[0].prompt)
+        count, prompt = len(samples), samples[0].prompt
+        if not prompt.metadata:
+            return draw(call)
+        given = picture_arguments(self.policy.pipe, prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
         if count == 1 or not each or self._picture_each:
             return draw(call | given | (each if count > 1 else {}))
@@ -355,12 +477,12 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
 
 def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
     """Number of images `[..., 3]` of a single colour, as a decoder makes them that overflowed."""
-    return sum(_is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
+    def is_blank(colours: np.ndarray) -> bool:
+        some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
+        return bool((some == some[0]).all() and (colours == colours[0]).all())
 
-def _is_blank(colours: np.ndarray) -> bool:
-    some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
-    return bool((some == some[0]).all() and (colours == colours[0]).all())
+    return sum(is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
 
 def find_images(output: BaseOutput) -> np.ndarray:

@@ -1,10 +1,9 @@
-"""The state of a worker: snapshots, checkpoints, and weights on their way to samplers."""
+"""The state of a worker as files of a checkpoint, and as weights on their way to samplers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,97 +15,33 @@ from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
+from gerl.errors import ClusterError
 from gerl.model.paths import WEIGHTS
-from gerl.model.policy import Policy, class_of, kept_in_fp32
-from gerl.model.shards import Part, Shards, local, part_of, write_parts
+from gerl.model.policy import Policy, class_of, kept_in_fp32, local
+from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
 from gerl.utils.tensors import pack_tensors, unpack_tensors
-from gerl.workers.actor import ADAMW, OPTIMIZER, Actor
+from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of, snapshots_of
 
 if TYPE_CHECKING:
     from gerl.workers.worker import PolicyWorker, State
 
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
 TRAINED = "trained"
-Tensors = dict[str, torch.Tensor]
-
-# --- snapshots
-
-
-class Snapshots:
-    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.step: int | None = None  # the finished step of the copy
-        self._copy: Future[tuple[Tensors, WorkerState]] | None = None
-        self._executor = ThreadPoolExecutor(1, "snapshot")
-
-    def begin(self, step: int) -> None:
-        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
-        if self.step == step:
-            return
-        into = {} if self._copy is None else self._copy.result()[0]
-        self._copy = self.step = None
-        tensors, numbers = self.actor.state()
-        # at once: sampling with other weights puts these in the place of the trained ones for a while
-        trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
-        first, device = copied(trained, into), next(iter(trained.values())).device
-        beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            beside = torch.cuda.stream(stream)
-
-        def rest() -> tuple[Tensors, WorkerState]:
-            with beside:
-                both = first | copied({name: t for name, t in tensors.items() if name not in first}, into)
-            return {name: both[name] for name in tensors}, numbers
-
-        self._copy, self.step = self._executor.submit(rest), step
-
-    def take(self, step: int) -> tuple[Tensors, WorkerState]:
-        """The state after `step`, the last that was finished: copied now if that was not begun."""
-        self.begin(step)
-        assert self._copy is not None
-        return self._copy.result()
-
-
-class PartSnapshots:
-    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.step: int | None = None
-        self._copy: tuple[dict[str, Part], WorkerState] | None = None
-
-    def begin(self, step: int) -> None:
-        """Nothing is copied beside the sampling: it would take the memory that sampling needs."""
-
-    def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
-        """The parts after `step`, the last that was finished."""
-        if self._copy is None or self.step != step:
-            parts, numbers = parts_of(self.actor)
-            self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
-        return self._copy
-
-
-@torch.no_grad()
-def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
-    found = {}
-    for name, tensor in tensors.items():
-        place = into.get(name)
-        alike = place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype)
-        found[name] = place.copy_(tensor) if place is not None and alike else tensor.detach().to("cpu", copy=True)
-    return found
 
 
 # --- checkpoints
 
 
+def check_has(worker: PolicyWorker, step: int) -> None:
+    """Raise `ClusterError` unless the state after trainer step `step` is here."""
+    if worker.ended is None or step not in (worker.ended, worker.snapshots.step):
+        raise ClusterError(f"rank {worker.rank} was restarted and does not have the state of step {step}")
+
+
 def checkpoint_files(worker: PolicyWorker, step: int) -> State:
-    """The files of a LoRA's checkpoint after `step`, and its numbers."""
+    """The files of a LoRA's checkpoint after `step`, and its numbers; raises as `check_has`."""
+    check_has(worker, step)  # if there is no snapshot, nothing has changed since
     assert isinstance(worker.snapshots, Snapshots)
     tensors, numbers = worker.snapshots.take(step)
     average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
@@ -119,11 +54,10 @@ def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState)
 
     Raises `CheckpointError`, before anything is changed, unless it is exactly that of these weights and averages.
     """
+    worker.snapshots = snapshots_of(worker.actor)
     if isinstance(source, Path):
-        worker.snapshots = PartSnapshots(worker.actor)
         _load_parts(worker.actor, source, numbers)
     else:
-        worker.snapshots = Snapshots(worker.actor)
         worker.actor.load_state(unpack_tensors(source), numbers)
 
 
@@ -139,12 +73,6 @@ def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
             actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
     shards.read_into(parts_of(actor)[0])
     actor.load_numbers(numbers)
-
-
-def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
-    """The parts of the exact state that are here, and its numbers."""
-    tensors, numbers = actor.state()
-    return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
 
 
 def frozen_parts(policy: Policy) -> dict[str, Part]:
@@ -163,7 +91,7 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
 
 def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
     """Keep what is here of the checkpoint of `step`, to be written beside the training; returns its numbers."""
-    worker.check_has(step)
+    check_has(worker, step)
     assert isinstance(worker.snapshots, PartSnapshots)
     parts, numbers = worker.snapshots.take(step)
     worker.writing = Writing(worker.policy, parts)
@@ -172,12 +100,12 @@ def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
 
 def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
     """Begin to write what is held into the `folder` of a checkpoint, as process `number` of those that do."""
-    worker.writing.start_state(folder, number)
+    worker.writing.start(worker.writing.write_state, folder, number)
 
 
 def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
     """Begin to write the averaged denoisers into `folder`, where all have written what they hold."""
-    worker.writing.start_denoisers(folder)
+    worker.writing.start(worker.writing.write_denoisers, folder)
 
 
 def written(worker: PolicyWorker) -> bool:
@@ -186,40 +114,33 @@ def written(worker: PolicyWorker) -> bool:
 
 
 class Writing:
-    """A checkpoint that this process writes beside the training, which changes nothing of what it has here.
-
-    `parts`: what is here of the state, as copies.
-    """
+    """A checkpoint that this process writes beside the training; `parts`: copies of what is here of the state."""
 
     def __init__(self, policy: Policy, parts: dict[str, Part]) -> None:
         self._parts, self._frozen = parts, frozen_parts(policy)
-        # in the thread of the training: while a call of the model goes on, divided weights must not be looked at
+        # in the thread of the training: sharded weights must not be read while a call of the model runs
         self._denoisers = {name: _Stored.of(name, denoiser, policy) for name, denoiser in policy.denoisers.items()}
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None]
 
-    def start_state(self, folder: Path, number: int) -> None:
-        """Begin to write what is here of the checkpoint into its `folder`, as process `number` of those that do."""
-        self._writing = self._executor.submit(self.write_state, folder, number)
-
-    def start_denoisers(self, folder: Path) -> None:
-        """Begin to write the averaged denoisers into `folder`, where all processes have written their state."""
-        self._writing = self._executor.submit(self.write_denoisers, folder)
+    def start(self, write: Callable[..., None], *arguments: object) -> None:
+        """Begin one of the two methods below."""
+        self._writing = self._executor.submit(write, *arguments)
 
     def written(self) -> bool:
         """Whether what was begun is written; raises what it raised."""
         return self._writing.done() and self._writing.result() is None
 
     def write_state(self, folder: Path, number: int) -> None:
-        """Write what is here of the checkpoint."""
-        # what is not divided is the same everywhere: the first process writes it
+        """Write what is here of the checkpoint into its `folder`, as process `number` of those that write."""
+        # what is not sharded is the same everywhere: the first process writes it
         own = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
         write_parts(folder / PARTS, number, own)
         if self._frozen:
             write_parts(folder / FROZEN, number, self._frozen)
 
     def write_denoisers(self, folder: Path) -> None:
-        """Write the averaged denoisers."""
+        """Write the averaged denoisers into `folder`, where all processes have written their state."""
         state = Shards(folder / PARTS)
         frozen = Shards(folder / FROZEN) if (folder / FROZEN).is_dir() else None
         for name, stored in self._denoisers.items():
@@ -253,17 +174,15 @@ class _Stored:
         )
 
     def write(self, folder: Path, state: Shards, frozen: Shards | None) -> None:
-        def value(full: str, own: torch.Tensor | None) -> torch.Tensor:
-            if own is not None:
-                return own.cpu()
-            if full in self.trained:
-                return state.whole(f"ema/{full}")
-            assert frozen is not None
-            return frozen.whole(full)
-
         stored = {}
         for key, (full, own) in self.places.items():
-            tensor = value(full, own)
+            if own is not None:
+                tensor = own.cpu()
+            elif full in self.trained:
+                tensor = state.whole(f"ema/{full}")
+            else:
+                assert frozen is not None
+                tensor = frozen.whole(full)
             half = tensor.is_floating_point() and key not in self.in_fp32
             stored[key] = (tensor.to(self.dtype) if half else tensor).contiguous()
         folder.mkdir()

@@ -7,19 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
 from gerl.algorithms.base import Pooled
 from gerl.commandline.command import importing
 from gerl.config import Config
-from gerl.errors import ClusterError
 from gerl.model.call import check_arguments
-from gerl.model.errors import model_errors
+from gerl.model.errors import model_errors, raise_known
 from gerl.objects import Function
 from gerl.protocol import Images, StepEnd, UpdateStats
 from gerl.utils.files import capture_logs, pass_on_logs
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample, StepResult
     from gerl.run.checkpoint import WorkerState
-    from gerl.workers.actor import Actor
-    from gerl.workers.state import PartSnapshots, Snapshots, Writing
+    from gerl.workers.actor import Actor, PartSnapshots, Snapshots
+    from gerl.workers.state import Writing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,12 +59,10 @@ def peak_memory(device: str | torch.device) -> float | None:
 class PolicyWorker:
     """A process that holds the model: it samples, keeps trajectories and trains on them.
 
-    All workers hold the same trained weights and optimizer state, and share the images of a step. With
-    cluster.layout=split some only sample and others only train. A worker may have several ranks, which hold parts of
-    the weights (model.shard) or of the tokens of a call (cluster.context): sharded ranks gather weights in every
-    forward, so all of them make the same calls. Of context-parallel ranks only the first reports.
-
-    Rare requests are functions of a worker, see `call`.
+    All workers hold the same trained weights and optimizer state, and share the images of a step; with
+    cluster.layout=split some only sample and others only train. Of a worker's ranks each holds a part of the weights
+    (model.shard) or of the tokens of a call (cluster.context), so all of them make the same calls; of context-parallel
+    ranks only the first reports. Rare requests are functions of a worker, see `call`.
     """
 
     def __init__(
@@ -93,17 +90,13 @@ class PolicyWorker:
     # --- start and end
 
     def setup(self, remote: bool = False) -> ModelFacts:
-        """Load the pipeline and everything that works on it.
-
-        `remote`: nobody reads the log of this process; from here on it goes to the run's.
-        """
+        """Load the pipeline and what works on it; `remote`: the log of this process goes to the run's from here on."""
         with importing():  # in here: the driver does without diffusers and what comes with it
             from torch.distributed.tensor import DTensor
 
             from gerl.model.denoisers import quiet_libraries
-            from gerl.workers.actor import Actor, check_optimizer
+            from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.setup import give_reward, load_worker_policy, model_facts
-            from gerl.workers.state import PartSnapshots, Snapshots
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -125,7 +118,7 @@ class PolicyWorker:
         staleness = self.config.trainer.staleness
         self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
         self.actor.say = self.notes.append
-        self.snapshots = PartSnapshots(self.actor) if self.policy.whole else Snapshots(self.actor)
+        self.snapshots = snapshots_of(self.actor)
         self.ended = 0
         if remote:
             pass_on_logs("gerl", logging.INFO, self.notes.append)
@@ -169,7 +162,7 @@ class PolicyWorker:
     def pool(self, credit: Credit, groups: Groups = None, kl: KLWeight | None = None) -> Pooled:
         """This worker's contribution to the group sums that the losses of other workers' samples need."""
         self.algorithm.set_kl_weight(kl)
-        batches = self.batches(self.own(credit, groups))
+        batches = list(chain(*self.batches(credit, groups).values()))
         with model_errors("update"):
             found = self.actor.retry_on_oom(batches, lambda: self.actor.pool(batches))
         return found if self.leads else {}
@@ -184,18 +177,21 @@ class PolicyWorker:
     ) -> UpdateStats:
         """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
 
-        `pooled`: group sums from the `pool` of all workers, where the algorithm needs them. `groups`: in lockstep. Of
-        the update's first task with a signal the gradient is measured by denoising step.
+        `pooled`: group sums from the `pool` of all workers, where the algorithm needs them. `groups`: in lockstep. The
+        gradient of the update's first task with a signal is measured by denoising step.
         """
         self.algorithm.set_kl_weight(kl)
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
-        own = {i: self.batches({i: v}, pooled, kl) for i, v in self.own(credit, groups).items()}
+        own = self.batches(credit, groups, pooled, kl)
 
         def work() -> UpdateStats:
             return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())
 
-        with model_errors("update"):
-            stats = self.actor.retry_on_oom([batch for batches in own.values() for batch in batches], work)
+        try:
+            stats = self.actor.retry_on_oom(list(chain(*own.values())), work)
+        except (MemoryError, RuntimeError) as error:
+            raise_known(error, "update")
+            raise
         return stats if self.leads else UpdateStats()
 
     def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
@@ -216,17 +212,8 @@ class PolicyWorker:
         return end_step(self, step)
 
     def reduce_gradient(self) -> None:
-        """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
-
-        The sharded gradients of the ranks of a worker are summed already.
-        """
-        if self.policy.whole:
-            if self.ranks is None or self.ranks.peers.size() > 1:
-                self.actor.sum_gradients(None if self.ranks is None else self.ranks.peers)
-            return
-        flat = self.actor.flat_gradient()
-        dist.all_reduce(flat)
-        self.actor.set_flat_gradient(flat)
+        """Sum the gradients of all workers; a collective call."""
+        self.actor.all_reduce()
 
     def clear(self, step: int | None = None) -> None:
         """Drop gradients, and the trajectories of a finished `step` or of all."""
@@ -235,30 +222,28 @@ class PolicyWorker:
         self.blank = Counter({k: count for k, count in self.blank.items() if step is not None and k > step})
         self.actor.optimizer.zero_grad(set_to_none=True)
 
-    def own(self, credit: Credit, groups: Groups) -> Credit:
-        """The credit of the trajectories here; in lockstep one task of each group, NaN where it has no credit."""
-        if groups is None:
-            return {i: values for i, values in credit.items() if i in self.trajectories}
-        own = [i for members in groups for i in (*members, padding_id(members[0])) if i in self.trajectories]
-        nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
-        return {i: credit.get(i, nothing.expand(len(self.trajectories[i].task.samples), -1)) for i in own}
-
-    def batches(self, credit: Credit, pooled: Pooled | None = None, kl: KLWeight | None = None) -> list[Batch]:
-        """The parts of the trajectories here that are trained for their `credit`."""
-        own = [(self.trajectories[i], values, kl.of(i) if kl else None) for i, values in credit.items()]
-        return [batch for kept, values, weights in own for batch in batches_of(kept, values, pooled, weights)]
+    def batches(
+        self, credit: Credit, groups: Groups = None, pooled: Pooled | None = None, kl: KLWeight | None = None
+    ) -> dict[int, list[Batch]]:
+        """What is trained of each task here; in lockstep of one task of each group, NaN where it has no credit."""
+        kept = self.trajectories
+        if groups is not None:
+            own = [i for members in groups for i in (*members, padding_id(members[0])) if i in kept]
+            nothing = torch.full((1, self.config.sampling.num_inference_steps), torch.nan)
+            credit = {i: credit.get(i, nothing.expand(len(kept[i].task.samples), -1)) for i in own}
+        own_credit = {i: values for i, values in credit.items() if i in kept}
+        return {i: batches_of(kept[i], v, pooled, kl.of(i) if kl else None) for i, v in own_credit.items()}
 
     # --- state
 
     def checkpoint(self, step: int) -> State:
         """The checkpoint of a LoRA after trainer step `step`, the last that all finished; the same bytes on each.
 
-        Files: the exact state, and the averaged LoRA for plain diffusers. Raises as `check_has`.
+        Files: the exact state, and the averaged LoRA for plain diffusers. Raises `ClusterError` if it is not here.
         """
         from gerl.workers.state import checkpoint_files  # in here, as in `setup`
 
-        self.check_has(step)
-        return checkpoint_files(self, step)  # if there is no snapshot, nothing has changed since
+        return checkpoint_files(self, step)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
         """Continue from the state after trainer step `step`: bytes of a LoRA's, or the folder of a checkpoint.
@@ -270,11 +255,6 @@ class PolicyWorker:
         self.ended = None
         load_state(self, source, numbers)
         self.ended = step
-
-    def check_has(self, step: int) -> None:
-        """Raise `ClusterError` unless the state after trainer step `step` is here."""
-        if self.ended is None or step not in (self.ended, self.snapshots.step):
-            raise ClusterError(f"rank {self.rank} was restarted and does not have the state of step {step}")
 
 
 def end_step(worker: PolicyWorker, step: int) -> StepEnd:

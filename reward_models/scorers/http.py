@@ -1,4 +1,4 @@
-"""The base of scorers that ask a service: a JSON client with time-outs and retries, tokens, images as text."""
+"""The base of scorers that call a service: a JSON client with time-outs and retries, tokens, images as text."""
 
 import base64
 import contextlib
@@ -129,7 +129,7 @@ def _watch(manager: PoolManager) -> None:
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
-LONGEST_WAIT = 60.0  # seconds between two attempts; a service that asks for more is out of order or out of quota
+LONGEST_WAIT = 60.0  # seconds between two attempts; a service that names more is out of order or out of quota
 MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
 _SCATTER = random.Random()  # a separate generator: retries must not disturb seeded ones
@@ -153,7 +153,7 @@ Result = TypeVar("Result")
 
 
 class Transient(RewardError):
-    """A request failed in a way that may pass; `wait` is the number of seconds the service asked for."""
+    """A request failed in a way that may pass; `wait` is the seconds that the service wants the client to wait."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -162,13 +162,13 @@ class Transient(RewardError):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpScorer(Scorer):
-    """The kwargs of every scorer that asks a service.
+    """The kwargs of every scorer that calls a service.
 
     `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
     in no configuration; driver and reward workers read it. `timeout` is the number of seconds an attempt may take, from
     connecting to the last byte of the answer, `concurrency` the requests in flight of one reward worker, `retries` how
     often a request is repeated after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff`
-    seconds, then twice as many each time, or after what the service asks for in `Retry-After`. The proxy settings of
+    seconds, then twice as many each time, or as long as the service says in `Retry-After`. The proxy settings of
     the environment apply, except to this machine itself.
     """
 
@@ -191,7 +191,7 @@ def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]
     """The bearer token in `file` or in the environment variable `variable`, and the key that named it; None for none.
 
     Raises:
-        RewardError: both are given, or what is named holds no token; the message does not show it.
+        RewardError: both are given, or the source holds no token; the message does not show it.
     """
     if file is not None and variable is not None:
         raise RewardError(f"token_file={file} and token_env={variable} are both given: keep one of them")
@@ -223,7 +223,7 @@ class Client:
     `config` gives time-out, retries and concurrency; `source` says where `token` is from. No message shows the token.
 
     Raises:
-        RewardError: from every method, for a request that failed: what was asked, what came, and what to do.
+        RewardError: from every method, for a request that failed, with the answer and the remedy.
     """
 
     def __init__(self, url: str, config: HttpScorer, token: str | None = None, source: str = "") -> None:
@@ -268,7 +268,7 @@ class Client:
                 if attempt == self.config.retries:
                     raise Transient(f"{error} ({attempt + 1} attempts)") from None
                 if error.wait > LONGEST_WAIT:
-                    raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is too long)") from None
+                    raise RewardError(f"{error} (Retry-After is {error.wait:.0f} s, which is too long)") from None
                 # Scattered, so that requests refused together do not come back together.
                 pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
                 pause = max(error.wait, min(pause, LONGEST_WAIT))
@@ -278,32 +278,34 @@ class Client:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _once(self, url: str, body: bytes) -> JSON:
-        asked = f"POST {url}"
+        request = f"POST {url}"
         with Deadline(self.config.timeout) as deadline:
             try:
-                response, content = self._exchange(asked, url, body)
+                response, content = self._exchange(request, url, body)
                 late = deadline.passed  # then the answer may be cut off
             except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
                 late = deadline.passed or isinstance(error, requests.Timeout)
                 if not late and isinstance(error, requests.exceptions.SSLError):
-                    raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
+                    raise RewardError(
+                        f"{request}: no secure connection ({_cause(error)}): correct the address"
+                    ) from None
                 if not late:
                     raise Transient(
-                        f"{asked}: the connection failed or was broken ({_cause(error)}): start the service or "
+                        f"{request}: the connection failed or was broken ({_cause(error)}): start the service or "
                         "correct the address"
                     ) from None
             except requests.Timeout:
                 late = True
             except requests.RequestException as error:
-                raise RewardError(f"{asked} cannot be requested ({_cause(error)}): correct the address") from None
+                raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
         if late:
             raise Transient(
-                f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
+                f"{request} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
                 "if the service is overloaded"
             )
-        return self._answer(asked, response, content)
+        return self._answer(request, response, content)
 
-    def _exchange(self, asked: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
+    def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
         """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
         with self._session.post(
             url,
@@ -318,7 +320,7 @@ class Client:
             coding = response.headers.get("Content-Encoding", "identity").strip().lower()
             if coding not in ("", "identity"):
                 raise RewardError(
-                    f"{asked} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
+                    f"{request} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
                     "disable compression in the service or its proxy"
                 )
             content = bytearray()
@@ -326,23 +328,23 @@ class Client:
                 content += chunk
                 if len(content) > MAX_ANSWER:
                     raise RewardError(
-                        f"{asked} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
+                        f"{request} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
                         "the log of the service"
                     )
             return response, bytes(content)
 
-    def _answer(self, asked: str, response: requests.Response, content: bytes) -> JSON:
+    def _answer(self, request: str, response: requests.Response, content: bytes) -> JSON:
         status, text = response.status_code, self.shown(content.decode(errors="replace"))
         if 200 <= status < 300:
             try:
                 return json.loads(content)
             except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
                 raise RewardError(
-                    f"{asked} answered {status} without JSON: {text}: correct the address, or check the log of the "
+                    f"{request} answered {status} without JSON: {text}: correct the address, or check the log of the "
                     "service"
                 ) from None
         remedy = self._remedy(status, response.headers.get("Location", ""))
-        message = f"{asked} answered {status} {responses.get(status, '')}: {text}: {remedy}"
+        message = f"{request} answered {status} {responses.get(status, '')}: {text}: {remedy}"
         if status in (408, 429) or status >= 500:
             raise Transient(message, _retry_after(response.headers.get("Retry-After", "")))
         raise RewardError(message)

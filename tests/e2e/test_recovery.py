@@ -116,5 +116,6 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
         bring_together(run, (), None)
         assert asked(folder) == ["stop"]
         assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == run.state.step == 2
-        assert run.fleet.lost_metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
-        assert run.fleet.lost_metrics() == {}
+        assert run.fleet.recovery is not None
+        assert run.fleet.recovery.metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
+        assert run.fleet.recovery.metrics() == {}

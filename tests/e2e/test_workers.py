@@ -21,8 +21,7 @@ from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.timeline import Timeline
 from gerl.trainer.rollouts import PendingRollout, serve_in_background
-from gerl.workers.fleet import RoundRobin, fleet_of
-from gerl.workers.placement import Placement
+from gerl.workers.fleet import Placement, RoundRobin, fleet_of
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.

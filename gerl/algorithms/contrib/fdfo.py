@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     import torch
 
     from gerl import engine
-    from gerl.engine import ReplayedStep, batching
+    from gerl.engine import ReplayedStep, transitions
     from gerl.model.policy import Policy
 else:
-    torch, engine, batching = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.batching")
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 LEAST = 1e-6  # of mean(d^2), which is 0 where the images of a pair are the same
 
@@ -149,7 +149,7 @@ def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
     d = d if overwritten is None else d.masked_fill(overwritten, 0.0)
-    squares = batching.unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
+    squares = transitions.unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
     return d / squares.view(-1, *[1] * (d.ndim - 1))
 
 

@@ -29,9 +29,9 @@ from gerl.utils.lazy import lazy
 if TYPE_CHECKING:
     import torch
 
-    from gerl.engine import Tape, kernels
+    from gerl.engine import Tape, transitions
 else:
-    torch, kernels = lazy("torch"), lazy("gerl.engine.kernels")
+    torch, transitions = lazy("torch"), lazy("gerl.engine.transitions")
 
 
 def _nested_key(default: float) -> Any:
@@ -143,7 +143,7 @@ class LeapAlign(RewardGradient):
     def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         (k, j), name = trained, self.settings.name
         ends = {k: sigma_at(tape, j), j: sigma_at(tape, len(tape.steps))}
-        leaps = {i: kernels.leap(flow_rule(tape, i, name), end) for i, end in ends.items()}
+        leaps = {i: transitions.leap(flow_rule(tape, i, name), end) for i, end in ends.items()}
         arrived = {i: rule.mean(tape.steps[i].x, velocity_at(tape, i)) for i, rule in leaps.items()}
         hops = (
             LatentJump(j, partial(by_rule, leaps[j]), nested=self.settings.nested),
@@ -171,7 +171,7 @@ class FlowBPSparse(RewardGradient):
         """The ends of the trained steps, whose velocities count more for those that have no gradient."""
         rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
         factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
-        return {k: partial(by_rule, kernels.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
+        return {k: partial(by_rule, transitions.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
 
 
 class FlowBPBridge(FlowBPSparse):
@@ -228,14 +228,14 @@ class FlowBPLagrange(RewardGradient):
             weights = lagrange_weights([rule.sigma for rule in rules], start, goal)
             parts = zip(supports, rules, weights, strict=True)
             led = [
-                kernels.leap(rule, rule.sigma + w).mean(tape.steps[i].x, velocity_at(tape, i)) - tape.steps[i].x
+                transitions.leap(rule, rule.sigma + w).mean(tape.steps[i].x, velocity_at(tape, i)) - tape.steps[i].x
                 for i, rule, w in parts
             ]
             arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
-            first_leap = partial(by_rule, kernels.leap(rules[0], start + weights[0]))
+            first_leap = partial(by_rule, transitions.leap(rules[0], start + weights[0]))
             own = LatentJump(supports[0], first_leap, nested=settings.nested)
             other = [
-                LatentJump(i, partial(by_rule, kernels.leap(rule, rule.sigma + settings.second * w)))
+                LatentJump(i, partial(by_rule, transitions.leap(rule, rule.sigma + settings.second * w)))
                 for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
                 if settings.second
             ]

@@ -10,8 +10,7 @@ from gerl.algorithms.awm import log_likelihood
 from gerl.algorithms.core_algos import group_advantages, kl_divergence, step_weights
 from gerl.algorithms.planning import sde_window
 from gerl.config import Config, SamplingConfig, algorithm_config, blocks
-from gerl.engine.kernels import coefficients
-from gerl.engine.transitions import OdeSolver
+from gerl.engine.transitions import OdeSolver, coefficients
 from gerl.protocol import Prompt, Sample
 
 GENERATOR = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ from gerl.algorithms import build_algorithm
 from gerl.algorithms.core_algos import guard_log_ratio, ratio_spread
 from gerl.config import AlgorithmConfig, algorithm_config
 from gerl.config.registry import ALGORITHMS
-from gerl.engine.kernels import gaussian_log_prob
+from gerl.engine.transitions import gaussian_log_prob
 
 SCALED = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo

@@ -8,7 +8,7 @@ import torch
 from gerl.algorithms.diffusion_nft import DiffusionNFT, adaptive_error, implicit_policies, nft_loss, optimality
 from gerl.algorithms.forward_process import Noised
 from gerl.config import Config, algorithm_config
-from gerl.engine.kernels import DDIMRule, FlowRule, Rule
+from gerl.engine.transitions import DDIMRule, FlowRule, Rule
 
 SIGMA, CLIP = 0.6, 5.0
 GENERATOR = torch.Generator().manual_seed(0)

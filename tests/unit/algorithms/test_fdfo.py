@@ -16,15 +16,7 @@ from gerl.algorithms.contrib.fdfo import directions, fdfo_loss, partners, veloci
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
 from gerl.engine import replay
-from gerl.engine.kernels import (
-    DDIMRule,
-    DenoisedRule,
-    EDMRule,
-    FlowRule,
-    Rule,
-    coefficients,
-    transition_mean,
-)
+from gerl.engine.transitions import DDIMRule, DenoisedRule, EDMRule, FlowRule, Rule, coefficients, transition_mean
 from gerl.errors import ConfigError
 from gerl.model.lora import lora_disabled
 from gerl.protocol import Prompt, Sample

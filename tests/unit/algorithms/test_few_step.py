@@ -10,7 +10,7 @@ from gerl.algorithms.core_algos import clipped_policy_loss, group_advantages
 from gerl.algorithms.distillation import step_distance
 from gerl.algorithms.forward_process import ForwardProcess, Noised
 from gerl.engine import ReplayedStep
-from gerl.engine.kernels import FlowRule, gaussian_log_prob
+from gerl.engine.transitions import FlowRule, gaussian_log_prob
 
 DRAWS = 4096
 FIRST = FlowRule(1.0, 0.25, 0.25 * 0.5, 0.2)  # from pure noise, with some noise of its own

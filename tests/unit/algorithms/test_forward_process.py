@@ -11,7 +11,7 @@ from gerl.algorithms import ForwardProcess, build_algorithm
 from gerl.algorithms.forward_process import BestOfN, Noised, RewardWeightedRegression, norm_excess
 from gerl.config import Config, algorithm_config
 from gerl.engine import replay
-from gerl.engine.kernels import FlowRule
+from gerl.engine.transitions import FlowRule
 from gerl.errors import ReplayError
 from gerl.model.lora import lora_disabled
 from gerl.utils.seeding import derive_seed, sample_generators

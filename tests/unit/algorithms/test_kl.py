@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gerl.algorithms.core_algos import gaussian_kl, kl_divergence
-from gerl.engine.kernels import coefficients, gaussian_log_prob, transition_mean
+from gerl.engine.transitions import coefficients, gaussian_log_prob, transition_mean
 
 # --- the true KL
 

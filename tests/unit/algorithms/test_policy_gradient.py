@@ -11,7 +11,7 @@ from gerl.algorithms import PolicyGradient, build_algorithm
 from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
 from gerl.config import TrainerConfig, algorithm_config
 from gerl.engine import replay
-from gerl.engine.kernels import FlowRule
+from gerl.engine.transitions import FlowRule
 from gerl.model.lora import lora_disabled
 from gerl.model.policy import EMA
 

@@ -16,7 +16,7 @@ from gerl.algorithms.core_algos import (
     masked_policy_loss,
     step_weights,
 )
-from gerl.engine.kernels import coefficients, gaussian_log_prob, transition_mean
+from gerl.engine.transitions import coefficients, gaussian_log_prob, transition_mean
 
 SD3_10 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
 TRAINED = list(pairwise(SD3_10))[:9]

@@ -9,7 +9,7 @@ from schedules import sd3_sigmas
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.signal_checks import probe_warnings, ratio_limit, ratio_problem
 from gerl.config import ActorConfig
-from gerl.engine.kernels import FlowRule, coefficients
+from gerl.engine.transitions import FlowRule, coefficients
 from gerl.protocol import SamplingProbe, StepFacts
 
 

@@ -17,7 +17,7 @@ from gerl.algorithms.core_algos import (
     masked_policy_loss,
     step_weights,
 )
-from gerl.engine.kernels import gaussian_log_prob, transition_mean
+from gerl.engine.transitions import gaussian_log_prob, transition_mean
 
 SIGMAS = sd3_sigmas(10)
 SIZE, GROUPS, GROUP, VARIANCE, GOAL = 16, 4, 24, 0.25, 0.6

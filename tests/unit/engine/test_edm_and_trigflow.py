@@ -6,8 +6,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SCMScheduler
 
-from gerl.engine.kernels import KERNELS, EDMRule, FlowRule, coefficients
-from gerl.engine.transitions import SamplingPlan, Transitions, check_scheduler
+from gerl.engine.record import SamplingPlan
+from gerl.engine.transitions import KERNELS, EDMRule, FlowRule, Transitions, check_scheduler, coefficients
 from gerl.errors import ModelError
 
 X, OUT, NOISE = torch.randn(3, 2, 4, 5, generator=torch.Generator().manual_seed(0)).double().float()

@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_map
 from zoo.video import motif_video
 
 from gerl.engine import ReplayedStep, Tape, guidance, record, replay
-from gerl.engine.batching import shapes
 from gerl.engine.guidance import CfgMode
+from gerl.engine.tape import shapes
 from gerl.errors import ReplayError
 
 MODES: tuple[CfgMode, ...] = ("detach_uncond", "off")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gerl.engine.hooks import LazySchedulerOutput, _Step, noise_from
-from gerl.engine.transitions import SamplingPlan, Transitions, output_is_clean
+from gerl.engine.record import SamplingPlan
+from gerl.engine.transitions import Transitions, output_is_clean
 from gerl.errors import ModelError
 
 GENERATOR = torch.Generator().manual_seed(0)

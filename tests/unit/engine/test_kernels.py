@@ -15,8 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import along, levels, sd3_sigmas, steps
 
-from gerl.engine.kernels import KERNELS, DDIMRule, FlowRule, coefficients, gaussian_log_prob, transition_mean
-from gerl.engine.transitions import SamplingPlan, Transitions
+from gerl.engine.record import SamplingPlan
+from gerl.engine.transitions import (
+    KERNELS,
+    DDIMRule,
+    FlowRule,
+    Transitions,
+    coefficients,
+    gaussian_log_prob,
+    transition_mean,
+)
 
 STOCHASTIC = tuple(name for name in KERNELS if name != "ode")
 SD3_10 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]

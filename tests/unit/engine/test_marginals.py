@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import along, levels, sd3_sigmas, steps, velocity
 
-from gerl.engine.kernels import KERNELS, coefficients, transition_mean
+from gerl.engine.transitions import KERNELS, coefficients, transition_mean
 
 
 def affine(s: float, s2: float, kappa: float, c: float) -> float:

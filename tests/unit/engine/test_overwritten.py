@@ -14,7 +14,7 @@ from zoo.entries import ENTRIES
 from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.contrib.fdfo import directions
 from gerl.engine import RequiredTensors, Tape, branch, compact, record, replay
-from gerl.engine.batching import unwritten
+from gerl.engine.transitions import unwritten
 from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample
 

@@ -16,27 +16,25 @@ from replaying import EACH, GUIDED, Recorded, after_each_step, counted_rows, gra
 from schedules import sd3_sigmas, velocity
 
 from gerl.engine import ReplayedStep, Tape
-from gerl.engine.kernels import (
+from gerl.engine.record import SamplingPlan, compressed_spans
+from gerl.engine.transitions import (
+    CONSISTENCY,
+    COUNTS_STEPS,
     KERNELS,
+    RESAMPLES,
     DDIMRule,
     DenoisedRule,
     EDMRule,
     FlowMapRule,
     FlowRule,
-    Rule,
-    coefficients,
-    with_noise,
-)
-from gerl.engine.skipping import compressed_spans
-from gerl.engine.transitions import (
     OdeSolver,
-    SamplingPlan,
+    Rule,
     Transitions,
     check_scheduler,
-    counts_steps,
-    is_consistency,
+    coefficients,
+    family,
     lcm_clean,
-    resamples_noise,
+    with_noise,
 )
 from gerl.errors import ModelError, ReplayError
 from gerl.model.schedulers import trainable_scheduler
@@ -598,10 +596,10 @@ def test_thresholding_of_a_latent_consistency_model_is_refused() -> None:
 
 def test_families_are_known_by_their_class() -> None:
     consistency = [lcm(), flow_lcm(), diffusers.SCMScheduler(), diffusers.TCDScheduler()]
-    assert [is_consistency(each) for each in consistency] == [True] * 4
-    assert [resamples_noise(each) for each in consistency] == [True] * 3 + [False]
-    assert not any(is_consistency(make()) for make in (edm, flow_map, diffusers.DDIMScheduler))
-    assert all(counts_steps(make()) for make in (edm, lcm, flow_lcm, flow_map)) and not counts_steps(
+    assert [family(each) in CONSISTENCY for each in consistency] == [True] * 4
+    assert [family(each) in RESAMPLES for each in consistency] == [True] * 3 + [False]
+    assert not any(family(make()) in CONSISTENCY for make in (edm, flow_map, diffusers.DDIMScheduler))
+    assert all(family(make()) in COUNTS_STEPS for make in (edm, lcm, flow_lcm, flow_map)) and family(
         diffusers.DDIMScheduler()
     )
 

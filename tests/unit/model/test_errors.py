@@ -1,4 +1,6 @@
+import contextlib
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import tiny
@@ -6,13 +8,22 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from gerl.errors import ConfigError, ModelError, ReplayError
-from gerl.model.errors import CallRefused, MemoryFull, check_backend, model_errors, pipeline_errors
+from gerl.model.errors import PIPELINE_ERRORS, CallRefused, MemoryFull, check_backend, model_errors, raise_refusal
 from gerl.workers.rollout import to_uint8
 
 
 @pytest.fixture(scope="module")
 def pipe() -> StableDiffusion3Pipeline:
     return tiny.sd3()
+
+
+@contextlib.contextmanager
+def pipeline_errors(pipe: StableDiffusion3Pipeline, given: dict[str, object]) -> Iterator[None]:
+    try:
+        yield
+    except PIPELINE_ERRORS as error:
+        raise_refusal(error, pipe, given)
+        raise
 
 
 def test_a_call_that_the_pipeline_refuses(pipe: StableDiffusion3Pipeline) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from gerl.algorithms.core_algos import step_weights
 from gerl.config import Config, SamplingConfig, algorithm_config
-from gerl.engine.kernels import FlowRule, coefficients
+from gerl.engine.transitions import FlowRule, coefficients
 from gerl.errors import TrainingError
 from gerl.preflight.signal import (
     BatchGradients,

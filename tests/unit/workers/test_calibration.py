@@ -9,7 +9,7 @@ from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.signal_checks import probe_warnings
 from gerl.engine import ReplayedStep
-from gerl.engine.kernels import FlowRule
+from gerl.engine.transitions import FlowRule
 from gerl.protocol import Prompt
 from gerl.workers.calibration import probe, rounded_otherwise
 from gerl.workers.rollout import Rollout

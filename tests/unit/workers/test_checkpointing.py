@@ -6,7 +6,7 @@ import pytest
 
 from gerl.config import ClusterConfig, Config, ModelConfig
 from gerl.errors import WorkerDied
-from gerl.workers.checkpointing import CheckpointWriter, writers
+from gerl.workers.fleet import CheckpointWriter, writers
 
 
 def test_the_ranks_of_one_worker_write_where_they_divide_the_weights() -> None:

@@ -12,7 +12,7 @@ from training import PROMPTS, config
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import ClusterConfig, Config, ModelConfig
-from gerl.workers.placement import Placement, call_pattern, place
+from gerl.workers.fleet import Placement, call_pattern, place
 
 
 def ranks(count: int, context: int = 1, shard: Literal["none", "denoiser"] = "denoiser") -> Config:

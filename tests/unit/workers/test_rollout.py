@@ -27,8 +27,7 @@ from gerl.model.loading import load_policy
 from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, RolloutTask
 from gerl.workers.actor import Actor
-from gerl.workers.call_format import FORMATS, divided
-from gerl.workers.rollout import Rollout, count_blank, to_uint8
+from gerl.workers.rollout import FORMATS, Rollout, count_blank, divided, to_uint8
 
 # preset -> bound of the share of the recorded bytes that is kept; grpo_guard reads the recorded means
 KEPT = {"flow_grpo": 0.43, "flow_grpo_fast": 0.38, "awm_fast": 0.7, "branch_grpo": 0.58, "grpo_guard": 0.7}
