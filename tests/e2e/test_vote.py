@@ -65,6 +65,26 @@ def test_a_voter_who_prefers_red_raises_held_out_redness(
     assert all(row["reward/vote/mean"] == pytest.approx(0.5) for row in run.metrics[1:])
     assert len(set(voter.votes)) == len(voter.votes) == 30
     assert {ballot.request.step for ballot in ballots.ballots.values()} == set(range(1, 11))
+    rows = parquet.read_table(tmp_path / "votes" / "preferences.parquet").to_pylist()
+    assert len(rows) == 30 and all(row["used"] and sorted(row["ranks"]) == list(range(1, 9)) for row in rows)
+    assert all((tmp_path / "votes" / path).is_file() for row in rows for path in row["images"])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_nothing_is_lost_when_trainer_and_service_are_killed_in_the_middle_of_votes(
+    arguments: Callable[..., list[str]], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after three votes, of which one is on a step that is not trained; the end is that of a run without."""
+    keys = {"scorer": "", "checkpoint__every": 1, "trainer__steps": 2}
+    folder, port = tmp_path / "run", free_port()
+    command = [sys.executable, "-m", "gerl.vote", *arguments(folder, **keys), "voters=anna", "undo=0", f"port={port}"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stderr is not None
     try:
         link = process.stderr.readline().removeprefix("vote at ").strip()
