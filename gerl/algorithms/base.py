@@ -145,6 +145,7 @@ class Algorithm(ABC):
     """
 
     names: ClassVar[str] = ""  # the values of `algorithm.name` that select the class, separated by spaces
+    preset: ClassVar[str] = "flow_grpo"  # whose settings suit a class of the user that is derived from this one
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     settings: AlgorithmConfig
     regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if there are any

@@ -171,7 +171,7 @@ class OPD(Algorithm):
         options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
         options["step_batch"] = self.step_batch(meter)
         samples = [batch.samples[r] for r in rows]
-        lesson = ask_teachers(policy, tape, samples, options, every=self.config.lockstep)
+        target = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         stats = UpdateStats()
 
@@ -179,15 +179,15 @@ class OPD(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            output, step = step.part(lesson.outputs[k]), step.reached()
+            output, step = step.part(target.outputs[k]), step.reached()
             distances = step_distance(settings.distance, step, output)
-            losses = lesson.weights * distances
+            losses = target.weights * distances
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
                 kl = step_distance(settings.distance, step, base[k].reached().model_output)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
-            parts = by_teacher(self.teachers, lesson, distances) if len(self.teachers) > 1 else {}
+            parts = by_teacher(self.teachers, target, distances) if len(self.teachers) > 1 else {}
             named = {f"teacher_distance/{name}": part for name, part in parts.items()}
             stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
             return losses.sum() / num_pairs
@@ -215,7 +215,7 @@ def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
     return numbers.get(None if given is None else str(given), numbers.get(None))
 
 
-def ask_teachers(
+def teacher_steps(
     policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
 ) -> DistillationTarget:
     """The teachers' steps for the rows of `tape` that `options["index"]` names; `samples`: those of these rows.
@@ -316,11 +316,11 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
 Measured = dict[str, tuple[float, int]]
 
 
-def by_teacher(teachers: Sequence[Teacher], lesson: DistillationTarget, distances: torch.Tensor) -> Measured:
+def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distances: torch.Tensor) -> Measured:
     """Of each teacher that has rows among those of `distances` `[R]`: their sum and number, by its name."""
     values, found = distances.detach().tolist(), Measured()
     for number, teacher in enumerate(teachers):
-        own = [value for value, taught in zip(values, lesson.taught_by, strict=True) if taught == number]
+        own = [value for value, taught in zip(values, target.taught_by, strict=True) if taught == number]
         if own:
             found[teacher.name] = (sum(own), len(own))
     return found

@@ -17,11 +17,11 @@ from gerl.algorithms.reward_gradient import (
     RewardGradient,
     RewardGradientConfig,
     chain,
-    drawn_length,
     generator,
     late_step,
     mean,
     predicted,
+    sampled_length,
     sampled_noise,
 )
 from gerl.config import Config
@@ -87,12 +87,12 @@ class DRaFT(RewardGradient):
     names = "draft alignprop"
     settings: DRaFTConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total, draw = self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step)
-        length = drawn_length(self.settings.last, self.settings.last_std, total, draw)
+        length = sampled_length(self.settings.last, self.settings.last_std, total, draw)
         return tuple(range(total - length, total))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         return [RewardEvaluation(chain(tape, dict.fromkeys(trained, (mean, 1.0))))]
 
 
@@ -102,18 +102,18 @@ class DRaFTLV(RewardGradient):
     names = "draft_lv"
     settings: DRaFTLVConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         return (self.config.sampling.num_inference_steps - 1,)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         (last,), count = trained, self.settings.noised_copies + 1
-        looks = [RewardEvaluation(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
+        evaluations = [RewardEvaluation(chain(tape, {last: (mean, 0.0)}), weights=1 / count)]
         rule, finished = tape.steps[last].rule, tape.steps[-1].x_next
         for copy in range(1, count):
             noise = sampled_noise(finished, [("low variance", copy, s.seed) for s in samples])
             hop = LatentJump(last, predicted, latents=rule.noised(finished, noise))
-            looks.append(RewardEvaluation((hop,), at=hop, weights=1 / count))
-        return looks
+            evaluations.append(RewardEvaluation((hop,), at=hop, weights=1 / count))
+        return evaluations
 
 
 class ReFL(RewardGradient):
@@ -122,10 +122,10 @@ class ReFL(RewardGradient):
     names = "refl"
     settings: ReFLConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         return (late_step(self, self.settings.late, step),)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         hop = LatentJump(trained[0], predicted)
         return [RewardEvaluation((hop,), at=hop)]
 
@@ -147,7 +147,7 @@ class MixedGradient(DRaFT):
         self.policy_gradient = FlowGRPO(config)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        return tuple(sorted({*self.policy_gradient.trained_steps(window, step), *self.drawn(step)}))
+        return tuple(sorted({*self.policy_gradient.trained_steps(window, step), *self.differentiated_steps(step)}))
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         return self.policy_gradient.credit(rewards)
@@ -171,22 +171,22 @@ class MixedGradient(DRaFT):
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
         return self.policy_gradient.step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
-        return super().looks(tape, self.drawn(samples[0].step), samples)
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        return super().evaluations(tape, self.differentiated_steps(samples[0].step), samples)
 
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, images = self.settings, num_pairs / len(batch.trained)
-        own = replace(batch, trained=self.drawn(batch.samples[0].step))
+        own = replace(batch, trained=self.differentiated_steps(batch.samples[0].step))
         pairs = images * len(own.trained) / settings.gradient_weight
         by_reward = super().train(policy, own, rows, pairs)
         noisy = replace(batch, trained=stochastic(batch))
         pairs = images * len(noisy.trained) / settings.policy_weight
         by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # which measures this part
-        return together(by_ratio, by_reward)
+        return merged_stats(by_ratio, by_reward)
 
-    def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
+    def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
         return {}  # the policy gradient does
 
 
@@ -195,7 +195,7 @@ def stochastic(batch: Batch) -> tuple[int, ...]:
     return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
 
 
-def together(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
+def merged_stats(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
     """The averages of both over the pairs of the first; their losses are told apart."""
     share = by_ratio.pairs / by_reward.pairs
     sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}

@@ -206,6 +206,7 @@ def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class ForwardProcess(Algorithm):
     """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
+    preset = "diffusion_nft"
     settings: ForwardProcessConfig
     guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
     shared_noise: bool = False  # the samples of a group get the same noise at each level

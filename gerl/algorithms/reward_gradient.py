@@ -144,7 +144,7 @@ class GradientResult:
 
 
 @dataclass
-class Part:
+class MicroBatch:
     """The rows of a batch that are trained together: their tape, prompts, and what they share with the update."""
 
     tape: Tape
@@ -157,6 +157,7 @@ class Part:
 class RewardGradient(Algorithm):
     """The common part: rewards, their loss, and the way back."""
 
+    preset = "draft"
     settings: RewardGradientConfig
     needs_all_samples = True
     reward: Score  # set where images are decoded, by the worker
@@ -166,15 +167,15 @@ class RewardGradient(Algorithm):
         self.decode: Callable[..., torch.Tensor] = engine.decoded
 
     @abstractmethod
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         """The steps, in order, through whose denoiser calls trainer step `step` goes back."""
 
     @abstractmethod
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
-        """The loss of the rows of `tape`, drawn for `samples`; `trained`: as `drawn`."""
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        """The loss of the rows of `tape`, drawn for `samples`; `trained`: as `differentiated_steps`."""
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        return self.drawn(step)
+        return self.differentiated_steps(step)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         """Each image counts 1: what it teaches is in the gradient of its reward."""
@@ -194,17 +195,20 @@ class RewardGradient(Algorithm):
     ) -> UpdateStats:
         tape = batch.tape if rows == list(range(batch.tape.batch_size)) else batch.tape.rows(rows)
         samples = [batch.samples[r] for r in rows]
-        part = Part(tape, [s.prompt for s in samples], num_pairs / len(batch.trained))
-        near = self._stay_near(policy, batch, rows, num_pairs)  # first: `meter` measures the reward's gradient alone
-        for look in self.looks(tape, batch.trained, samples):
-            self._go_back(policy, part, look, meter)
-        return UpdateStats(len(rows) * len(batch.trained), part.found.sums(len(batch.trained)) | near)
+        part = MicroBatch(tape, [s.prompt for s in samples], num_pairs / len(batch.trained))
+        # first: `meter` measures the reward's gradient alone
+        kl = self._add_kl_gradient(policy, batch, rows, num_pairs)
+        for evaluation in self.evaluations(tape, batch.trained, samples):
+            self._backpropagate(policy, part, evaluation, meter)
+        return UpdateStats(len(rows) * len(batch.trained), part.found.sums(len(batch.trained)) | kl)
 
-    def _go_back(self, policy: Policy, part: Part, look: RewardEvaluation, meter: StepGradients[Any] | None) -> None:
+    def _backpropagate(
+        self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, meter: StepGradients[Any] | None
+    ) -> None:
         """Add the gradient of the weights of one part of the loss."""
         tape, cfg = part.tape, self.settings.cfg
-        gradient = self._at(policy, part, look, self._decodable(policy, tape, look.at))
-        hops = look.hops
+        gradient = self._gradient_at(policy, part, evaluation, self._decodable(policy, tape, evaluation.at))
+        hops = evaluation.hops
         for number, hop in enumerate(hops):
             if meter is not None and hop.step != part.measured:
                 meter.begin(hop.step)
@@ -229,17 +233,19 @@ class RewardGradient(Algorithm):
         engine.replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
         return found[at.step]
 
-    def _at(self, policy: Policy, part: Part, look: RewardEvaluation, latents: torch.Tensor) -> torch.Tensor:
+    def _gradient_at(
+        self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, latents: torch.Tensor
+    ) -> torch.Tensor:
         """The gradient of the loss at `latents`, `[B, ...]` fp32; images are decoded a few at a time."""
         gradients, count = list[torch.Tensor](), part.tape.batch_size
-        weights = torch.as_tensor(look.weights, device=latents.device).expand(count) / part.images
+        weights = torch.as_tensor(evaluation.weights, device=latents.device).expand(count) / part.images
         each = len(latents) // count  # rows of a sample
         for start in range(0, count, self.settings.decode_batch):
             index = list(range(start, min(start + self.settings.decode_batch, count)))
             x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
             with torch.autograd.graph.allow_mutation_on_saved_tensors():
                 images = self.decode(policy.pipe, part.tape.rows(index), x)
-                rewards = (look.score or self.reward)(images, [part.prompts[i] for i in index])
+                rewards = (evaluation.score or self.reward)(images, [part.prompts[i] for i in index])
                 losses = self.loss(rewards)
                 gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
             plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
@@ -248,7 +254,7 @@ class RewardGradient(Algorithm):
             part.found.without += int((losses == 0).sum())
         return torch.cat(gradients)
 
-    def _stay_near(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
+    def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
         """Add the gradient of the squared distance to the base model at the trained steps; its sum, as a metric."""
         if self.kl_coef == 0:
             return {}
@@ -284,13 +290,13 @@ def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None 
     hops, position = [], len(tape.steps) if end is None else end
     for k in sorted(active, reverse=True):
         leads_to, nested = active[k]
-        before = tuple(partial(handed_on, tape, i) for i in range(position - 1, k, -1))
+        before = tuple(partial(latent_derivative, tape, i) for i in range(position - 1, k, -1))
         hops.append(LatentJump(k, leads_to, before, nested))
         position = k if nested > 0 else k + 1
     return tuple(hops)
 
 
-def handed_on(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
+def latent_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of the latents before step `k` from that of those after it, where its output is data."""
     step = tape.steps[k]
     return _derivative(step.rule.mean, step.x, gradient, None if k == 0 else step.written)
@@ -331,7 +337,7 @@ def generator(*seed: int | str) -> np.random.Generator:
     return np.random.default_rng(derive_seed("gradient", *seed))
 
 
-def drawn_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
+def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
     """A number of steps in 1 to `total`, normal around `mean` and drawn again until it is one; `mean` at std 0."""
     while std > 0:
         length = round(draw.normal(mean, std))
@@ -347,7 +353,7 @@ def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
     return int(draw.integers(total - min(last, total), total))
 
 
-def by_rule(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
+def step_by(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
     """Where another rule than its own leads from a step."""
     return rule.mean(step.x, step.model_output)
 

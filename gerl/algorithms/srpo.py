@@ -21,10 +21,10 @@ from gerl.algorithms.reward_gradient import (
     RewardGradient,
     RewardGradientConfig,
     Score,
-    by_rule,
     flow_rule,
     generator,
     sampled_noise,
+    step_by,
 )
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
@@ -102,7 +102,7 @@ class SRPO(RewardGradient):
     names = "srpo"
     settings: SRPOConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         return tuple(range(self.config.sampling.num_inference_steps))  # two of them, by noise levels: see `starts`
 
     def starts(self, sigmas: Sequence[float], step: int) -> tuple[int, int]:
@@ -120,21 +120,21 @@ class SRPO(RewardGradient):
             for i, a in enumerate(within[:-1])
         ]
         level = generator(self.config.trainer.seed, step).uniform(low, high)
-        return min(pairs, key=lambda pair: abs(middle(sigmas, pair) - level))
+        return min(pairs, key=lambda pair: abs(midpoint(sigmas, pair) - level))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         settings, step = self.settings, samples[0].step
         rules = [flow_rule(tape, k, settings.name) for k in trained]
         sigmas = [rule.sigma for rule in rules]
         above, below = self.starts(sigmas, step)
-        goal = middle(sigmas, (above, below))
+        goal = midpoint(sigmas, (above, below))
         finished = tape.steps[-1].x_next
         noise = tape.steps[0].x
         if tape.steps[0].rule.sigma < PURE:  # it begins from a picture
             noise = sampled_noise(finished, [("srpo", s.seed) for s in samples])
         draw = generator(self.config.trainer.seed, step, "words")
         wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
-        looks = []
+        evaluations = []
         for k, strength, words in (
             (above, settings.strength, (wanted, unwanted)),
             (below, settings.inverted_strength, (unwanted, wanted)),
@@ -142,25 +142,25 @@ class SRPO(RewardGradient):
             counts = 1 + float(np.interp(min(sigmas[k], goal), settings.levels, strength))
             recover = partial(recovered, transitions.leap(rules[k], goal), noise)
             hop = LatentJump(trained[k], recover, latents=rules[k].noised(finished, noise))
-            looks.append(RewardEvaluation((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
-        return looks
+            evaluations.append(RewardEvaluation((hop,), at=hop, weights=0.5, score=self._relative(counts, *words)))
+        return evaluations
 
     def _relative(self, counts: float, first: str, second: str) -> Score:
         """`counts` times the reward of a prompt after the one word, less that after the other."""
 
         def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
-            one, other = ([worded(prompt, word) for prompt in prompts] for word in (first, second))
+            one, other = ([with_word(prompt, word) for prompt in prompts] for word in (first, second))
             return counts * self.reward(images, one) - self.reward(images, other)
 
         return score
 
 
-def middle(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
+def midpoint(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
     """The noise level halfway between those of two steps."""
     return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
 
 
-def worded(prompt: Prompt, word: str) -> Prompt:
+def with_word(prompt: Prompt, word: str) -> Prompt:
     """`prompt` with a word before its text."""
     return replace(prompt, text=f"{word}. {prompt.text}")
 
@@ -168,4 +168,4 @@ def worded(prompt: Prompt, word: str) -> Prompt:
 def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:
     """The clean latents of those that `rule` leads to, of which the noise is known."""
     s = rule.sigma_next
-    return (by_rule(rule, step) - s * noise) / (1 - s)
+    return (step_by(rule, step) - s * noise) / (1 - s)

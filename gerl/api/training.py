@@ -22,6 +22,8 @@ from gerl.commandline.command import with_notes
 from gerl.commandline.composition import SUFFIXES, own_file, quoted, spelled
 from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
 from gerl.config.reading import refusal
+from gerl.config.registry import ALGORITHMS, preset_of
+from gerl.config.registry import PREFIX as CLASS
 from gerl.config.suggestions import OPEN
 from gerl.config.suggestions import plain as spelt
 from gerl.errors import ConfigError, DataError, GerlError, Stopped
@@ -33,6 +35,7 @@ from gerl.utils.files import write_file, writing
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from gerl.algorithms import Algorithm
     from gerl.model.policy import Policy
 
 
@@ -88,7 +91,7 @@ class Trainer:
         prompts: Prompts | None = None,
         *,
         held_out: Prompts | None = None,
-        algorithm: str | None = None,
+        algorithm: str | Path | type[Algorithm] | None = None,
         steps: int | None = None,
         experiment: str | Path | None = None,
         workers: int | None = None,
@@ -103,10 +106,13 @@ class Trainer:
         self.resumes, self.name, self.base = resume is not None, name, experiment
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
-        self.algorithm = algorithm or (DEFAULT if experiment is None else None)
+        own = own_algorithm(algorithm)
+        chosen = preset_of(own) if own else algorithm or (DEFAULT if experiment is None else None)
+        self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
         given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
         given |= {"trainer.steps": steps, "trainer.seed": seed}
+        given["algorithm.path"] = path_of_algorithm(algorithm) if own else None
         self.keys = nested(keys, {key: value for key, value in given.items() if value is not None}, ARGUMENTS)
         self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
         if workers is None:
@@ -260,6 +266,21 @@ def train(
             if on_validation is not None and step.held_out is not None:
                 on_validation(step)
     return trainer.run
+
+
+# --- An algorithm of the user: a class of this program, or a file
+
+
+def own_algorithm(given: str | Path | type[Algorithm] | None) -> type[Algorithm] | None:
+    """Load an algorithm that is given as a class or a Python file; None for a preset. Raises `ConfigError`."""
+    if isinstance(given, type):
+        return ALGORITHMS.load(path_of_algorithm(given), given)
+    return ALGORITHMS.load(str(given)) if str(given).endswith(".py") else None
+
+
+def path_of_algorithm(given: str | Path | type[Algorithm] | None) -> str:
+    """Return the value of `algorithm.path` for a class or a file."""
+    return f"{CLASS}{given.__name__}" if isinstance(given, type) else str(given)
 
 
 # --- A pipeline in memory as files, for the configuration of a run

@@ -33,9 +33,11 @@ from omegaconf.errors import (
 )
 
 from gerl.commandline.form import check_form, either, near_names, read_yaml
-from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, shown
+from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
+from gerl.config.algorithms import with_own_name
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
+from gerl.config.registry import ALGORITHMS
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
@@ -294,7 +296,7 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
             if name not in readers(key) and f"algorithm.{key}" not in found.given
         ]
         values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
-        preset = name
+        preset = preset if values["algorithm"].get("path") else name
     config = _config(values, [*below, *overrides])
     return Composed(config, found.experiment, found.run_dir, preset, _kept(config, found.experiment, overrides))
 
@@ -336,11 +338,37 @@ def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     The experiment signs has the size, the steps and the LoRA of the small model that ships with gerl.
     """
     found = [f"{folder}={o.removeprefix('out=')}" if o.startswith(f"{OUT}=") else o for o in overrides]
+    own, chosen = load_own_algorithm(found), {key_of(o) for o in found} & set(CHOICES)
+    if own is not None and not chosen:
+        found = [f"algorithm={registry.preset_of(own)}", *found]
     models = [o.partition("=")[2] for o in found if o.startswith("model.path=")]
     named = any(key_of(o) == "experiment" for o in found)
     if not models or named or default_experiment(models[0]) == default_experiment(None):
         return found
     return [f"experiment={default_experiment(models[0])}", *found]
+
+
+def load_own_algorithm(overrides: Sequence[str]) -> Any:
+    """Load the class of `algorithm.path`, also of a run that is resumed, so that its keys are known; None without."""
+    given = {key_of(o): o for o in overrides}
+    if registry.KEY in given:
+        path = read(given[registry.KEY]).value()
+        return ALGORITHMS.load(path) if isinstance(path, str) else None
+    run = Path(given.get("checkpoint.resume", "").partition("=")[2]).expanduser()
+    files = [folder / "config.yaml" for folder in (run, *run.parents[:2])]  # of a run or of a checkpoint
+    file = next((file for file in files if "checkpoint.resume" in given and file.is_file()), None)
+    settings = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")) if file else None
+    block = settings.get("algorithm") if isinstance(settings, dict) else None
+    if file is None or not isinstance(block, dict) or not isinstance(block.get("path"), str):
+        return None
+    return ALGORITHMS.load(path_or_copy(block["path"], file.parent))
+
+
+def path_or_copy(path: str, run_dir: Path) -> str:
+    """Return the `algorithm.path` of a run, or that of the copy in its folder if the file is gone."""
+    gone = not path.startswith(registry.PREFIX) and not Path(path).is_file()
+    copy = run_dir / Path(path).name
+    return str(copy.absolute()) if gone and copy.is_file() else path
 
 
 def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedCommand:
@@ -355,6 +383,7 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     set_keys(files.values, [o for o in given if not is_hydra(o)])
     values = resolved(files.values, files.whole)
     _check_algorithm(values, chosen, overrides)
+    values["algorithm"] = with_own_name(values["algorithm"])
     keys = frozenset(map(key_of, overrides))
     return ParsedCommand(files.experiment, files.algorithm, files.run_dir(), files.one_folder, values, keys)
 
@@ -431,8 +460,8 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
             "file write 'algorithm:', and indented below it 'name: flow_grpo'"
         )
     value = given.partition("=")[2]
-    if value not in shipped("algorithm") or algorithm_of(value) == name:
-        return  # a run's config.yaml sets it
+    if value not in shipped("algorithm") or algorithm_of(value) == name or block.get("path"):
+        return  # a run's config.yaml sets it, or a file of the user has the algorithm
     if f"algorithm.name={name}" in overrides:
         raise ConfigError(f"algorithm={value} and algorithm.name={name} are different algorithms: keep one of them")
     raise ConfigError(

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from gerl.commandline.composition import compose_run, experiments, shipped
-from gerl.config import keys
+from gerl.commandline.composition import compose_run, experiments, load_own_algorithm, shipped
+from gerl.config import keys, registry
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import resolved_fields
 
@@ -23,6 +23,7 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "Fine-tune a diffusers pipeline with reinforcement learning. Without arguments: the signs demo.",
         "  experiment=NAME        one of " + ", ".join(experiments()),
         "  algorithm=NAME         one of " + ", ".join(shipped("algorithm")),
+        "  algorithm.path=FILE.py an algorithm of your own (docs/your_algorithm.md)",
         "  hydra.run.dir=FOLDER   output folder of the run (default: outputs/EXPERIMENT/TIME)",
         "  -m                     train once for each combination of values, such as trainer.seed=1,2",
         "  --cfg job              print the configuration and exit",
@@ -30,14 +31,17 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "",
     ]
     rows: Iterator[tuple[str, Field, object, str]]
+    load_own_algorithm(arguments)
     if "all" in arguments:
         lines.append("The keys, with their defaults; an experiment changes some of them.")
         rows = _every_key()
     else:
         presets = [f"algorithm={name}" for name in shipped("algorithm")]
-        chosen = [argument for argument in arguments if argument in presets][-1:] or ["algorithm=flow_grpo"]
+        own = [argument for argument in arguments if argument.startswith("algorithm.path=")][-1:]
+        chosen = own or [argument for argument in arguments if argument in presets][-1:] or ["algorithm=flow_grpo"]
         lines.append(f"The most used keys, with their defaults under {chosen[0]}; an experiment changes some of them.")
-        lines.append("  --help algorithm=NAME  those of another algorithm\n  --help all             every key")
+        lines.append("  --help algorithm=NAME  those of another algorithm, or of algorithm.path=FILE.py")
+        lines.append("  --help all             every key")
         rows = _most_used(chosen[0])
     previous = ""
     for name, f, default, readers in rows:
@@ -60,10 +64,12 @@ def _choices(kind: Any) -> str:
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
     """Return key, field and default under `preset`; no readers."""
-    config = compose_run(["experiment=plain", preset]).config
+    presets = [f"algorithm={registry.preset_of(own)}"] if (own := load_own_algorithm([preset])) else []
+    config = compose_run(["experiment=plain", *presets, preset]).config
+    own_keys = vars(type(config.algorithm)).get("__annotations__", {}) if config.algorithm.path else ()
     for name, f in keys(type(config.algorithm)):
         block, _, leaf = name.partition(".")
-        if f.metadata["often"]:
+        if f.metadata["often"] or f.name in own_keys:
             yield name, f, _default(f) if block == "reward" else getattr(getattr(config, block), leaf), ""
 
 

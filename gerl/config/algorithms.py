@@ -5,14 +5,14 @@ The keys of a single algorithm stand beside it in `gerl/algorithms`.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, TypeAdapter
 
 from gerl.config.blocks import CfgMode, SamplingConfig
-from gerl.config.registry import ALGORITHMS
+from gerl.config.registry import ALGORITHMS, canonical
 from gerl.config.schema import Block, key, main_key, resolved_fields, shown
 from gerl.errors import ConfigError
 
@@ -202,6 +202,12 @@ class AlgorithmConfig(Block):
     def _path(self, name: str) -> str:
         return f"algorithm.{name}"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.path is None:
+            return super().__reduce_ex__(protocol)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return _restored, (self.path, ALGORITHMS.source(self.path), values)  # other processes have not loaded the file
+
     @property
     def needs(self) -> Needs:
         """What the algorithm needs with these keys; subclasses replace fields of `super().needs`."""
@@ -238,20 +244,43 @@ def _adapter(settings: type[AlgorithmConfig]) -> TypeAdapter[AlgorithmConfig]:
     return TypeAdapter(settings)
 
 
-def _chosen(given: Any) -> AlgorithmConfig:
+def settings_class(block: Any) -> type[AlgorithmConfig] | None:
+    """Return the class of a block `algorithm`, by its `path` or its `name`; None if there is no such algorithm."""
+    path, name = (block.get(key) if isinstance(block, Mapping) else None for key in ("path", "name"))
+    if isinstance(path, str):
+        return ALGORITHMS.load(path).config_class
+    return ALGORITHMS[name].config_class if isinstance(name, str) and name in ALGORITHMS else None
+
+
+def with_own_name(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a block `algorithm` with the name of the class in the file at its `path`, if it has one."""
+    if not isinstance(path := block.get("path"), str):
+        return block
+    names = ALGORITHMS.load(path).names.split()
+    name = block.get("name") if block.get("name") in names else names[0]
+    return {**block, "name": name, "path": canonical(path)}
+
+
+def _validated(given: Any) -> AlgorithmConfig:
     """Validate the block `algorithm` with the class of its `name`, or of the file at its `path`."""
     if isinstance(given, AlgorithmConfig):
         return given
-    if not isinstance(given, Mapping):
+    if not isinstance(given, dict):
         raise ConfigError(f"algorithm={shown(given)}: expected a dictionary of keys; choose one with algorithm=NAME")
-    found = ALGORITHMS.load(given["path"]) if isinstance(given.get("path"), str) else given["name"]
-    if not isinstance(found, str) or found not in ALGORITHMS:
-        raise UnknownAlgorithm(found)
-    return _adapter(ALGORITHMS[found].config_class).validate_python({**given, "name": found})
+    if (settings := settings_class(given)) is None:
+        raise UnknownAlgorithm(given["name"])
+    adapter = _adapter(settings)  # type: ignore[arg-type]  # mypy takes the hash of an instance for the class's
+    return adapter.validate_python(with_own_name(given))
+
+
+def _restored(path: str, source: bytes | type, values: dict[str, Any]) -> AlgorithmConfig:
+    """Restore the configuration of an algorithm of the user in another process."""
+    settings: Callable[..., AlgorithmConfig] = ALGORITHMS.load(path, source).config_class
+    return settings(**values)
 
 
 class UnknownAlgorithm(Exception):
     """`algorithm.name` is no algorithm; the argument is its value."""
 
 
-AnyAlgorithm = Annotated[AlgorithmConfig, PlainValidator(_chosen)]
+AnyAlgorithm = Annotated[AlgorithmConfig, PlainValidator(_validated)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gerl.config import Config, keys
-from gerl.config.registry import ALGORITHMS
+from gerl.config.algorithms import settings_class
 
 Settings = dict[str, Any]  # block -> key -> value
 
@@ -56,7 +56,7 @@ FIXED = {
     "trainer.seed": "the noise and the order of the prompts of earlier steps depend on it",
 }
 # The keys of files that are compared by content: they may have another name.
-CONTENT = ("data.train", "validation.data", "data.regularise")
+CONTENT = ("data.train", "validation.data", "data.regularise", "algorithm.path")
 # Blocks of which a key that is no longer there has changed nothing of what a run computes.
 HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 
@@ -94,11 +94,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
     """The keys of a `config.yaml` that there are no longer; a block that is no mapping counts as one."""
-    algorithm = settings.get("algorithm")
-    name = algorithm.get("name") if isinstance(algorithm, Mapping) else None
-    known = {
-        key for key, _ in keys(ALGORITHMS[name].config_class if isinstance(name, str) and name in ALGORITHMS else None)
-    }
+    known = {key for key, _ in keys(settings_class(settings.get("algorithm")))}
     found = flat_settings(settings)
     return [key for key in found if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known]
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gerl.config.algorithms import AlgorithmConfig, UnknownAlgorithm
+from gerl.config.algorithms import UnknownAlgorithm, settings_class
 from gerl.config.configuration import Config
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import fits, kind_words, shown
@@ -109,16 +109,9 @@ def flow(value: Any) -> str:
     return value if plain else "'" + value.replace("'", "\\'") + "'"
 
 
-def _settings_class(values: Mapping[str, Any]) -> type[AlgorithmConfig] | None:
-    """Return the class of the block `algorithm`; None if it is not known."""
-    block = values["algorithm"]
-    name = block.get("name") if isinstance(block, Mapping) else None
-    return ALGORITHMS[name].config_class if isinstance(name, str) and name in ALGORITHMS else None
-
-
 def _check_booleans(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a number that is true or false, or the other way round, which would be converted."""
-    known = dict(keys(_settings_class(values)))
+    known = dict(keys(settings_class(values["algorithm"])))
     for name, value in _given(values):
         scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
         f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
@@ -160,7 +153,8 @@ def _sentence(first: ErrorDetails, values: Mapping[str, Any]) -> str:
         return (
             f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(others)}; remove it"
         )
-    return f"{name}: there is no such key{did_you_mean(name, _settings_class(values) if own else None)}; {LISTED}"
+    near = did_you_mean(name, settings_class(values["algorithm"]) if own else None)
+    return f"{name}: there is no such key{near}; {LISTED}"
 
 
 RESERVED = ("null", "true", "false", "nan", "inf")

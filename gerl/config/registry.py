@@ -7,6 +7,7 @@ modules import torch lazily, so that a wrong key is answered without it.
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -49,14 +50,15 @@ class Registry(Mapping[str, Algorithm]):
         return len({**self.shipped, **self._own})
 
     def of(self, name: str, path: str | None) -> Algorithm:
-        """The class for the values of `algorithm.name` and `algorithm.path`."""
-        return self[name] if path is None else self._by_path[path]
+        """Return the class for the values of `algorithm.name` and `algorithm.path`."""
+        return self[name] if path is None else self._by_path[canonical(path)]
 
-    def load(self, path: str, source: bytes | Algorithm | None = None) -> str:
-        """Return the name of the algorithm in the file `path`, from now on one of these; raises `ConfigError`.
+    def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
+        """Return the class in the file `path`, from now on one of these; raises `ConfigError`.
 
-        `source`: its text, or the class itself, where it comes from another process.
+        `source`: the text of the file, or the class itself, where it comes from another process or a Python program.
         """
+        given, path = path, canonical(path)
         if path.startswith(PREFIX):
             found = source if isinstance(source, type) else self._by_path.get(path)
             if found is None:
@@ -64,29 +66,54 @@ class Registry(Mapping[str, Algorithm]):
                     f"{KEY}={path}: this was a class of a Python program; pass it again, with "
                     "gerl.train(resume=FOLDER, algorithm=CLASS), or give the file of an algorithm"
                 )
-            return self._add(found, path, path.removeprefix(PREFIX))
-        text = source if isinstance(source, bytes) else source_of(KEY, path, ConfigError)
-        found = _only(load_module(KEY, path, ConfigError, text), path)
+            return self._add(found, path, path.removeprefix(PREFIX), given)
+        text = source if isinstance(source, bytes) else source_of(KEY, given, ConfigError)
+        found = _only(load_module(KEY, given, ConfigError, text), given)
         self._sources[path] = text
-        return self._add(found, path, absolute(path).stem)
+        return self._add(found, path, re.sub(r"\W", "_", Path(path).stem), given)
 
     def source(self, path: str) -> bytes | Algorithm:
-        """What another process needs to `load` the algorithm of `path`."""
-        return self._sources.get(path) or self._by_path[path]
+        """Return what another process needs to `load` the algorithm of `path`."""
+        return self._sources.get(canonical(path)) or self._by_path[canonical(path)]
 
-    def _add(self, found: Algorithm, path: str, name: str) -> str:
+    def text(self, path: str) -> bytes:
+        """Return the source of the algorithm of `path`; empty where that is not known."""
+        source = self.source(path)
+        if isinstance(source, bytes):
+            return source
+        try:
+            return inspect.getsource(source).encode()
+        except (OSError, TypeError):  # typed into an interpreter
+            return b""
+
+    def _add(self, found: Algorithm, path: str, name: str, given: str) -> Algorithm:
         names = _names(found) or (name,)
         if taken := [name for name in names if name in self.shipped]:
-            raise ConfigError(f"{KEY}={path}: gerl already has an algorithm {taken[0]!r}; rename yours")
+            raise ConfigError(f"{KEY}={given}: gerl already has an algorithm {taken[0]!r}; rename yours")
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            heads = [f"def {name}({', '.join(inspect.signature(getattr(found, name)).parameters)})" for name in missing]
             raise ConfigError(
-                f"{KEY}={path}: {found.__name__} does not define {' and '.join(missing)}; add "
-                f"{' and '.join(f'def {name}{inspect.signature(getattr(found, name))}' for name in missing)}"
+                f"{KEY}={given}: {found.__name__} does not define {' and '.join(missing)}; add {' and '.join(heads)}"
             )
         found.names = " ".join(names)
         self._own |= dict.fromkeys(names, found)
         self._by_path[path] = found
-        return names[0]
+        return found
+
+
+def canonical(path: str) -> str:
+    """Return the value of `algorithm.path` that is the same in any current directory."""
+    return path if path.startswith(PREFIX) else str(absolute(path))
+
+
+def preset_of(algorithm: Algorithm) -> str:
+    """Return the `algorithm=NAME` whose settings suit a class: that of gerl's class that it is derived from."""
+    return next(found for cls in algorithm.__mro__ if (found := vars(cls).get("preset") or _shipped_name(cls)))
+
+
+def _shipped_name(cls: Algorithm) -> str:
+    names = _names(cls)
+    return names[0] if names and names[0] in ALGORITHMS.shipped else ""
 
 
 def _names(cls: Algorithm) -> tuple[str, ...]:

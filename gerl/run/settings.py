@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from gerl.commandline.composition import compose_run, shipped
+from gerl.commandline.composition import compose_run, quoted, shipped
 from gerl.config import Config, ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
@@ -54,9 +54,9 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
 
     Empty if the algorithm is unknown.
     """
-    name = get(config, "algorithm", "name") or "flow_grpo"
+    name, path = get(config, "algorithm", "name") or "flow_grpo", get(config, "algorithm", "path")
     try:
-        defaults = dataclasses.asdict(_defaults(name))
+        defaults = dataclasses.asdict(_defaults(name if path is None else get(config, "preset"), path))
     except ConfigError as error:
         log.warning("the report shows no differences from the defaults: %s", error)
         return []
@@ -84,10 +84,10 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
 
 
 @functools.cache
-def _defaults(algorithm: str) -> Config:
+def _defaults(algorithm: str, path: str | None = None) -> Config:
     """Compose `experiment=plain` with an algorithm; raises `ConfigError`."""
     preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
-    return compose_run(["experiment=plain", preset]).config
+    return compose_run(["experiment=plain", preset, *([f"algorithm.path={quoted(path)}"] if path else [])]).config
 
 
 def training_label(config: Values) -> str:

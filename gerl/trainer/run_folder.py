@@ -1,6 +1,7 @@
 """Create the run folder or open the one to resume, and compare what both runs must have in common."""
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -12,7 +13,14 @@ from types import TracebackType
 
 import yaml
 
-from gerl.commandline.composition import Composed, ParsedCommand, asked_for, compose_changes, compose_run
+from gerl.commandline.composition import (
+    Composed,
+    ParsedCommand,
+    asked_for,
+    compose_changes,
+    compose_run,
+    path_or_copy,
+)
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,
@@ -27,6 +35,7 @@ from gerl.config.changes import (
     without,
 )
 from gerl.config.reading import typed
+from gerl.config.registry import ALGORITHMS
 from gerl.data.sources import digest
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import (
@@ -49,9 +58,12 @@ CURRENT = "config.yaml"
 
 
 def identity(config: Config) -> dict[str, str]:
-    """Return the digests of the prompts by key; a resumed run must have those of its checkpoint."""
-    given = dict(zip(CONTENT, (config.data.train, config.validation.data, config.data.regularise), strict=True))
-    return {key: digest(value, config.data, key) for key, value in given.items() if value}
+    """Return the digests of prompts and algorithm file by key; a resumed run must have those of its checkpoint."""
+    prompts = (config.data.train, config.validation.data, config.data.regularise)
+    found = {key: digest(value, config.data, key) for key, value in zip(CONTENT, prompts, strict=False) if value}
+    if (path := config.algorithm.path) is not None and (text := ALGORITHMS.text(path)):
+        found["algorithm.path"] = hashlib.sha256(text).hexdigest()
+    return found
 
 
 def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
@@ -139,6 +151,9 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
                 f"that run with {typed({'checkpoint.resume': str(run_dir)})}"
             )
         (run_dir / CURRENT).write_text(composed.yaml(), encoding="utf-8")
+        if (path := composed.config.algorithm.path) is not None:  # a copy, see `path_or_copy`
+            name = Path(path).name if path.endswith(".py") else f"{composed.config.algorithm.name}.py"
+            (run_dir / name).write_bytes(ALGORITHMS.text(path))
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
@@ -282,7 +297,7 @@ def _resumed(
     """Resume the run from `checkpoint`; returns None, after logging it, if nothing is left to do."""
     state = RunState.of(checkpoint)
     file = configuration_at(run_dir, checkpoint.step)
-    settings, experiment, preset = read_configuration(file)
+    settings, experiment, preset = read_configuration(file, asked)
     _check_choices(asked, file, experiment, preset, str(settings["algorithm"]["name"]))
     config = compose_changes(settings, arguments)
     before = state.settings or settings
@@ -305,7 +320,7 @@ def _resumed(
     return RunFolder(Composed(config, experiment, run_dir, preset), lock, checkpoint, found, old)
 
 
-def read_configuration(file: Path) -> tuple[Settings, str, str]:
+def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[Settings, str, str]:
     """Read the settings of a run's `config.yaml`, its experiment and its preset (empty if unknown).
 
     Removed keys are ignored if they had their default. Raises `ConfigError` for others, or if the file cannot be read.
@@ -317,6 +332,10 @@ def read_configuration(file: Path) -> tuple[Settings, str, str]:
         experiment, preset = str(values.pop("experiment", "")), str(values.pop("preset", ""))
         settings: Settings = {str(block): entries for block, entries in values.items()}
         _ = settings["algorithm"]["name"]
+        if asked is not None and "algorithm.path" in asked.given:  # it has moved
+            settings["algorithm"]["path"] = asked.values["algorithm"].get("path")
+        elif isinstance(path := settings["algorithm"].get("path"), str):
+            settings["algorithm"]["path"] = path_or_copy(path, file.parent)
     except (OSError, yaml.YAMLError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{file} is not the configuration of a run ({reason(error)}): restore it, or start a new run with "
@@ -362,7 +381,7 @@ def _refuse(found: Sequence[Change], path: Path, saved: Mapping[str, str], diges
         if change.key in CONTENT:
             digest, before = digests.get(change.key), saved.get(change.key)
             if None not in (digest, before) and digest != before:  # held-out prompts may be added and removed
-                reasons.append(f"{change} (other prompts)")
+                reasons.append(f"{change} (other content)")
         elif change.key in FIXED and not _is_moved_model(change):
             reasons.append(f"{change} ({FIXED[change.key]})")
     if reasons:

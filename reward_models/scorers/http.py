@@ -1,128 +1,32 @@
 """The base of scorers that call a service: a JSON client with time-outs and retries, tokens, images as text."""
 
 import base64
-import contextlib
 import io
 import json
 import logging
 import math
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import responses
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 from PIL import Image
 from pydantic import Field
 from requests.adapters import HTTPAdapter
-from urllib3 import PoolManager
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
-
-# --- Connections whose whole exchange, from the first byte sent to the last one read, ends at a deadline.
-#
-# The time-outs of requests and sockets are for each piece: a service that sends a byte now and then never exceeds them.
-
-_OF_THREAD = threading.local()  # its `deadline`, if there is one: an exchange runs in one thread from begin to end
-
-
-class Deadline:
-    """Ends the connection that this thread uses within the context `seconds` after it was entered.
-
-    `passed`: whether that happened. The reader then sees a connection that the other side seems to have closed.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.passed = False
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Self:
-        _OF_THREAD.deadline = self
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        _OF_THREAD.deadline = None
-
-    def hold(self, connected: socket.socket | None) -> None:
-        """Watch this socket: http.client forgets its own where the answer ends with the connection."""
-        with self._lock:
-            self._socket = connected
-            if self.passed:
-                self._shut()
-
-    def _end(self) -> None:
-        with self._lock:
-            self.passed = True
-            self._shut()
-
-    def _shut(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                # Not the method of an SSLSocket, which would drop what the reading thread is using.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-
-class WatchedAdapter(HTTPAdapter):
-    """Connections of requests, to a service or its proxy, that a `Deadline` of the thread can end."""
-
-    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
-        super().init_poolmanager(*arguments, **options)
-        _watch(self.poolmanager)
-
-    def proxy_manager_for(self, proxy: str, **options: Any) -> PoolManager:
-        manager: PoolManager = super().proxy_manager_for(proxy, **options)
-        _watch(manager)
-        return manager
-
-
-class _Watched(HTTPConnection):
-    def connect(self) -> None:
-        super().connect()
-        self._hold()
-
-    def request(self, *arguments: Any, **options: Any) -> None:
-        self._hold()  # one that was kept open is not connected again
-        super().request(*arguments, **options)
-
-    def _hold(self) -> None:
-        deadline: Deadline | None = getattr(_OF_THREAD, "deadline", None)
-        if deadline is not None and self.sock is not None:
-            deadline.hold(self.sock)
-
-
-class _WatchedTLS(_Watched, HTTPSConnection):
-    pass
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Watched
-
-
-class _PoolTLS(HTTPSConnectionPool):
-    ConnectionCls = _WatchedTLS
-
-
-def _watch(manager: PoolManager) -> None:
-    manager.pool_classes_by_scheme = {"http": _Pool, "https": _PoolTLS}
-
 
 # --- A JSON client with time-outs and retries, tokens, images as text
 
@@ -235,7 +139,7 @@ class Client:
         self._session = requests.Session()
         self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, WatchedAdapter(pool_maxsize=config.concurrency))
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
 
     def __enter__(self) -> Self:
         return self
@@ -279,31 +183,40 @@ class Client:
 
     def _once(self, url: str, body: bytes) -> JSON:
         request = f"POST {url}"
-        with Deadline(self.config.timeout) as deadline:
-            try:
-                response, content = self._exchange(request, url, body)
-                late = deadline.passed  # then the answer may be cut off
-            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-                late = deadline.passed or isinstance(error, requests.Timeout)
-                if not late and isinstance(error, requests.exceptions.SSLError):
-                    raise RewardError(
-                        f"{request}: no secure connection ({_cause(error)}): correct the address"
-                    ) from None
-                if not late:
-                    raise Transient(
-                        f"{request}: the connection failed or was broken ({_cause(error)}): start the service or "
-                        "correct the address"
-                    ) from None
-            except requests.Timeout:
-                late = True
-            except requests.RequestException as error:
-                raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
-        if late:
+        try:
+            response, content = self._in_time(lambda: self._exchange(request, url, body))
+        except (TimeoutError, requests.Timeout, ReadTimeoutError):
             raise Transient(
                 f"{request} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
                 "if the service is overloaded"
-            )
+            ) from None
+        except requests.exceptions.SSLError as error:
+            message = f"{request}: no secure connection ({_cause(error)}): correct the address"
+            raise RewardError(message) from None
+        except (requests.ConnectionError, HTTPError) as error:
+            raise Transient(
+                f"{request}: the connection failed or was broken ({_cause(error)}): start the service or "
+                "correct the address"
+            ) from None
+        except requests.RequestException as error:
+            raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
         return self._answer(request, response, content)
+
+    def _in_time(self, exchange: Callable[[], Result]) -> Result:
+        """The result of `exchange`, in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
+
+        The time-outs of requests are for each piece: a service that sends a byte now and then never exceeds them.
+        """
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(exchange())
+            except Exception as error:  # noqa: BLE001 - it is raised in the caller
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="scorer-exchange", daemon=True).start()
+        return future.result(self.config.timeout)
 
     def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
         """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
@@ -323,9 +236,11 @@ class Client:
                     f"{request} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
                     "disable compression in the service or its proxy"
                 )
-            content = bytearray()
-            for chunk in response.iter_content(1 << 16):
+            content, until = bytearray(), time.monotonic() + self.config.timeout
+            while chunk := response.raw.read1(1 << 16, decode_content=False):
                 content += chunk
+                if time.monotonic() > until:  # nobody waits for it any more
+                    raise TimeoutError
                 if len(content) > MAX_ANSWER:
                     raise RewardError(
                         f"{request} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "

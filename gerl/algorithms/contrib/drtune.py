@@ -42,7 +42,7 @@ class DRTune(RewardGradient):
     names = "drtune"
     settings: DRTuneConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         stop = self._stop(step)
         draw = generator(self.config.trainer.seed, step, "spread")
         return tuple(evenly_spread(stop + 1, self.settings.active, draw))
@@ -51,11 +51,12 @@ class DRTune(RewardGradient):
         return late_step(self, self.settings.late, step)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        return tuple(sorted({*self.drawn(step), self._stop(step)}))  # the denoiser runs there, if without gradient
+        # at the stop the denoiser runs, if without gradient
+        return tuple(sorted({*self.differentiated_steps(step), self._stop(step)}))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         step = samples[0].step
-        stop, active = self._stop(step), self.drawn(step)
+        stop, active = self._stop(step), self.differentiated_steps(step)
         at = LatentJump(stop, predicted)
         earlier = chain(tape, {k: (mean, 0.0) for k in active if k < stop}, end=stop)
         onward = partial(clean_derivative, tape, stop)

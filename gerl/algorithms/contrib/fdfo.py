@@ -117,9 +117,9 @@ class FDFO(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            drawn_from = step.recorded_mean if self.guided else step.mean.detach()
-            assert drawn_from is not None
-            moved = step.part(velocity_change(step, drawn_from))
+            rollout_mean = step.recorded_mean if self.guided else step.mean.detach()
+            assert rollout_mean is not None
+            moved = step.part(velocity_change(step, rollout_mean))
             losses, measured = fdfo_loss(moved, step.part(towards), credit[:, k], settings.ratio_width)
             deviation = measured.pop("ratio_deviation")
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}

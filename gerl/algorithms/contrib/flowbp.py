@@ -15,10 +15,10 @@ from gerl.algorithms.reward_gradient import (
     RewardEvaluation,
     RewardGradient,
     RewardGradientConfig,
-    by_rule,
     chain,
     flow_rule,
     generator,
+    step_by,
 )
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
@@ -136,18 +136,18 @@ class LeapAlign(RewardGradient):
     names = "leapalign"
     settings: LeapAlignConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total = self.config.sampling.num_inference_steps
         return two_steps(total, generator(self.config.trainer.seed, step))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         (k, j), name = trained, self.settings.name
         ends = {k: sigma_at(tape, j), j: sigma_at(tape, len(tape.steps))}
         leaps = {i: transitions.leap(flow_rule(tape, i, name), end) for i, end in ends.items()}
         arrived = {i: rule.mean(tape.steps[i].x, velocity_at(tape, i)) for i, rule in leaps.items()}
         hops = (
-            LatentJump(j, partial(by_rule, leaps[j]), nested=self.settings.nested),
-            LatentJump(k, partial(by_rule, leaps[k])),
+            LatentJump(j, partial(step_by, leaps[j]), nested=self.settings.nested),
+            LatentJump(k, partial(step_by, leaps[k])),
         )
         return [RewardEvaluation(hops, weights=leap_weights(tape, j, [arrived[k], arrived[j]], self.settings.tau))]
 
@@ -158,12 +158,12 @@ class FlowBPSparse(RewardGradient):
     names = "flowbp_sparse"
     settings: FlowBPSparseConfig
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total = self.config.sampling.num_inference_steps
         draw = generator(self.config.trainer.seed, step)
         return tuple(late_biased(range(total), self.settings.active, self.settings.bias, draw))
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         scaled = self.scaled(tape, trained)
         return [RewardEvaluation(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
 
@@ -171,7 +171,7 @@ class FlowBPSparse(RewardGradient):
         """The ends of the trained steps, whose velocities count more for those that have no gradient."""
         rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
         factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
-        return {k: partial(by_rule, transitions.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
+        return {k: partial(step_by, transitions.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
 
 
 class FlowBPBridge(FlowBPSparse):
@@ -184,7 +184,7 @@ class FlowBPBridge(FlowBPSparse):
         """The step in between, with steps before it."""
         return two_steps(self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step))[1]
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total, j = self.config.sampling.num_inference_steps, self._bridge(step)
         draw, settings = generator(self.config.trainer.seed, step, "sides"), self.settings
         before, after = split_count(settings.active, j, total - j)
@@ -192,7 +192,7 @@ class FlowBPBridge(FlowBPSparse):
         late = late_biased(range(j + 1, total), after - 1, settings.bias, draw) if j + 1 < total else []
         return (*early, j, *late)
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         scaled, j = self.scaled(tape, trained), self._bridge(samples[0].step)
         return [
             RewardEvaluation(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))
@@ -214,10 +214,10 @@ class FlowBPLagrange(RewardGradient):
         (k, j), total = self._starts(step), self.config.sampling.num_inference_steps
         return [spread_supports(k, j, self.settings.supports), spread_supports(j, total, self.settings.supports)]
 
-    def drawn(self, step: int) -> tuple[int, ...]:
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
         return tuple(i for supports in self._supports(step) for i in supports[: 2 if self.settings.second else 1])
 
-    def looks(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         settings, step = self.settings, samples[0].step
         first, second = self._supports(step)
         hops: list[LatentJump] = []
@@ -232,10 +232,10 @@ class FlowBPLagrange(RewardGradient):
                 for i, rule, w in parts
             ]
             arrived.append(tape.steps[supports[0]].x + torch.stack(led).sum(0))
-            first_leap = partial(by_rule, transitions.leap(rules[0], start + weights[0]))
+            first_leap = partial(step_by, transitions.leap(rules[0], start + weights[0]))
             own = LatentJump(supports[0], first_leap, nested=settings.nested)
             other = [
-                LatentJump(i, partial(by_rule, transitions.leap(rule, rule.sigma + settings.second * w)))
+                LatentJump(i, partial(step_by, transitions.leap(rule, rule.sigma + settings.second * w)))
                 for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
                 if settings.second
             ]

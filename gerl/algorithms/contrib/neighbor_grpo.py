@@ -121,19 +121,19 @@ class NeighborGRPO(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            everyone, overwritten = tape.steps[k].x_next, tape.overwritten(k)
-            credit = batch.credit[:, k].to(everyone.device)
+            latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
+            credit = batch.credit[:, k].to(latents.device)
             # without guidance the recorded step is that of another policy
-            old = everyone[rows] if guided else step.mean.detach()
-            total, sums, deviation = torch.zeros((), device=everyone.device), dict[str, float](), 0.0
+            old = latents[rows] if guided else step.mean.detach()
+            total, sums, deviation = torch.zeros((), device=latents.device), dict[str, float](), 0.0
             for j, group in enumerate(groups):
                 reached = ... if overwritten is None else ~overwritten[group].any(0)
-                neighbours = torch.stack([everyone[i][reached] for i in group])
+                neighbours = torch.stack([latents[i][reached] for i in group])
                 trained, before = (
                     log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old)
                 )
                 losses, metrics = clipped_policy_loss(
-                    trained, before, credit[group], *settings.clip_range(everyone[0].numel())
+                    trained, before, credit[group], *settings.clip_range(latents[0].numel())
                 )
                 deviation = max(deviation, metrics.pop("ratio_deviation"))
                 metrics["loss"] = float(losses.detach().mean())

@@ -26,7 +26,7 @@ from gerl.algorithms.contrib.flowbp import (
     two_steps,
 )
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.reward_gradient import RewardGradient, drawn_length, generator
+from gerl.algorithms.reward_gradient import RewardGradient, generator, sampled_length
 from gerl.config import from_mapping
 from gerl.engine.tape import compact
 from gerl.errors import ConfigError, ReplayError
@@ -109,14 +109,14 @@ def of_draft(h: Naive, last: int) -> Tensor:
 
 
 def of_refl(h: Naive) -> Tensor:
-    (k,) = h.t.algorithm.drawn(1)  # type: ignore[attr-defined]
+    (k,) = h.t.algorithm.differentiated_steps(1)  # type: ignore[attr-defined]
     return 0.001 * (2 - h.reward(h.xs[k] - h.sigmas[k] * h.v(h.xs[k], k))).relu().mean()
 
 
 def of_draft_lv(h: Naive) -> Tensor:
     last, s = h.T - 1, h.sigmas[h.T - 1]
     losses = [-h.reward(h.go_on(h.xs[last], last, h.T, h.v)).mean()]
-    hops = h.t.algorithm.looks(h.tape, (last,), h.task.samples)[1:]  # type: ignore[attr-defined]
+    hops = h.t.algorithm.evaluations(h.tape, (last,), h.task.samples)[1:]  # type: ignore[attr-defined]
     for look in hops:
         x = look.hops[0].latents
         noise = (x - (1 - s) * h.xs[-1]) / s
@@ -127,7 +127,7 @@ def of_draft_lv(h: Naive) -> Tensor:
 
 def of_drtune(h: Naive, active: int) -> Tensor:
     algorithm: Any = h.t.algorithm
-    trained, stop = algorithm.drawn(1), algorithm._stop(1)
+    trained, stop = algorithm.differentiated_steps(1), algorithm._stop(1)
     assert len(trained) == min(active, stop + 1)
 
     def v(x: Tensor, k: int) -> Tensor:
@@ -139,7 +139,7 @@ def of_drtune(h: Naive, active: int) -> Tensor:
 
 
 def of_leapalign(h: Naive, share: float, tau: float) -> Tensor:
-    k, j = h.t.algorithm.drawn(1)  # type: ignore[attr-defined]
+    k, j = h.t.algorithm.differentiated_steps(1)  # type: ignore[attr-defined]
     leapt = h.xs[k] + (h.sigmas[j] - h.sigmas[k]) * h.v(h.xs[k], k)
     x_j = straight_through(h.xs[j], leapt)
     clean = x_j - h.sigmas[j] * h.v(nested(x_j, share), j)
@@ -149,7 +149,7 @@ def of_leapalign(h: Naive, share: float, tau: float) -> Tensor:
 
 def of_sparse(h: Naive, rescale: float, share: float | None = None) -> Tensor:
     algorithm: Any = h.t.algorithm
-    trained = algorithm.drawn(1)
+    trained = algorithm.differentiated_steps(1)
     ds = [abs(b - a) for a, b in zip(h.sigmas[:-1], h.sigmas[1:], strict=True)]
     factor = 1 + rescale * (sum(ds) / sum(ds[k] for k in trained) - 1)
     bridge = algorithm._bridge(1) if share is not None else None
@@ -342,7 +342,9 @@ def test_a_trajectory_keeps_what_is_looked_at_after_the_last_trained_step(
 ) -> None:
     c = config(name, n=1, steps=8, sampling_kernel="ode")
     algorithm: Any = build_algorithm(c)
-    step = min(range(1, 99), key=lambda step: max(algorithm.drawn(step)))  # whose last trained one comes earliest
+    step = min(
+        range(1, 99), key=lambda step: max(algorithm.differentiated_steps(step))
+    )  # whose last trained one comes earliest
     samples = [replace(sample, step=step) for sample in plan_samples(c, PROMPTS, 1, 0)]
     gradients = []
     for keep in (compact, lambda tape, reads: replace(tape, reads=reads)):
@@ -392,10 +394,10 @@ def test_lagrange_weights_integrate_polynomials_exactly() -> None:
 
 
 def test_lengths_are_redrawn_until_they_fit() -> None:
-    draws = [drawn_length(8, 5.0, 10, generator(0, k)) for k in range(500)]
+    draws = [sampled_length(8, 5.0, 10, generator(0, k)) for k in range(500)]
     assert min(draws) >= 1 and max(draws) <= 10 and len(set(draws)) == 10
     assert np.mean(draws) == pytest.approx(6.0, abs=0.4)  # of a normal distribution cut at 0.5 and 10.5
-    assert drawn_length(8, 0.0, 5, generator(0)) == 5
+    assert sampled_length(8, 0.0, 5, generator(0)) == 5
 
 
 def test_late_steps_are_likelier_by_a_power() -> None:
