@@ -13,7 +13,7 @@ from gerl.commandline.progress import Progress
 from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
-from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.evaluate.loras import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.protocol import Prompt

@@ -11,7 +11,7 @@ import numpy as np
 
 from gerl.algorithms.planning import validation_seed
 from gerl.errors import DataError
-from gerl.evaluate.names import BASE, COLUMNS
+from gerl.evaluate.loras import BASE, COLUMNS
 from gerl.evaluate.suites import Column, PinnedSuite, Suite
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.total import TOTAL, distinct_columns, score_row

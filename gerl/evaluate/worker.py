@@ -13,7 +13,7 @@ from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
-from gerl.evaluate.names import BASE
+from gerl.evaluate.loras import BASE
 from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
 from gerl.model.errors import check_backend, model_errors

@@ -107,7 +107,7 @@ def run(request: Request) -> list[Path]:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
-        from gerl.export.whole import extract, whole_pipeline
+        from gerl.export.full_weights import extract, whole_pipeline
         from gerl.model.denoisers import quiet_libraries
 
     quiet_libraries()
@@ -184,7 +184,7 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
 
 def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
     """Write the denoisers of a run that trained the weights themselves."""
-    from gerl.export.whole import write_denoisers
+    from gerl.export.full_weights import write_denoisers
 
     written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]

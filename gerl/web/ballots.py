@@ -144,7 +144,7 @@ class VoteRefused(GerlError):
 class Rules:
     """votes: on a group, of different people, before it counts. lease: seconds for which a group is one voter's alone.
 
-    undo: seconds after the last vote of a step in which it can be taken back. steps: of the run, if they are known.
+    undo: seconds for which the last vote of a step can be undone. steps: of the run, if they are known.
     """
 
     votes: int = 1
@@ -327,7 +327,7 @@ class Ballots:
         return self.ballots[given[-1]] if given else None
 
     def undo(self, voter: str) -> None:
-        """Take the last vote of a voter back, who is shown the group again; raises `VoteRefused` if it is too late."""
+        """Undo the last vote of a voter and show them the group again; raises `VoteRefused` if it is too late."""
         ballot = self.last_vote(voter)
         if ballot is None:
             raise VoteRefused("there is no vote to undo")

@@ -229,7 +229,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
-    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be taken back."""
+    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be undone."""
     current, following = ballots.next(voter)
     last = ballots.last_vote(voter)
     return {
