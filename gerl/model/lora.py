@@ -373,8 +373,11 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
             if name in found:
                 raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
             found[name] = layers
-    for name, layers in found.items():
-        _check_numbers(name, layers)
+    for where, h in ((f"{name}.{layer}", h) for name, layers in found.items() for layer, h in layers.items()):
+        if not len(h.a) == h.b.shape[1] > 0:
+            raise ModelError(f"{where} has the ranks {len(h.a)} and {h.b.shape[1]}")
+        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (h.a, h.b)):
+            raise ModelError(f"{where} has non-finite values")
     if not any(found.values()):
         raise ModelError(f"{path} has no LoRA: give {KINDS}")
     return found
@@ -456,14 +459,6 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
         raise ModelError(f"its lora_alpha is {alpha!r:.40}")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _check_numbers(name: str, layers: Layers) -> None:
-    for layer, halves in layers.items():
-        if not len(halves.a) == halves.b.shape[1] > 0:
-            raise ModelError(f"{name}.{layer} has the ranks {len(halves.a)} and {halves.b.shape[1]}")
-        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (halves.a, halves.b)):
-            raise ModelError(f"{name}.{layer} has non-finite values")
 
 
 # --- A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights
