@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.rewards.scorers.ocr import OcrScorer
+from reward_models.scorers.ocr import OcrScorer
 
 
 def brightness(images: list[Image.Image], prompts: list[str], metadata: list[Any]) -> list[float]:

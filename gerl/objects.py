@@ -1,7 +1,6 @@
-"""Objects of the program that started a run, in place of what a configuration names: rewards, and a pipeline.
+"""Python objects that a configuration, which is text, refers to by name: reward functions and a pipeline in memory.
 
-A configuration is text, which a function or a pipeline in memory is not. So it has a name for each, and this process
-knows which object that means while the run lasts. Functions go along to the processes of scorers.
+They are registered in this process during a run; functions are also sent to the processes of scorers.
 """
 
 import contextlib
@@ -16,9 +15,9 @@ _pipelines: dict[str, object] = {}
 
 @contextlib.contextmanager
 def offered(functions: Mapping[str, Function], pipelines: Mapping[str, object]) -> Iterator[None]:
-    """While the block lasts, `functions` stand for `PREFIX` and their names, and `pipelines` for values of model.path.
+    """Register `functions` as `PREFIX` and their names, and `pipelines` as values of model.path, during the block.
 
-    What other runs of this process offer stays.
+    Those of other runs of this process stay registered.
     """
     before = dict(_functions), dict(_pipelines)
     _functions.update(functions)
@@ -33,15 +32,15 @@ def offered(functions: Mapping[str, Function], pipelines: Mapping[str, object]) 
 
 
 def function(path: str) -> Function | None:
-    """The function that a scorer's `path` means; None if it is not offered here."""
+    """The function of a scorer's `path`; None if it is not registered here."""
     return _functions.get(path.removeprefix(PREFIX))
 
 
 def pipeline(path: str) -> object | None:
-    """The pipeline in memory that stands for the one of `path`, if there is one."""
+    """The pipeline in memory for `path`, if there is one."""
     return _pipelines.get(path)
 
 
 def offer(functions: Mapping[str, Function]) -> None:
-    """Offer `functions` as long as this process lives: one that was started for scorers."""
+    """Register `functions` for the life of this process, which was started for scorers."""
     _functions.update(functions)

@@ -17,8 +17,8 @@ K = TypeVar("K", int, str)
 
 @dataclass(frozen=True)
 class DatasetImage:
-    """An image that is trained on as it is in its file. The better of two of a prompt has the higher `score`; of one
-    alone it is positive if it is liked and negative if it is not."""
+    """An image file to train on. The better of two images of a prompt has the higher `score`; that of a single one is
+    positive if it is preferred and negative if not."""
 
     path: str
     score: float
@@ -26,21 +26,21 @@ class DatasetImage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of a prompt file or a data set: `id` is its index among all prompts, so that equal texts stay different
-    prompts, and `source` the number of the one it is from. `given`: its images, where they are not drawn."""
+    """A row of a prompt file or data set: `id` is its index among all prompts, so that equal texts stay different
+    prompts, and `source` the number of its file. `dataset_images`: its images, where they are not sampled."""
 
     id: int
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
     source: int = 0
-    given: tuple[DatasetImage, ...] = ()
+    dataset_images: tuple[DatasetImage, ...] = ()
 
 
 class Group(NamedTuple):
     """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt's row and, where they apply, the
-    turn, the role of the policy and the branching point, that is everything that makes up the state they shared.
+    turn, the role of the policy and the branching point, which make up the state they shared.
 
-    The program sets them; columns of a prompt file, whatever they are called, never do.
+    The program sets them, never a column of a prompt file.
     """
 
     prompt: int
@@ -51,11 +51,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One image to draw: sample number `index` of the group of `prompt` in trainer step `step`.
+    """One image to sample: number `index` of the group of `prompt` in trainer step `step`.
 
-    Its noise is drawn from `seed` alone, so it is the same on any worker; its initial latents from `init_seed` where
-    that is given. `policy_version` counts the optimizer steps behind the weights that draw it. `turn`, `role` and
-    `branch` divide the images of a prompt into groups that shared a state; see `Group`.
+    Its noise comes from `seed` alone, so it is the same on any worker; its initial latents from `init_seed`, if set.
+    `policy_version` counts the optimizer steps before its rollout. `turn`, `role` and `branch`: see `Group`.
     """
 
     prompt: Prompt
@@ -74,18 +73,18 @@ class Sample:
         return Group(self.prompt.id, self.turn, self.role, self.branch)
 
     @property
-    def given(self) -> DatasetImage | None:
-        """The image that is trained on in place of one that is drawn."""
-        return self.prompt.given[self.index] if self.prompt.given else None
+    def dataset_image(self) -> DatasetImage | None:
+        """The image to train on in place of a sampled one."""
+        return self.prompt.dataset_images[self.index] if self.prompt.dataset_images else None
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Trajectories (rows) denoised together from step `start` to before step `stop`; a tree consists of several.
+    """Trajectories (rows) denoised together from step `start` to before step `stop`; a tree has several segments.
 
     `leaves[r]` is the first sample of the task that descends from row `r`: its credit at the steps of the segment is
-    that of all of them. A segment with a `parent` branches off: row `r` continues row `rows[r]` of that segment, with
-    noise of its own from step `start` on.
+    that of all its descendants. A segment with a `parent` branches off: row `r` continues row `rows[r]` of the parent,
+    with other noise from step `start` on.
     """
 
     seeds: tuple[int, ...]  # [R] of the step noise
@@ -96,14 +95,14 @@ class Segment:
     rows: tuple[int, ...] = ()  # [R]
     start: int = 0
     stop: int | None = None  # None: to the end, where the rows are the samples `leaves`
-    noise: tuple[tuple[int, float], ...] = ()  # steps whose noise level is not sampling.noise_level, and what it is
+    noise: tuple[tuple[int, float], ...] = ()  # (step, noise level) where it is not sampling.noise_level
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A micro-batch: samples drawn together on one worker. Without branches it is one segment of one row a sample.
+    """A micro-batch: samples generated together on one worker. Without branches it is one segment of a row per sample.
 
-    `lag`: it is drawn with the weights of so many finished steps ago.
+    `lag`: it is sampled with the weights of `lag` finished steps ago.
     """
 
     id: int
@@ -114,7 +113,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A loaded policy, in what the driver wants to know of it."""
+    """What the driver knows of a loaded policy."""
 
     pipeline: str  # class
     denoisers: list[str]
@@ -130,9 +129,9 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class CutPrompts:
-    """Prompts that tokenizers cut: by component so many of a prompt's tokens that it keeps, and indices of longer ones.
+    """Truncated prompts: by tokenizer component the number of tokens it keeps, and the indices of longer prompts.
 
-    `tokenizers`: how many read prompts at all.
+    `tokenizers`: number of those that read prompts.
     """
 
     by_tokenizer: dict[str, tuple[int, list[int]]]
@@ -140,7 +139,7 @@ class CutPrompts:
 
     @property
     def lost(self) -> list[int]:
-        """Those of which no tokenizer reads the end."""
+        """Indices of prompts whose end no tokenizer reads."""
         cut = [set(indices) for _, indices in self.by_tokenizer.values()]
         return sorted(set.intersection(*cut)) if cut and len(cut) == self.tokenizers else []
 
@@ -152,12 +151,12 @@ class Images:
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
     seconds: float
-    looks: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.image_statistics`
+    statistics: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.image_statistics`
 
 
 @dataclass(frozen=True)
 class ScorerFailure:
-    """A scorer had no score for a sample: which one, and why."""
+    """A sample without a score from a scorer, and the reason."""
 
     scorer: str
     reason: str
@@ -165,10 +164,8 @@ class ScorerFailure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of one micro-batch, in its order. A failed sample has no total and at least one failure.
-
-    A scorer that does not apply to a sample has neither a score nor a failure there.
-    """
+    """Rewards of one micro-batch, in its order. A failed sample has no total and at least one failure; a scorer that
+    does not apply to a sample has neither a score nor a failure."""
 
     totals: list[float | None]  # [B] weighted sum over scorers
     by_scorer: dict[str, list[float | None]]  # scorer -> [B]
@@ -177,10 +174,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class FeedbackRequest:
-    """The origin of the images of a group, told to people who are asked about them.
+    """A request for people's votes on the images of a group.
 
-    `key` stands for run, step, prompt and seeds, so a step that is repeated asks the same; `together` has the keys of
-    all groups that are asked about at the same time.
+    `key` identifies run, step, prompt and seeds, so a repeated step makes the same request; `together`: the keys of all
+    groups of the step.
     """
 
     key: str
@@ -193,7 +190,7 @@ class FeedbackRequest:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """The end of a trainer step, as a worker tells of it."""
+    """A worker's report at the end of a trainer step."""
 
     blank: int  # images that have a single colour
     notes: list[str]  # sentences for the run's log
@@ -201,7 +198,7 @@ class StepEnd:
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
-    """Sums and their numbers, added up by name."""
+    """Add sums and their counts by name."""
     found: dict[K, tuple[float, int]] = {}
     for k in sorted({**one, **other}):
         (a, count), (b, more) = (sums.get(k, (0.0, 0)) for sums in (one, other))
@@ -213,15 +210,15 @@ def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, in
 class UpdateStats:
     """Sums over trained (sample, timestep) pairs, so that workers and micro-batches add up to the same averages.
 
-    `sums` has what the algorithm measured and nothing else: the metric's name -> its sum over the pairs.
+    `sums`: metric of the algorithm -> its sum over the pairs.
     """
 
     pairs: int = 0
     sums: dict[str, float] = field(default_factory=dict)
     ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
-    # by trained step: the squared norm of what a micro-batch of it added to the gradient, summed over so many updates
+    # by trained step: squared norm of what a micro-batch added to the gradient, summed over updates, and their number
     step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
-    # what was measured on some of the pairs only: the metric's name -> its sum over them, and their number
+    # metrics of some of the pairs only: name -> sum over them, and their number
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
@@ -237,9 +234,9 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, the largest weight of
-    the LoRA after it (None where it was not taken), the root mean square of the gradient's elements before
-    clipping, and what the worker tells of the trainer step's end where it was the step's last."""
+    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, the largest weight of the
+    LoRA after it (None if skipped), the root mean square of the gradient's elements before clipping, and the worker's
+    report if it was the last of the trainer step."""
 
     grad_norm: float
     lr: float
@@ -251,9 +248,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """How a trained step counts in the loss; what only policy gradients have is None for others.
+    """How a trained step counts in the loss; None where only policy gradients have a value.
 
-    `gain`: the factor of the drawn noise in the gradient with respect to the model output, weight included.
+    `gain`: the factor of the sampled noise in the gradient of the model output, weight included.
     """
 
     step: int
@@ -267,11 +264,11 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """Measured before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
+    """Calibration before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
     steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), the
     dimensions of an image's latents, and how the trained steps count. `weighting`: algorithm.timestep_weights, None
-    where the algorithm has no such key. `kl_resolution`: the KL between two outputs of the model that differ by their
-    rounding alone; None in fp32 and without a KL."""
+    where the algorithm has no such key. `kl_resolution`: the KL between two outputs that differ only by rounding; None
+    in fp32 and without a KL."""
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]

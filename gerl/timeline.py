@@ -45,19 +45,15 @@ class Timeline:
         self._running: dict[Call, tuple[What, int, float]] = {}
         self._free: dict[str, float] = {}  # worker -> end of its last call
 
-    def now(self) -> float:
-        """Return the monotonic time in seconds since the epoch."""
-        return self._zero + time.perf_counter()
-
     def add(self, worker: str, what: What, start: float) -> None:
-        """Add a span of `worker` from `start` until now."""
+        """Add a span of `worker` from `start`, a time of `time.perf_counter`, until now."""
         with self._lock:
-            self._spans.append(Span(worker, what, self.step, start, self.now()))
+            self._spans.append(Span(worker, what, self.step, self._zero + start, self._zero + time.perf_counter()))
 
     @contextlib.contextmanager
     def span(self, what: What, *workers: str) -> Iterator[None]:
         """Add the block as a span of all `workers`, by default of the driver."""
-        start = self.now()
+        start = time.perf_counter()
         try:
             yield
         finally:
@@ -74,14 +70,14 @@ class Timeline:
 
     def ended(self, calls: Collection[Call]) -> None:
         """Add the spans of calls that have ended; unknown calls are ignored."""
-        now = self.now()
+        now = time.perf_counter()
         with self._lock:
             for call in calls:
                 if (found := self._running.pop(call, None)) is not None:
                     what, step, start = found
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
-                    self._spans.append(Span(call.worker, what, step, begun, now))
+                    self._spans.append(Span(call.worker, what, step, self._zero + begun, self._zero + now))
 
     def forget(self) -> None:
         """Drop the running calls."""

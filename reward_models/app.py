@@ -1,6 +1,6 @@
 """The HTTP side of a reward service: a FastAPI application in front of a scorer, wherever that one runs.
 
-Paths: `POST /v1/score` (the protocol of `gerl.rewards.scorers.remote`), `GET /v1/health` (the process answers),
+Paths: `POST /v1/score` (the protocol of `reward_models.scorers.remote`), `GET /v1/health` (the process answers),
 `GET /v1/ready` (the scorer is loaded), `GET /metrics` (Prometheus), `/docs` and `/openapi.json`. Errors are
 {"error": sentence, "version": "1"}.
 """
@@ -19,9 +19,7 @@ from starlette.exceptions import HTTPException
 
 from gerl.config.schema import DEEPEST, is_flat
 from gerl.errors import RewardError
-from gerl.rewards.scorers.base import Columns, Metadata
-from gerl.rewards.scorers.http import decode_base64
-from gerl.rewards.scorers.remote import VERSION
+from gerl.rewards.scorers.base import VERSION, Columns, Metadata, decode_base64
 from reward_models.guard import BUSY, REASONS, SCORE, WAIT_SECONDS, Error, Guard, Limits, Metrics, Room, answer
 from reward_models.scoring import MEGAPIXEL, Refusal, Scoring, measure
 

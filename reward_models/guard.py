@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gerl.commandline.command import host_name, is_foreign, is_loopback
-from gerl.rewards.scorers.remote import VERSION
+from gerl.rewards.scorers.base import VERSION
 from gerl.web.server import bearer, is_token
 from reward_models.scoring import ImageLimits
 

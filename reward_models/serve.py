@@ -24,7 +24,7 @@ from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
-from gerl.rewards.scorers.http import read_token
+from reward_models.scorers.http import read_token
 from reward_models.scoring import WARM_PROMPT
 
 logger = logging.getLogger("reward_models")

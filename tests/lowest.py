@@ -4,7 +4,7 @@
 """
 # tests: tests/unit/commandline tests/unit/program tests/unit/test_config.py tests/unit/utils tests/unit/pages
 # tests: tests/unit/engine/test_kernels.py tests/unit/engine/test_record.py tests/unit/algorithms/test_core_algos.py
-# tests: tests/unit/run/test_tracking.py tests/unit/rewards/scorers/test_ocr.py tests/unit/trainer/test_sweep.py
+# tests: tests/unit/run/test_tracking.py tests/unit/reward_models/scorers/test_ocr.py tests/unit/trainer/test_sweep.py
 # tests: tests/unit/model/test_sharding.py tests/unit/model/test_quantization.py tests/unit/model/test_placement.py
 # tests: tests/unit/data tests/unit/export tests/unit/api
 # tests: tests/unit/workers/test_actor.py tests/unit/trainer/test_run_folder.py

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gerl.rewards.scorers.networks import tensors_of
+from gerl.utils.tensors import tensors_of
 
 
 def assert_differentiable(

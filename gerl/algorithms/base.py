@@ -164,7 +164,7 @@ class Algorithm(ABC):
 
     def of(self, samples: Sequence[Sample]) -> Algorithm:
         """The algorithm that trains on a micro-batch of `samples`."""
-        return self.regulariser if self.regulariser is not None and samples[0].given is not None else self
+        return self.regulariser if self.regulariser is not None and samples[0].dataset_image is not None else self
 
     # --- on the driver
 

@@ -224,7 +224,7 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
             init_seed=derive_seed("initial", seed, step, prompt.id) if same else None,
         )
         for prompt in prompts
-        for k in range(len(prompt.given) or config.rollout.n)
+        for k in range(len(prompt.dataset_images) or config.rollout.n)
     ]
 
 

@@ -203,7 +203,8 @@ class PolicyGradient(Algorithm):
             if meter is not None:
                 meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
-            losses, metrics = self.policy_loss(step.reached(), credit[:, k], clipped_to)
+            reached = step if step.overwritten is None else step.reached()
+            losses, metrics = self.policy_loss(reached, credit[:, k], clipped_to)
             deviation = metrics.pop("ratio_deviation")
             total, measured = weights[k] * losses.mean(), metrics if compared else {}
             if reference:

@@ -129,8 +129,12 @@ def check_gpus(device: str) -> None:
         if device == "cuda":
             raise ClusterError(f"cluster.device=cuda: {sentence}: {INSTALL}")
         logger.warning("%s: using the CPU; %s, or set cluster.device=cpu", sentence, INSTALL)
-    elif torch.cuda.device_count() and (said := _not_available()) is not None:
-        raise _cannot_start(said)
+    elif torch.cuda.device_count():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            starts = torch.cuda.is_available()  # allocates no GPU memory
+        if not starts:
+            raise _cannot_start(str(caught[0].message) if caught else "CUDA does not say why")
 
 
 def start_device(device: str) -> None:
@@ -152,17 +156,6 @@ def _cannot_start(said: str) -> ClusterError:
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot start on {_seen() or 'the GPU'} "
         f"({first}): {INSTALL}, or use cluster.device=cpu"
     )
-
-
-def _not_available() -> str | None:
-    """Return why CUDA cannot start, None if it can; allocates no GPU memory."""
-    import torch
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return None
-    return str(caught[0].message) if caught else "CUDA does not say why"
 
 
 def _seen() -> str | None:

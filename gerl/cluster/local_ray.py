@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,15 +122,11 @@ def initialize(**options: object) -> None:
     with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
         ray.init(**options)
     worker = ray._private.worker
-    worker._unhandled_error_handler = _log_unasked
+    # of a call that nobody waits for any more (its worker died), which Ray would print
+    worker._unhandled_error_handler = partial(logger.debug, "a call that is no longer needed failed: %s")
     if worker.print_to_stdstream is not _print_but_dumps:
         _printed.append(worker.print_to_stdstream)
         worker.print_to_stdstream = _print_but_dumps
-
-
-def _log_unasked(error: Exception) -> None:
-    """Log the error of a call that nobody waits for any more (its worker died), which Ray would print."""
-    logger.debug("a call that is no longer needed failed: %s", error)
 
 
 _printed: list[Any] = []
@@ -186,9 +182,8 @@ def without_services() -> Iterator[None]:
 
     They are not used, each takes a second of CPU time, and Ray waits for the dashboard when it starts.
     """
-    names = [name for name in SERVICES if hasattr(Node, name)]
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in [name for name in SERVICES if hasattr(Node, name)]:
             stack.callback(setattr, Node, name, getattr(Node, name))
             setattr(Node, name, lambda *_, **__: None)
         yield
@@ -210,17 +205,15 @@ def shielded() -> Iterator[None]:
 
 @cache
 def _install() -> None:
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+    def before() -> None:
+        if getattr(_shield, "active", False):
+            _shield.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
 
+    def after() -> None:
+        if getattr(_shield, "active", False):
+            signal.pthread_sigmask(signal.SIG_SETMASK, _shield.mask)
 
-def _before_fork() -> None:
-    if getattr(_shield, "active", False):
-        _shield.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
-
-
-def _after_fork() -> None:
-    if getattr(_shield, "active", False):
-        signal.pthread_sigmask(signal.SIG_SETMASK, _shield.mask)
+    os.register_at_fork(before=before, after_in_parent=after)
 
 
 def unshielded(cls: type[W]) -> type[W]:
@@ -233,17 +226,13 @@ def unshielded(cls: type[W]) -> type[W]:
     class Worker(cls):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: object) -> None:
             for number in signals.NUMBERS:
-                signal.signal(number, _nothing)
+                signal.signal(number, lambda number, frame: None)
                 signal.siginterrupt(number, False)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.NUMBERS)
             super().__init__(*arguments)
 
     Worker.__name__ = Worker.__qualname__ = cls.__name__
     return Worker
-
-
-def _nothing(number: int, frame: Any) -> None:
-    pass
 
 
 def _short(error: BaseException) -> str:

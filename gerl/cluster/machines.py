@@ -53,7 +53,11 @@ class Cluster:
 
     def _count(self) -> None:
         """Choose the device and the number of workers by the available resources."""
-        self.device = self._device()
+        there = self._resources["GPU"] >= 1
+        if self.config.device == "cuda" and not there:
+            seen = "the Ray cluster has" if self.joined else "torch sees"
+            raise ClusterError(f"cluster.device=cuda, but {seen} no GPU: use cluster.device=auto or cpu")
+        self.device = "cuda" if self.config.device == "cuda" or (there and self.config.device == "auto") else "cpu"
         self.num_workers = self.config.workers or self._default_workers()
         if self.config.layout == "split" and self.device == "cuda" and not self.remote:
             raise ClusterError(
@@ -96,19 +100,12 @@ class Cluster:
         least = 2 if self.config.layout == "split" else 1
         return max(least, int(most) // self.ranks) if self.remote else least
 
-    def _device(self) -> str:
-        there = self._resources["GPU"] >= 1
-        if self.config.device == "cuda" and not there:
-            seen = "the Ray cluster has" if self.joined else "torch sees"
-            raise ClusterError(f"cluster.device=cuda, but {seen} no GPU: use cluster.device=auto or cpu")
-        if self.config.device == "auto":
-            return "cuda" if there else "cpu"
-        return self.config.device
-
     def __enter__(self) -> "Cluster":
         with contextlib.ExitStack() as stack:
             if not self.remote:
-                _keep_threads(stack)
+                import torch
+
+                stack.callback(torch.set_num_threads, torch.get_num_threads())  # workers in this process change it
                 self._warn_of_spinning()
             if self.remote and not ray.is_initialized():
                 options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -197,9 +194,16 @@ class Cluster:
 
     @property
     def threads(self) -> int:
-        """Return the CPU threads of a worker's process; without Ray at most torch's setting."""
-        share = max(1, int(self._resources["CPU"]) // self.processes)
-        return self.config.threads_per_worker or min(share, _threads(self.remote))
+        """CPU threads of a worker's process, at most OMP_NUM_THREADS or, without Ray, torch's setting."""
+        share, given = max(1, int(self._resources["CPU"]) // self.processes), os.environ.get("OMP_NUM_THREADS", "")
+        if not self.remote:
+            import torch
+
+            limit = torch.get_num_threads()
+        else:
+            first = given.split(",")[0].strip()
+            limit = int(first) if first.isdigit() and int(first) else sys.maxsize
+        return self.config.threads_per_worker or min(share, limit)
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
         """Pickle `functions` by value for the workers; those of installed packages are imported by name."""
@@ -231,7 +235,11 @@ class Cluster:
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
-        share = self._cpu_share()
+        # small enough for all processes to fit on the smallest machine, also after others died: the CPU is shared by
+        # design, and Ray's accounting must not leave a process without room
+        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+        least = min((cpus for cpus in nodes if cpus), default=1.0)
+        share = min(1.0, max(1, int(1000 * least / (self.processes + len(self.scorers) + 1))) / 1000)
         variables = {"OMP_NUM_THREADS": str(threads)}
         python = worker_group.runtime_env(environment or {}, self.config.hang_after, self.joined)
         options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
@@ -263,15 +271,6 @@ class Cluster:
         has_room = places.has_room if places is not None else None
         return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back, has_room)
 
-    def _cpu_share(self) -> float:
-        """Return the CPU share of each process, small enough for all of them to fit on the smallest machine.
-
-        The CPU is shared by design; Ray's accounting must not leave a process without room, even after machines died.
-        """
-        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        least = min((cpus for cpus in nodes if cpus), default=1.0)
-        return min(1.0, max(1, int(1000 * least / (self.processes + len(self.scorers) + 1))) / 1000)
-
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
     """Return the GPU share of each of `workers`, one per GPU, that leaves room for the shares `scorers`.
@@ -302,23 +301,6 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _keep_threads(ends: contextlib.ExitStack) -> None:
-    """Restore torch's current number of threads at the end: workers in this process change it."""
-    import torch
-
-    ends.callback(torch.set_num_threads, torch.get_num_threads())
-
-
-def _threads(remote: bool) -> int:
-    """Return the user's limit of threads per process: OMP_NUM_THREADS or, in this process, torch's setting."""
-    if not remote:
-        import torch
-
-        return torch.get_num_threads()
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return int(given) if given.isdigit() and int(given) else sys.maxsize
-
-
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -326,7 +308,9 @@ def _cores() -> int:
 def join(address: str, options: dict[str, object]) -> None:
     """Join the cluster at `address`; raises `ClusterError` if that is not possible."""
     try:
-        check_reachable(address)
+        host, _, port = address.rpartition(":")
+        if port.isdigit() and "/" not in host:  # Ray would wait for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         local_ray.initialize(**options)
     except Exception as error:  # Ray has no common exception for this
         reason = " ".join(str(error).split())
@@ -336,27 +320,17 @@ def join(address: str, options: dict[str, object]) -> None:
         ) from error
 
 
-def check_reachable(address: str) -> None:
-    """Raise `OSError` if nothing listens at `host:port`; Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit() and "/" not in host:
-        socket.create_connection((host, int(port)), timeout=10).close()
-
-
 # --- Placement: ranks of a worker on one node if it has room for them, by Ray's placement groups
 
 PATIENCE = 5.0  # seconds in which Ray creates a group that fits
 TOGETHER = ("STRICT_PACK", "PACK")  # on one node, else on as few as possible
 
 
-Strategies = Sequence[str]
-
-
 class Places:
     """Placement groups for processes that take `share` of Ray's resources each: one group for all, or one per few."""
 
     def __init__(
-        self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Strategies = TOGETHER
+        self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Sequence[str] = TOGETHER
     ) -> None:
         """`together`: consecutive processes per placement group.
 

@@ -87,13 +87,19 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
     if not isinstance(cause, Exception) or isinstance(cause, ray.exceptions.RayError):
         return error
     if not isinstance(cause, GerlError):
-        cause.add_note(f"in {worker}:\n{_last_frames(str(error))}")  # the text is the remote traceback
+        lines = str(error).rstrip().splitlines()  # the remote traceback
+        frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
+        last = lines[frames[-FRAMES:][0] :] if frames else lines[-FRAMES:]
+        cause.add_note("\n".join([f"in {worker}:", *last]))
     return cause
 
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
-    """Return the sentence for a call that Ray could not finish."""
-    said, again = _first_clause(error), AGAIN
+    """Return the error for a call that Ray could not finish."""
+    # the first clause of Ray's message: the rest is ids, hints for developers and RPC errors
+    text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
+    clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
+    said, again = ": ".join(filter(None, (type(error).__name__, clause))), AGAIN
     match error:
         case ray.exceptions.OutOfMemoryError():
             return WorkerDied(
@@ -117,20 +123,6 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
             return WorkerDied(f"the answer of {worker} was lost with its machine ({said}): {again}")
         case _:
             return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
-
-
-def _first_clause(error: ray.exceptions.RayError) -> str:
-    """Return type and first clause of Ray's exception: the rest is ids, hints for developers and RPC errors."""
-    text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
-    clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
-    return ": ".join(filter(None, (type(error).__name__, clause)))
-
-
-def _last_frames(text: str) -> str:
-    """Return the last frames of a traceback and its exception."""
-    lines = text.rstrip().splitlines()
-    frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
-    return "\n".join(lines[frames[-FRAMES:][0] :] if frames else lines[-FRAMES:])
 
 
 def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grace: float = 0.0) -> list[Pending[Any]]:
@@ -174,8 +166,8 @@ class WorkerGroup(Generic[W]):
     ) -> None:
         """`hang_after`: seconds that `run` waits for an answer of any worker, `Pending.result` for its own.
 
-        `needs`: Ray's resources of each. `give_back`: releases the resources of an ended worker. `has_room`: whether a
-        worker has its resources; it may still be starting.
+        `needs`: Ray's resources of each. `give_back`: releases those of an ended worker. `has_room`: whether a worker
+        has them; it may still be starting.
         """
         self.hang_after, self.needs, self._give_back, self._has_room = hang_after, needs, give_back, has_room
         self.name, self._start, self._end = name, start, end
@@ -202,7 +194,8 @@ class WorkerGroup(Generic[W]):
         if bound is None:  # a function of the worker, not a method
             bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
-            reference = bound.remote(*map(_reference, args), **kwargs)
+            given = [a.reference if isinstance(a, Pending) and a.reference is not None else _value(a) for a in args]
+            reference = bound.remote(*given, **kwargs)
             return Pending(label, reference=reference, hang_after=self.hang_after)
         return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
 
@@ -343,12 +336,6 @@ def _shared(argument: object) -> object:
     return argument if plain else ray.put(argument)
 
 
-def _reference(argument: object) -> object:
-    if isinstance(argument, Pending) and argument.reference is not None:
-        return argument.reference
-    return _value(argument)
-
-
 # --- Python environments of workers, created by Ray on each machine (`runtime_env`)
 
 PROBE = "import sys, gerl, ray; print(sys.version.split()[0], ray.__version__)"
@@ -366,8 +353,13 @@ def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool)
     """
     if not environment:
         return {}
-    if not joined:
-        check(environment)
+    if not joined and "python" in environment:
+        _check_python(str(environment["python"]))
+    elif not joined and importlib.util.find_spec("virtualenv") is None:
+        raise ClusterError(
+            f"{KEY}: Ray creates environments with the package virtualenv, which is not installed: run pip install "
+            "'gerl[env]'"
+        )
     made: dict[str, object] = {"config": {"setup_timeout_seconds": max(1, int(seconds))}}
     for kind, value in environment.items():
         match kind:
@@ -379,17 +371,6 @@ def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool)
             case "python":
                 made["py_executable"] = value
     return made
-
-
-def check(environment: Mapping[str, object]) -> None:
-    """Raise `ClusterError` if this machine cannot create the environment or run a worker in it."""
-    if "python" in environment:
-        _check_python(str(environment["python"]))
-    elif importlib.util.find_spec("virtualenv") is None:
-        raise ClusterError(
-            f"{KEY}: Ray creates environments with the package virtualenv, which is not installed: run pip install "
-            "'gerl[env]'"
-        )
 
 
 @cache

@@ -58,7 +58,7 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
     metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
     if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
         metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)
-    return replace(prompt, metadata=metadata, given=tuple(given))
+    return replace(prompt, metadata=metadata, dataset_images=tuple(given))
 
 
 def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
@@ -68,7 +68,9 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
     """
     alike: dict[tuple[str, ...], list[Prompt]] = {}
     for row in rows:
-        alike.setdefault((row.text, *pictures_of(row), "", *(image.path for image in row.given)), []).append(row)
+        alike.setdefault((row.text, *pictures_of(row), "", *(image.path for image in row.dataset_images)), []).append(
+            row
+        )
     found = [_mean_scores(same) for same in alike.values()]
     kept = [row for row in found if _is_informative(row)]
     if not kept:
@@ -88,9 +90,11 @@ def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
     """
     found: list[Prompt] = []
     for row in rows:
-        best = max(image.score for image in row.given)
-        good = [image for image in row.given if image.score == best and (len(row.given) > 1 or best > 0)]
-        found += [replace(row, id=-1 - len(found) - i, given=(image,)) for i, image in enumerate(good)]
+        best = max(image.score for image in row.dataset_images)
+        good = [
+            image for image in row.dataset_images if image.score == best and (len(row.dataset_images) > 1 or best > 0)
+        ]
+        found += [replace(row, id=-1 - len(found) - i, dataset_images=(image,)) for i, image in enumerate(good)]
     if not found:
         raise DataError("all of its images are disliked: add some that are to be imitated")
     return found
@@ -98,13 +102,13 @@ def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
 
 def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: str) -> None:
     """Raise `DataError` if a prompt has more than `most` images, or only one where it cannot be trained on `alone`."""
-    largest = max(prompts, key=lambda prompt: len(prompt.given))
-    if len(largest.given) > most:
+    largest = max(prompts, key=lambda prompt: len(prompt.dataset_images))
+    if len(largest.dataset_images) > most:
         raise DataError(
-            f"prompt {largest.id} {largest.text!r:.80} has {len(largest.given)} images, and a row may have at most "
-            f"rollout.n={most}: set rollout.n={len(largest.given)}"
+            f"prompt {largest.id} {largest.text!r:.80} has {len(largest.dataset_images)} images, and a row may have at "
+            f"most rollout.n={most}: set rollout.n={len(largest.dataset_images)}"
         )
-    single = next((prompt for prompt in prompts if len(prompt.given) == 1), None)
+    single = next((prompt for prompt in prompts if len(prompt.dataset_images) == 1), None)
     if single is not None and not alone:
         raise DataError(
             f"prompt {single.id} {single.text!r:.80} has one image, and {algorithm} compares the images of a row: give "
@@ -113,15 +117,15 @@ def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: s
 
 
 def _mean_scores(rows: Sequence[Prompt]) -> Prompt:
-    scores = zip(*([image.score for image in row.given] for row in rows), strict=True)
+    scores = zip(*([image.score for image in row.dataset_images] for row in rows), strict=True)
     means = [math.fsum(values) / len(rows) for values in scores]
-    given = [replace(image, score=score) for image, score in zip(rows[0].given, means, strict=True)]
-    return replace(rows[0], given=tuple(given))
+    given = [replace(image, score=score) for image, score in zip(rows[0].dataset_images, means, strict=True)]
+    return replace(rows[0], dataset_images=tuple(given))
 
 
 def _is_informative(row: Prompt) -> bool:
-    scores = {image.score for image in row.given}
-    return len(scores) > 1 if len(row.given) > 1 else scores != {0.0}
+    scores = {image.score for image in row.dataset_images}
+    return len(scores) > 1 if len(row.dataset_images) > 1 else scores != {0.0}
 
 
 def _parse_ranks(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:

@@ -73,6 +73,7 @@ class TapeHead:
         self.tape = tape
         self.device = tape.steps[0].x.device
         self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
+        self.start: dict[int, Tree] = {}  # answers in place of recorded ones, by position
         self.looped = tape.looped_components()
         self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
 
@@ -81,7 +82,7 @@ class TapeHead:
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
         self.answered += 1
-        return self.tape.answers[self.answered - 1].value
+        return self.start.get(self.answered - 1, self.tape.answers[self.answered - 1].value)
 
     def recorded(self, call: ComponentCall) -> Tree:
         """The output of a recorded call, zeros where only the shape was kept."""
@@ -100,7 +101,7 @@ class TapeHead:
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
     def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
-        """The latents after a step of the modality that goes along; `ReplayError` where it starts elsewhere."""
+        """The latents after a step of the secondary modality; `ReplayError` where it starts elsewhere."""
         self.accompanied += 1
         return self.tape.companion(self.accompanied - 1, sample).x_next
 
@@ -249,7 +250,7 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
-    VAE module: pipelines that draw noise inline have no method to route.
+    VAE module: pipelines that sample noise inline have no method to route.
     """
     # in here: the driver of a run does without diffusers
     from diffusers.models.autoencoders import vae as vae_module

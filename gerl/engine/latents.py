@@ -62,7 +62,7 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
     found = _handed_on(moved(torch.ones_like(sample)))
     if len(found) > 1 and (free := _free(tape, sample)) is not None:
-        # a condition may be handed on as well, to where the pipeline writes it again in each step
+        # a condition may be passed on as well, to where the pipeline writes it again in each step
         found = _handed_on(moved(free))
     if len(found) != 1:
         raise ReplayError(UNTRACEABLE)
@@ -75,9 +75,9 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
 
 def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of the tensors that are handed on value by value: their number, which of their values, and what scales these.
+    """Number, mask of values and scale of the tensors that are passed on value by value.
 
-    Such values have one derivative (1, or what scales them), in any order and with some left out.
+    Such values have one derivative, their scale, in any order and with some left out.
     """
     found = []
     for number, reached in enumerate(derivatives):
@@ -170,7 +170,7 @@ def _undifferentiable(pipe: DiffusionPipeline) -> str:
 class Decoder(TapeHead):
     """The head of a decoding."""
 
-    hands_out_clean = True  # what it hands out at the last step is what is decoded, whatever the scheduler calls it
+    hands_out_clean = True  # the latents that it returns at the last step are decoded
 
     def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
         super().__init__(tape)

@@ -269,7 +269,7 @@ class Recorder:
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
         earlier = self.skipping.answer(self.tape, name)
-        if earlier is not None:  # the step does not use it: what was said last has the right shape
+        if earlier is not None:  # the step does not use it: the last output has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
@@ -313,8 +313,10 @@ class Recorder:
 
     def _leave_out_overwritten(self, k: int) -> None:
         """Average the log-probability of step `k` over those latents that reach the images."""
-        step, overwritten = self.tape.steps[k], self.tape.overwritten(k)
-        if step.log_prob is not None and step.mean is not None and overwritten is not None:
+        step = self.tape.steps[k]
+        if step.log_prob is None or step.mean is None:
+            return
+        if (overwritten := self.tape.overwritten(k)) is not None:
             log_prob = gaussian_log_prob(step.x_next, step.mean, step.rule.std, overwritten)
             self.tape.steps[k] = replace(step, log_prob=log_prob)
 
@@ -337,7 +339,7 @@ class Recorder:
         return x
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
-        """Prepare for step `k`: drop large outputs, begin to skip, stop where asked to."""
+        """Prepare for step `k`: drop large outputs, begin to skip, or stop."""
         if self.init_spread > 0 and not self.mixed:
             raise ModelError(
                 "the pipeline samples its noise in its own way, which cannot be mixed: use sampling.init_noise_spread=0"
@@ -548,8 +550,8 @@ def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
 #
 # The pipeline's own `__call__` runs again. Before the branching step it is answered from the tape, as in a replay:
 # methods, components and scheduler steps give the recorded values of the parents, and nothing is computed. At the
-# branching step the pipeline forms its model output from what the denoiser said in the recording, and from there on it
-# is a rollout.
+# branching step the pipeline forms its model output from the denoiser's recorded output, and from there on it is a
+# rollout.
 
 
 def branch(

@@ -322,9 +322,9 @@ class ReplayedStep:
     @cached_property
     def log_prob(self) -> torch.Tensor:
         """Log-probability of the recorded `x_next` over the latents that reach the images, `[B]` fp32, with graph."""
-        if self.x_next is None or self.std == 0:
+        if self.x_next is None or self.rule.std == 0:
             raise ReplayError("only stochastic steps with their recorded latents have a log-probability")
-        return gaussian_log_prob(self.x_next, self.mean, self.std, self.overwritten)
+        return gaussian_log_prob(self.x_next, self.mean, self.rule.std, self.overwritten)
 
 
 Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
@@ -360,7 +360,6 @@ class Replayer(TapeHead):
                     f"latents of step {k} have shape {list(given.shape)}, the replayed ones "
                     f"{list(tape.steps[k].x.shape)}: expected one row per replayed sample"
                 )
-        self.start: dict[int, Tree] = {}  # answers that start at the caller's latents, by position
         self.overwrites = any([step.written is not None for step in tape.steps])
         if not self.looped:
             raise ReplayError(
@@ -376,11 +375,6 @@ class Replayer(TapeHead):
         self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
         self.leaf: torch.Tensor | None = None  # these latents, as the step before it hands them out
         self.direct: torch.Tensor | None = None  # the part of their gradient that does not go through the denoiser
-
-    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        del method, args, kwargs
-        recorded = self.next_answer(name)
-        return detached_copy(self.start.get(self.answered - 1, recorded))
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:

@@ -203,7 +203,7 @@ class TapeStep:
     x: torch.Tensor  # [B, ...] fp32 latents before the step
     x_next: torch.Tensor  # [B, ...] fp32 latents after it
     log_prob: torch.Tensor | None  # [B] fp32, None where the step was deterministic
-    mean: torch.Tensor | None  # [B, ...] fp32 mean that x_next was drawn around, None where deterministic
+    mean: torch.Tensor | None  # [B, ...] fp32 mean of x_next, None where deterministic
     num_answers: int  # answers the pipeline had received when it took the step
     written: torch.Tensor | None = None  # [B, ...] bool, what of x the pipeline wrote over since the last step
 
@@ -485,16 +485,16 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
     if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
         live, num_answers = set(), len(tape.answers)
     outputs = reads.outputs and is_guided(tape, live)
-    # the caller's latents stand for those of trained steps; but the search for guidance's roles takes the recorded ones
+    # the caller's latents replace those of trained steps; but the search for guidance roles takes the recorded ones
     given = reads.steps if reads.forward and not outputs else frozenset()
 
-    # a gradient is handed on by the rules of steps that are not trained, and leaps pass over their latents
+    # gradients pass through the rules of steps that are not trained, and leaps over their latents
     end = final if reads.chain else last
 
     def is_left(k: int) -> bool:
         return k < last and k + 1 not in given if reads.forward else k <= end
 
-    # the step after a trained one tells what of its latents reaches the images
+    # the step after a trained one shows what of its latents reaches the images
     after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
     steps = [
         replace(

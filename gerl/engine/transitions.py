@@ -360,8 +360,8 @@ class DDIMRule(TransitionRule):
 class FlowMapRule(TransitionRule):
     """One step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
 
-    It says nothing of the clean latents, so there is no noise to add and none to train on: only the step itself is
-    defined. Raises `ReplayError` for what forward-process algorithms ask.
+    It does not predict clean latents, so there is no noise to add and none to train on. Raises `ReplayError` for
+    forward-process algorithms.
     """
 
     sigma: float
@@ -622,7 +622,7 @@ class Transitions:
     def _flow_map(
         self, scheduler: FlowMapEulerDiscreteScheduler, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> FlowMapRule:
-        """A step of a flow map, always deterministic; the model was asked for it alone, so that none is longer."""
+        """A step of a flow map, always deterministic and of the length that the model was called for."""
         if stochastic or span != ONE_STEP:
             raise ModelError("a flow map takes its own steps, without noise: use sampling.kernel=ode and compression=1")
         i = take_step(scheduler, timestep)

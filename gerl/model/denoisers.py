@@ -63,14 +63,14 @@ def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
 def _is_denoiser(model: torch.nn.Module) -> bool:
     timed = any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
     blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    # a vocoder is told how to handle time, and has repeated blocks of convolutions: there is nothing for a LoRA
+    # a vocoder has an argument about time and repeated blocks, but of convolutions: nothing for a LoRA
     return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
 def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
-    """Raise `ModelError` if a pipeline in memory is none, or cannot be trained as `config` says.
+    """Raise `ModelError` if an object in memory is no pipeline, or cannot be trained according to `config`.
 
-    The layers of adapters that are fused into the weights are taken off: they compute nothing.
+    The layers of fused adapters, which compute nothing, are removed.
     """
     if not isinstance(pipe, DiffusionPipeline):
         modular = isinstance(pipe, ModularPipeline)
@@ -214,7 +214,7 @@ class _Relay(logging.Handler):
 
 
 def relay_warnings() -> None:
-    """Let diffusers and transformers warn in gerl's log, and say nothing else."""
+    """Pass warnings of diffusers and transformers to gerl's log, and nothing else."""
     for library in (diffusers, transformers):
         library.logging.set_verbosity_warning()
         library.logging.disable_default_handler()

@@ -35,11 +35,11 @@ LESS_MEMORY: dict[Phase, str] = {
 
 
 class CallRefused(ModelError):
-    """The pipeline raised an error of its own while it drew."""
+    """The pipeline raised an error of its own while sampling."""
 
 
 class MemoryFull(ModelError):
-    """The memory of a device does not hold what was asked for."""
+    """Out of memory on a device."""
 
 
 def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str, object]) -> None:
@@ -126,9 +126,9 @@ def _is_of_pipeline(error: BaseException, pipe: DiffusionPipeline) -> bool:
 
 def _words(error: BaseException) -> str:
     """The first two sentences of a library's message, on one line."""
-    said = reason(error) if isinstance(error, Exception) else type(error).__name__
-    said = " ".join(re.split(r"(?<=[a-z\d)])\. +(?=[A-Z])", said.split(" Exception raised from ")[0])[:2])
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
+    text = reason(error) if isinstance(error, Exception) else type(error).__name__
+    text = " ".join(re.split(r"(?<=[a-z\d)])\. +(?=[A-Z])", text.split(" Exception raised from ")[0])[:2])
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _short(value: object) -> str:

@@ -25,7 +25,7 @@ PATIENCE = 10.0  # seconds for the hub's first answer
 
 
 class Downloads:
-    """In words, the bytes by which the hub's cache on this machine has grown since; "" where it has not."""
+    """The growth of the Hub's cache on this machine since, as text; "" where it has not grown."""
 
     def __init__(self) -> None:
         self._before = cache_bytes()
@@ -36,7 +36,7 @@ class Downloads:
 
 
 def cache_bytes() -> int:
-    """The space that the files in the hub's cache take, those that are still incomplete as well."""
+    """The size of the files in the Hub's cache, including incomplete ones."""
     total = 0
     for folder, _, files in os.walk(constants.HF_HUB_CACHE):
         for file in files:
@@ -49,10 +49,9 @@ def cache_bytes() -> int:
 
 
 def fetch(path: str) -> str:
-    """The folder of the pipeline with hub id `path` in the hub's cache, after a download of what the cache lacks.
+    """The folder of the pipeline with Hub id `path` in the Hub's cache, after a download of missing files.
 
-    Shows the progress bars of `huggingface_hub`. Where the hub cannot be reached, or HF_HUB_OFFLINE is set, the cache
-    must have the whole pipeline. Raises `ModelError`.
+    Without access to the Hub, or with HF_HUB_OFFLINE, the cache must have the whole pipeline. Raises `ModelError`.
     """
     from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
 
@@ -75,9 +74,9 @@ def fetch(path: str) -> str:
 
 
 def fetch_lora(source: str) -> Path:
-    """The folder or file of a LoRA of the hub in the cache, after a download; `source` is `owner/name[/path inside]`.
+    """The folder or file of a LoRA of the Hub in the cache, after a download; `source` is `owner/name[/path inside]`.
 
-    Only safetensors files and the configurations of PEFT are fetched. Raises `ModelError`, also for a pipeline.
+    Fetches safetensors files and configurations of PEFT. Raises `ModelError`, also for a pipeline.
     """
     owner, name, *inside = source.split("/")
     repository, file = f"{owner}/{name}", "/".join(inside)
@@ -106,7 +105,7 @@ def refusal_of_code(path: str) -> str:
 
 
 def _unreached(path: str) -> Exception | None:
-    """Why the hub does not tell about `path`, None if it does: one request, where a download would try for long."""
+    """Why the Hub cannot be asked about `path`, or None: one request, since a download would retry for long."""
     try:
         model_info(path, timeout=PATIENCE)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
@@ -115,12 +114,21 @@ def _unreached(path: str) -> Exception | None:
 
 
 def _sentence(path: str, error: Exception, unreached: Exception | None, key: str = "model.path") -> str:
-    """The cause and the remedy, where what `key` asks for is neither in the cache nor comes from the hub."""
+    """The cause and the remedy, where the value of `key` is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     given = f"{key}={path!r}"
+<<<<<<< HEAD
     first = unreached or error
     chain = list(causes(first))
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
+=======
+    causes: list[BaseException] = []
+    cause: BaseException | None = unreached or error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+>>>>>>> main
         return (
             f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
             "on a larger disk"

@@ -19,7 +19,7 @@ from gerl.model.prompts import PromptCache, identity
 from gerl.utils.condition_images import read_picture
 from gerl.utils.seeding import derive_seed
 
-PROBED = 64  # pixels of the side of an image that shows how many of them a latent stands for
+PROBED = 64  # pixels per side of the image that shows the scale of the latents
 
 
 class ImageLatents:
@@ -56,7 +56,7 @@ class ImageLatents:
         return torch.cat(found), np.stack(images)
 
     def _encoded(self, pipe: DiffusionPipeline, path: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
-        """z of an image: a sample of what the VAE says of it, the same each time."""
+        """z of an image: a sample of its VAE posterior, the same each time."""
         digest = sha256(image.tobytes()).hexdigest()
         key = f"image {digest} {image.shape}"
         z = self.kept.find(key)
@@ -73,7 +73,7 @@ class ImageLatents:
 
 
 def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
-    """The folder inside `cache` for what the VAE of `model` says in `dtype`; of another it is another."""
+    """The folder inside `cache` for the outputs of the VAE of `model` in `dtype`."""
     given = resolve(model.path)
     folder = Path(given if Path(given).is_dir() else fetch(given))
     parts = [path.name for path in folder.iterdir() if path.name.startswith("vae")]
@@ -100,11 +100,11 @@ def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generat
     dtype = next((p.dtype for p in encoder.parameters()), vae.dtype) if encoder is not None else vae.dtype
     pixels = torch.from_numpy(image.copy()).to(pipe._execution_device).permute(2, 0, 1)[None]
     x = (pixels.float() / 127.5 - 1).to(dtype)
-    said = vae.encode(x[:, :, None] if dimensions == 5 else x)
-    if hasattr(said, "latent_dist"):
-        sample: torch.Tensor = said.latent_dist.sample(generator)
+    output = vae.encode(x[:, :, None] if dimensions == 5 else x)
+    if hasattr(output, "latent_dist"):
+        sample: torch.Tensor = output.latent_dist.sample(generator)
         return sample
-    latents: torch.Tensor = said.latents if hasattr(said, "latents") else said.latent
+    latents: torch.Tensor = output.latents if hasattr(output, "latents") else output.latent
     return latents
 
 
@@ -120,7 +120,7 @@ def _size(pipe: DiffusionPipeline, call: Mapping[str, object], inverse: Inverse)
 
 
 def _shape_of(call: Mapping[str, object]) -> str:
-    """A name for what decides the shape of a call's latents: all but its prompt, of pictures their sizes."""
+    """A key of the arguments that decide the shape of a call's latents: all but its prompt, of images their sizes."""
     others = {name: value for name, value in call.items() if "prompt" not in name}
     spelled = {name: getattr(value, "size", value) for name, value in sorted(others.items())}
     return f"{batch_size(call)} {spelled}"

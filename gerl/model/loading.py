@@ -47,13 +47,12 @@ def read_pipeline(
     unread: Unread | None = None,
     late: bool = False,
 ) -> DiffusionPipeline:
-    """The pipeline of a hub id or folder, on the CPU, as diffusers loads it, quantised as `config` asks.
+    """The pipeline of a Hub id or folder, on the CPU, as diffusers loads it, quantised according to `config`.
 
-    `masters`: its denoisers in fp32, whatever `dtype` is for the rest. `unread` gets those weights of the components
-    that `config.shard` names that can stay in their files for now. `late`: so do its text
-    encoders, until they are called. Python code that a folder's model_index.json refers
-    to is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if a hub id would run
-    code.
+    `masters`: its denoisers in fp32, whatever `dtype` is for the rest. `unread` gets weights of the components in
+    `config.shard` that can stay in their files for now. `late`: text encoders are read when they are called. Python
+    code in a folder's model_index.json is run. Raises `ModelError` if there is no such pipeline, if it cannot be
+    quantised, or if a Hub id would run code.
     """
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return offered
@@ -90,7 +89,7 @@ def read_pipeline(
 
 
 def _to_divide(config: ModelConfig, folder: str) -> list[str]:
-    """The components whose weights may stay in their files: what `config.shard` divides, unless a LoRA is merged."""
+    """The components whose weights may stay in their files: those of `config.shard`, unless a LoRA is merged."""
     encoders = text_encoders(folder) if config.shard == "all" else []
     return encoders if config.merge_lora else [*denoisers_among(skeletons(folder) or {}), *encoders]
 
@@ -110,11 +109,11 @@ def _loading(path: str) -> Iterator[None]:
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:
-    """Find out what can be known before the weights are loaded; a pipeline of the hub is fetched into its cache.
+    """Check what is known before the weights are loaded; a pipeline of the Hub is fetched into its cache.
 
-    `context`: ranks that share the tokens of a call. Raises `ModelError` if there is no such pipeline, if it does not
-    take the arguments of `sampling`, if it cannot have the LoRA of `config.lora` or has none of the weights of
-    `config.train`, or if its tokens cannot be shared, `ConfigError` for a compiler that torch does not have.
+    `context`: context-parallel ranks. Raises `ModelError` if there is no such pipeline, if it does not take the
+    arguments of `sampling`, if it cannot have the LoRA of `config.lora` or has none of the weights of `config.train`,
+    or if its tokens cannot be shared, `ConfigError` for a compiler that torch does not have.
     """
     check_backend(config.compile)
     relay_warnings()
@@ -144,8 +143,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
     """The Python files in a pipeline's folder that `index`, its model_index.json, refers to, relative to the folder.
 
-    That is `MODULE.py` for a pipeline whose `_class_name` is `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a
-    component that is `[MODULE, CLASS]`. Raises `ModelError` if the pipeline's is missing.
+    These are `MODULE.py` for a `_class_name` `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a component `[MODULE,
+    CLASS]`. Raises `ModelError` if the pipeline's is missing.
     """
     modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
     pipeline = modules.pop("_class_name", None)
@@ -175,12 +174,10 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
 
-    Weights are in `config.dtype` or quantised, but for layers that a model's class keeps in fp32 (diffusers'
-    `from_pretrained` does) and VAE decoders, see `decode_in_fp32`; a LoRA that `config` merges is in them. `to_shard`:
-    the components that `config.shard` names stay on the CPU; `unread` gets those of their weights that are still in
-    their files. `masters`: the denoisers stay on the CPU, in fp32. `late`: text encoders are read when they are
-    called. Raises `ModelError` if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a package that
-    is missing.
+    Weights are in `config.dtype` or quantised, except layers that a model's class keeps in fp32 and VAE decoders, see
+    `decode_in_fp32`; they include a LoRA that `config` merges. `to_shard`: the components in `config.shard` stay on the
+    CPU. `masters`: the denoisers stay on the CPU, in fp32. `unread`, `late`: see `read_pipeline`. Raises `ModelError`
+    if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a missing package.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)
@@ -217,10 +214,7 @@ def prepare(pipe: DiffusionPipeline, half: bool) -> None:
 
 
 def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:
-    """Remove the safety checker of `pipe`, whose black images would be scored all the same.
-
-    Pipelines that draw nothing without (Cosmos, by its licence) keep theirs.
-    """
+    """Remove the safety checker of `pipe`, whose black images would be scored; Cosmos requires and keeps its own."""
     if getattr(pipe, "safety_checker", None) is None:
         return
     if hasattr(pipe, "run_safety_checker"):
@@ -242,10 +236,10 @@ def load_policy(
 ) -> Policy:
     """Load the pipeline and what of it is trained: a LoRA, the same on every worker with the same `seed`, or weights.
 
-    `mesh`: the ranks among which `config.shard` divides the frozen weights; None: they stay whole. `context`: those
-    that share the tokens of a call, see `divide_context`; None: nobody does. `late`: see `load_pipeline`. With
-    `config.lora`, not merged, the LoRA begins as that one. `teachers`: those of the policy, of which pipelines of their
-    own are loaded by the caller. Raises `ModelError`, as `load_pipeline` does, and if a denoiser cannot do it.
+    `mesh`: the ranks that share the frozen weights of `config.shard`; None: weights stay whole. `context`: those that
+    share the tokens of a call, see `divide_context`. `late`: see `read_pipeline`. The LoRA begins as `config.lora`,
+    unless that is merged. `teachers`: those with pipelines of their own get them from the caller. Raises `ModelError`,
+    as `load_pipeline` does, and if a denoiser does not support it.
     """
     if config.train != "lora":
         policy = _load_whole(config, ema_decay, device, mesh, late)
@@ -317,14 +311,14 @@ def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: Device
 
 
 def loadable_loras(pipe: DiffusionPipeline) -> set[str]:
-    """The components of which plain diffusers writes, and hence loads, a LoRA for this class of pipeline."""
+    """The components whose LoRA plain diffusers writes, and hence loads, for this class of pipeline."""
     save = getattr(type(pipe), "save_lora_weights", None)
     parameters = inspect.signature(save).parameters if save else {}
     return {name.removesuffix("_lora_layers") for name in parameters if name.endswith("_lora_layers")}
 
 
 def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> list[str]:
-    """Python that puts a LoRA of all `denoisers`, in the folder FOLDER, on `pipe` as plain diffusers loads it."""
+    """Python that loads a LoRA of all `denoisers`, in the folder FOLDER, into `pipe` of plain diffusers."""
     loadable = loadable_loras(pipe)
     others = sorted(denoisers.keys() - loadable)
     if any(not isinstance(denoisers[name], PeftAdapterMixin) for name in others):
@@ -334,7 +328,7 @@ def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> lis
 
 
 def replaced_scheduler(pipe: DiffusionPipeline, path: str) -> str | None:
-    """The class of the scheduler that the pipeline of `path` came with, if `pipe` has another one in its place."""
+    """The class of the original scheduler of the pipeline of `path`, if `pipe` has another one."""
     own = DiffusionPipeline.load_config(resolve(path)).get("scheduler", [None, None])[1]
     return None if own in (None, type(pipe.scheduler).__name__) else str(own)
 
@@ -363,9 +357,9 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
 
 
 def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
-    """Find out what can be known of teachers before weights are loaded; what is on the hub is fetched into its cache.
+    """Check what is known of teachers before weights are loaded; those of the Hub are fetched into its cache.
 
-    Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that there is not, is of
+    Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that does not exist, has
     another class than that of `config`, or does not take a teacher's arguments.
     """
     folder, own = _found(config.path)
@@ -407,7 +401,7 @@ def _check_class(path: str, found: str | None, expected: str | None) -> None:
 
 
 def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: DeviceMesh | None) -> None:
-    """Give the teachers of `policy` that are pipelines of their own theirs, each pipeline once, and log who teaches.
+    """Load the pipelines of `policy`'s teachers, each once, and log the teachers.
 
     `mesh`: as for `load_policy`. Raises `ModelError` as `load_teacher`.
     """
@@ -423,9 +417,9 @@ def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: Device
 def load_teacher(
     path: str, config: ModelConfig, student: DiffusionPipeline, device: str, mesh: DeviceMesh | None
 ) -> DiffusionPipeline:
-    """The pipeline of a teacher, kept as `config` says of the student's, with the student's noise levels.
+    """The pipeline of a teacher, loaded as `config` says of the student's, with the student's noise levels.
 
-    Raises `ModelError` as `load_pipeline`, and for one of another class, or whose model predicts something else.
+    Raises `ModelError` as `load_pipeline`, and for one of another class or prediction type.
     """
     try:
         own = replace(config, path=path, lora=None, merge_lora=False, train="lora", compile=None)
@@ -441,7 +435,7 @@ def load_teacher(
                 f"{NAME}: path={path!r} has a scheduler with {name}={values[0]}, and the student's has "
                 f"{values[1]}: their predictions differ in kind, use another teacher"
             )
-    # the student's, since the states that it is asked about have the noise of the student's levels
+    # the student's: its latents have the student's noise levels
     pipe.scheduler = copy.deepcopy(expected)
     if mesh is not None:
         shard(

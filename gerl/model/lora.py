@@ -105,7 +105,7 @@ def add_lora(
 ) -> dict[str, torch.nn.Parameter]:
     """Freeze `denoiser`, add a LoRA and return its parameters (fp32) by name.
 
-    A is Gaussian, drawn from `seed`; B is zero, so the output is at first bitwise that of the base model.
+    A is Gaussian, with seed `seed`; B is zero, so the output is at first bitwise that of the base model.
     """
     denoiser.requires_grad_(False)
     targets = set(find_targets(denoiser, pattern))
@@ -433,7 +433,7 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
-    """The layers of tensors `DENOISER.LAYER.lora_A.weight`; of `configs` alpha and what gives layers another one."""
+    """The layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
     pairs: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         match = KEY.fullmatch(key)
@@ -678,10 +678,10 @@ def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) 
 
 @torch.no_grad()
 def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
-    """Let the LoRAs just added to `denoisers` begin as `start`: the model then computes what it does with that.
+    """Initialise the LoRAs just added to `denoisers` from `start`, with the same outputs.
 
-    A layer of a lower rank than `model.lora_rank` gets it in its first rows, what remains of A is drawn and of B zero;
-    B takes up the difference of the scales. With the same rank and alpha the matrices are those of the file.
+    A layer of a lower rank than `model.lora_rank` fills the first rows, the rest of A stays random and of B zero; B
+    compensates for the difference in scale. With the same rank and alpha the matrices are those of the file.
     """
     for name, layers in start.items():
         for layer, halves in layers.items():
@@ -705,10 +705,10 @@ _SOUND: set[tuple[object, ...]] = set()  # classes with the tensors that they to
 
 
 def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> None:
-    """Raise `ModelError` unless a plain model of each class takes all tensors of a file in diffusers' format.
+    """Raise `ModelError` unless a plain model of each class loads all tensors of a file in diffusers' format.
 
-    Only classes and configurations of `denoisers`, by the name that begins their tensors, are read. Diffusers itself
-    only warns of tensors that it has no layer for. Classes that load no LoRA are left out.
+    Reads only classes and configurations of `denoisers`. Diffusers itself only warns about tensors without a layer.
+    Classes that load no LoRA are left out.
     """
     tensors = load(content)
     for name, denoiser in denoisers.items():
@@ -746,8 +746,8 @@ Tensors = Mapping[str, torch.Tensor]
 def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors of a file as diffusers reads them, `name.LAYER.lora_A.weight`, and the configuration of each layer.
 
-    Only class and sizes of `denoiser`, which is `name` in its pipeline, are read. Raises `ModelError` for a layout
-    that diffusers cannot read, and for a tensor that would be left out: the images would be those of another LoRA.
+    Reads only class and sizes of `denoiser`, the component `name`. Raises `ModelError` for a layout that diffusers
+    cannot read, and for a tensor that it would leave out: the images would be those of another LoRA.
     """
     for key, value in tensors.items():
         if not (MATRIX.fullmatch(key) or ALPHA.fullmatch(key)):

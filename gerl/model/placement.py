@@ -33,8 +33,8 @@ DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that make images 
 class OffloadedComponents:
     """Keeps components of a pipeline on the CPU, and on `device` only while they are used.
 
-    A component comes to `device` when it, or a part of it, is called, and goes when another one comes or a denoiser
-    runs: one at a time is there, and none while the denoiser needs the memory for its activations.
+    A component moves to `device` when it or a part of it is called, and back when another one is or a denoiser runs:
+    one at a time is there, and none while the denoiser needs the memory for its activations.
     """
 
     def __init__(
@@ -72,10 +72,9 @@ class OffloadedComponents:
 class OffloadedBlocks:
     """Keeps the frozen weights of the repeated blocks of denoisers on the CPU, and those of one block on `device`.
 
-    A block's weights come before it is called, and again before its backward pass begins, be its activations kept or
-    recomputed: they leave when another block's come. They never change, so leaving is free: the copy on the CPU is
-    taken up again. All else stays on `device`: layers outside of the blocks, which are small and take part at both ends
-    of the backward pass, and what is added to the blocks later, the LoRA.
+    A block's weights are copied before it is called, and again before its backward pass, whether its activations were
+    kept or are recomputed. They never change, so the copy is dropped when another block's come. All else stays on
+    `device`: layers outside of the blocks, which are small, and the LoRA.
 
     Diffusers' own group offload would take the LoRA along (with streams, restore it from a copy as it was before
     training), and leaves a block's weights on the CPU while the block is recomputed piece by piece.
@@ -134,10 +133,10 @@ def place(
     offload: Offload,
     sharded: Collection[str] = (),
 ) -> None:
-    """Bring `pipe` to `device`.
+    """Move `pipe` to `device`, except the components `sharded`.
 
-    `offload`: its text encoders, image encoders and VAEs only while they are used, and for `blocks` the blocks of its
-    denoisers, too. The components `sharded` stay where they are.
+    `offload`: its text encoders, image encoders and VAEs only while they are used, and with `blocks` the blocks of its
+    denoisers.
     """
     components = pipe.components.items()
     modules = {name: c for name, c in components if isinstance(c, torch.nn.Module) and name not in sharded}
@@ -156,7 +155,7 @@ def place(
 
 
 def decode_in_fp32(pipe: DiffusionPipeline) -> None:
-    """Let VAEs whose configuration asks for it (`force_upcast`) decode in fp32; they still encode in their own dtype.
+    """Let VAEs with `force_upcast` in their configuration decode in fp32; they still encode in their own dtype.
 
     Diffusers does so in some pipelines, and for fp16 only.
     """
@@ -175,10 +174,10 @@ def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str
     return cast
 
 
-# --- 8-bit copies of frozen weights that only draw: rollouts in int8 or fp8, updates with the weights as they are.
+# --- 8-bit copies of frozen weights for rollouts in int8 or fp8; updates use the weights as they are.
 #
 # Unlike `model.quantize`, which keeps weights small and computes in the model's precision, these layers compute in 8
-# bits, inputs included. The policy that draws is then another than the one that is trained, close to it.
+# bits, inputs included. The rollout policy is then close to the trained one, but not the same.
 
 MULTIPLE = 16  # of which the widths of a layer have to be for 8-bit kernels
 
@@ -331,7 +330,7 @@ logger = logging.getLogger(__name__)
 
 
 class LazyTextEncoder(torch.nn.Module):
-    """Stands for a text encoder, and reads it when it is called or something inside it is asked for."""
+    """A proxy of a text encoder, which is read when it is called or an attribute of it is read."""
 
     def __init__(self, skeleton: torch.nn.Module, read: Callable[[], torch.nn.Module], dtype: torch.dtype) -> None:
         """`skeleton`: the encoder without its weights; `read`: the encoder, on the CPU."""

@@ -1,4 +1,4 @@
-"""The policy: a pipeline, the weights of it that are trained, their averages, and variants of them."""
+"""The policy: a pipeline, its trained weights, their averages, and variants of them."""
 
 import contextlib
 import re
@@ -29,7 +29,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# --- Exponential moving averages of the trained weights: what validation draws with, and the old policies
+# --- Exponential moving averages of the trained weights: for validation, and as old policies
 
 
 class EMA:
@@ -63,9 +63,9 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """The model computes with the averaged weights; the trained ones come back unchanged.
+        """The model computes with the averaged weights; the trained ones are restored.
 
-        `average`: a copy of them from an earlier moment, to be taken in their place.
+        `average`: an earlier copy of these to use instead.
         """
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.average if average is None else average)
@@ -86,20 +86,18 @@ class EMA:
             local(p).copy_(local(values[name]))
 
 
-# --- The policy: a pipeline, the weights of it that are trained, and copies of these at other times
+# --- The policy: a pipeline, its trained weights, and copies of these at other times
 
 
 @dataclass
 class Policy:
-    """A pipeline and what of it is trained, for rollout and actor: a LoRA on its denoisers, or weights of these.
+    """A pipeline and what of it is trained, for rollout and actor: a LoRA on its denoisers, or their weights.
 
-    `trained`: the parameters that are trained, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be
-    divided among ranks, and so are then the averages. `ema` is what validation and export
-    use; `old` an earlier policy that an algorithm compares with; `sampler` draws the rollouts, if it is not the trained
-    weights that do. `earlier[i]`: the weights that drew after the last finished step but `i`, as many as
-    `trainer.staleness` asks for, and of each the `version` as its number of updates. `drawing`: 8-bit copies of frozen
-    weights that draw in their place. `teachers`: in the order of `algorithm.teachers`. `images`: the latents of image
-    files.
+    `trained`: the trained parameters, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be sharded,
+    and so are then the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares
+    with; `sampler`: for rollouts, if not the trained weights. `earlier[i]`: the weights of rollouts `i` finished steps
+    ago, for `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights
+    for rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
     """
 
     pipe: DiffusionPipeline
@@ -116,7 +114,7 @@ class Policy:
     reference: EMA | None = None
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
-    drawing: QuantizedRollout | None = None
+    quantized: QuantizedRollout | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 
@@ -135,9 +133,7 @@ class Policy:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Take the weights that draw among the `earlier` ones, at the end of a step, and let the oldest go."""
-        if not self.earlier:
-            return
+        """Add the rollout weights to the `earlier` ones at the end of a step, and drop the oldest."""
         newest = self.earlier.pop()
         drawing: Mapping[str, torch.Tensor] = self.trained if self.sampler is None else self.sampler.average
         newest.load(drawing, self.version)
@@ -145,29 +141,23 @@ class Policy:
 
     @torch.no_grad()
     def move_reference(self) -> None:
-        """Let the trained weights of now be those that `base` has."""
+        """Make the current trained weights those of `base`."""
         assert self.reference is not None and self.reference_moves
         self.reference.load(self.trained, self.version)
 
     @contextlib.contextmanager
     def as_sampler(self, old: bool = False, lag: int = 0) -> Iterator[None]:
-        """The model computes with the weights that draw rollouts, or that did so `lag` finished steps ago.
-
-        `old`: with those of the old policy.
-        """
+        """The model computes with the weights for rollouts: of `lag` finished steps ago, or of the `old` policy."""
         average = self.old if old else self.earlier[lag] if lag else self.sampler
         with contextlib.ExitStack() as stack:
-            for weights in (average, self.drawing):
+            for weights in (average, self.quantized):
                 if weights is not None:
                     stack.enter_context(weights.swapped_in())
             yield
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """The model computes as the reference of `algorithm.kl_coef`: the base model that training started from.
-
-        Or as the trained weights that have taken its place (`move_reference`).
-        """
+        """The model computes as the reference of `algorithm.kl_coef`: the base model, or later `move_reference`'s."""
         if self.whole or self.reference is not None:
             assert self.reference is not None, "an algorithm that uses it must declare Needs.base_model"
             with self.reference.swapped_in():
@@ -178,13 +168,13 @@ class Policy:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """The model computes as the one that training started from, also where the reference has moved."""
+        """The model computes as at the start of training, also where the reference has moved."""
         with self.base() if self.whole else lora_disabled(list(self.denoisers.values())):
             yield
 
     @contextlib.contextmanager
     def teacher(self, number: int) -> Iterator[DiffusionPipeline]:
-        """The pipeline of a teacher, which computes as this one while the block lasts."""
+        """The pipeline of a teacher, with its weights during the block."""
         model = self.teachers[number]
         if model.pipe is not None:
             yield model.pipe
@@ -202,26 +192,21 @@ class Policy:
             yield
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
-        """The averaged LoRA as diffusers' safetensors file: the weights that validation draws with.
-
-        `average`: those of an earlier moment, in place of the present ones.
-        """
+        """The averaged LoRA as diffusers' safetensors file; `average`: an earlier copy to use instead."""
         with self.ema.swapped_in(average):
             return lora_file(self.denoisers)
 
 
-# --- Training weights of the denoisers themselves: which they are, and how their fp32 values become those computed
-# with.
+# --- Full fine-tuning: which weights of the denoisers are trained, and how they are sharded and cast.
 #
-# The trained weights are fp32 in any precision of the model. Where that is half, or where several ranks have a part
-# each, FSDP2 (`torch.distributed.fsdp.fully_shard`) makes of the fp32 parts the whole weights of a block while it
-# computes.
+# The trained weights are fp32 in any precision of the model. In half precision, or with several ranks, FSDP2
+# (`torch.distributed.fsdp.fully_shard`) gathers and casts the fp32 parts of a block while it computes.
 
 Modules = Mapping[str, torch.nn.Module]
 
 
 def chosen(train: str, denoisers: Modules) -> list[str]:
-    """The names `denoiser.parameter` of the weights that `model.train` asks for; skeletons will do.
+    """The names `denoiser.parameter` of the weights in `model.train`, of denoisers or skeletons.
 
     Raises `ModelError` if there are none.
     """
@@ -247,7 +232,7 @@ def parameters_of(denoisers: Modules, names: Iterable[str]) -> dict[str, torch.n
 
 
 def alone(device: str) -> DeviceMesh:
-    """This process by itself, as the ranks among which weights are divided."""
+    """A mesh of this process alone."""
     kind = device.partition(":")[0]
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
@@ -257,10 +242,10 @@ def alone(device: str) -> DeviceMesh:
 
 
 def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Divide the fp32 weights of `denoisers` among the ranks of `mesh`; blocks compute with them in `dtype`.
+    """Shard the fp32 weights of `denoisers` among the ranks of `mesh`; blocks compute with them in `dtype`.
 
-    A rank's gradients are its part of the sum over the ranks, in fp32. Layers that a model's class keeps in fp32
-    compute in that. Raises `ModelError` for a denoiser without repeated blocks.
+    A rank's gradients are its part of the sum over the ranks, in fp32; layers that a model's class keeps in fp32 stay
+    so. Raises `ModelError` for a denoiser without repeated blocks.
     """
     half = dtype != torch.float32
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -275,12 +260,18 @@ def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         denoiser.to(mesh.device_type)  # what is left: buffers
         if half:
-            _halve_buffers(denoiser, dtype)
-            _say_dtype(denoiser, dtype)
+            kept_buffers = {id(b) for module in kept for b in module.buffers()}
+            saved = denoiser.state_dict().keys()
+            for buffer_name, buffer in denoiser.named_buffers():  # as diffusers loads those that are saved
+                if buffer_name in saved and buffer.is_floating_point() and id(buffer) not in kept_buffers:
+                    buffer.data = buffer.data.to(dtype)
+            # pipelines make inputs in `denoiser.dtype`: that of its computation, not of its parameters
+            kind = type(denoiser)
+            denoiser.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda self: dtype)})
 
 
 def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of `denoiser` that diffusers loads in fp32 whatever precision it is asked for, outermost ones."""
+    """The outermost modules of `denoiser` that diffusers loads in fp32 in any precision."""
     names = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
@@ -291,25 +282,10 @@ def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _halve_buffers(denoiser: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let the buffers that are saved with the weights be as diffusers loads them for `dtype`."""
-    kept = {id(b) for module in kept_in_fp32(denoiser) for b in module.buffers()}
-    saved = denoiser.state_dict().keys()
-    for name, buffer in denoiser.named_buffers():
-        if name in saved and buffer.is_floating_point() and id(buffer) not in kept:
-            buffer.data = buffer.data.to(dtype)
-
-
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
-    """Its class, without what dividing its weights has made of that."""
+    """Its class before its weights were sharded."""
     classes = (cls for cls in type(denoiser).__mro__ if issubclass(cls, torch.nn.Module))
     return next(cls for cls in classes if not issubclass(cls, FSDPModule))
-
-
-def _say_dtype(denoiser: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let `denoiser.dtype`, by which pipelines make its inputs, be what it computes in, not that of its parameters."""
-    kind = type(denoiser)
-    denoiser.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda self: dtype)})
 
 
 # --- Several sets of weights for the denoisers of one pipeline, of which one at a time takes the place of its own
@@ -318,10 +294,10 @@ Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, an
 
 
 class WeightVariants:
-    """Trained denoisers, a folder of each, by the name they are to have together; the pipeline computes as it is.
+    """Sets of trained denoisers, a folder of each, by name; at first the pipeline keeps its own weights.
 
-    Only what differs from the pipeline's own weights is kept, in main memory. Raises `ModelError` for denoisers that
-    cannot be read or are not those of the pipeline.
+    Only weights that differ from the pipeline's are kept, in main memory. Raises `ModelError` for denoisers that cannot
+    be read or are not those of the pipeline.
     """
 
     def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
@@ -332,7 +308,7 @@ class WeightVariants:
 
     @torch.no_grad()
     def switch(self, name: str | None) -> None:
-        """Let the pipeline compute with the weights `name`; None, or another name: with its own."""
+        """Give the pipeline the weights `name`; None, or another name: its own."""
         wanted = name if name in self._values else None
         if wanted == self._present:
             return
@@ -363,9 +339,9 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
 
 
 def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
-    """Put the LoRAs in `files`, by the name each is to have, on the components of `pipe`, all of them switched off.
+    """Put the LoRAs in `files`, by name, on the components of `pipe`, all of them switched off.
 
-    A file that gerl wrote is computed in fp32 on a base of any precision, as in training: its images are those of the
+    A LoRA that gerl wrote computes in fp32 on a base of any precision, as in training: its images equal those of the
     run to the bit. Any other is read by the pipeline's own `load_lora_weights`. Raises `ModelError` for a file that
     cannot be read or does not fit the pipeline.
     """
@@ -385,7 +361,7 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
 
 
 def switch(pipe: DiffusionPipeline, name: str | None) -> None:
-    """Let the LoRA `name` take part and no other; None: the base model alone."""
+    """Switch on the LoRA `name` alone; None: the base model."""
     for layer in _layers(pipe):
         layer.enable_adapters(name is not None)
         if name is not None:  # a layer that this LoRA does not have computes without one

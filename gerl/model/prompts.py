@@ -138,7 +138,7 @@ class PromptCache:
 
 
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
-    """The folder inside `cache` for what the text encoders of `model` say in `dtype`; of others it is another."""
+    """The folder inside `cache` for the outputs of the text encoders of `model` in `dtype`."""
     given = resolve(model.path)
     folder = Path(given if Path(given).is_dir() else fetch(given))
     parts = [path.name for path in folder.iterdir() if path.name.startswith(("text_encoder", "tokenizer", "processor"))]
@@ -263,7 +263,7 @@ def _lengths(parts: Sequence[Tree]) -> list[int]:
 
 # --- Encoded prompts on disk: a safetensors file each, and the identity of what encoded them
 
-SAMPLE, PLACES = 2**12, 16  # bytes at so many places of a file that tell it from another
+SAMPLE, PLACES = 2**12, 16  # bytes at each of 16 places of a file, as its fingerprint
 
 
 def identity(folder: Path, parts: Iterable[str], *settings: object) -> str:

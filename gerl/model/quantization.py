@@ -49,10 +49,10 @@ def quantisation_config(
     dtype: torch.dtype,
     denoisers_among: Callable[[Mapping[str, object]], Mapping[str, torch.nn.Module]],
 ) -> PipelineQuantizationConfig | None:
-    """The argument for `from_pretrained` of the pipeline in `folder` that quantises as `config` asks; None: nothing.
+    """The quantisation of `config`, for `from_pretrained` of the pipeline in `folder`; None: nothing.
 
-    Denoisers keep the layers outside of their repeated blocks as they are: those are few, and what comes in and goes
-    out passes through them. Raises `ModelError` for a pipeline that cannot be quantised.
+    Denoisers keep the precision of layers outside of their repeated blocks: these are few, and all inputs and outputs
+    pass through them. Raises `ModelError` for a pipeline that cannot be quantised.
     """
     if (config.quantize, config.quantize_encoders) == ("none", "none"):
         return None
@@ -141,10 +141,10 @@ def stored_bytes(weight: torch.Tensor) -> int:
 
 
 def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
-    """`stored_bytes` of linear layers whose weights will be quantised and have so many elements and rows in all.
+    """`stored_bytes` of quantised linear layers with so many `elements` and `rows` in all.
 
-    A code for each weight; int8 and fp8 have a scale in fp32 for each row, int8 a zero point as well, and nf4 a scale
-    for every 64 weights.
+    A code for each weight; int8 and fp8 have an fp32 scale per row, int8 also a zero point, and nf4 a scale per 64
+    weights.
     """
     return {"int8": elements + 5 * rows, "fp8": elements + 4 * rows, "nf4": elements / 2 + elements / 16}[kind]
 

@@ -45,11 +45,11 @@ SHOWN = 10  # steps of the schedule that the log shows
 
 
 def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
-    """`scheduler`, or one with a transition kernel and the same noise levels in its place, which the log says.
+    """`scheduler`, or one with a transition kernel and the same noise levels, which is logged.
 
     Flow matching with another solver than Euler (UniPC, DPM++, Heun ...) becomes `SameSigmas`, EDM's DPM++ its Euler
-    steps, other schedulers DDIM on the same noise schedule; those of consistency models stay. Raises `ModelError` for
-    those that have none of these.
+    steps, other schedulers DDIM on the same noise schedule; those of consistency models stay. Raises `ModelError` if
+    none of these fits.
     """
     if isinstance(scheduler, KEPT):
         return scheduler
@@ -176,7 +176,9 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
     # would ruin the latents of schedulers that never do
     kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
-    shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)  # which never clip, and say they do
+    shifted = isinstance(
+        scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler
+    )  # which never clip, whatever their configuration
     clips = config.get("clip_sample", False) and not shifted
     ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
     if shifted:  # by snr_shift_scale, which DDIM does not have
@@ -191,7 +193,7 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
 
 
 def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
-    """Say where the steps are at other timesteps than those of the pipeline's own scheduler (Karras sigmas, say)."""
+    """Warn if the steps are at other timesteps than those of the pipeline's own scheduler (with Karras sigmas, say)."""
     theirs, ours = (copy.deepcopy(kind) for kind in (scheduler, ddim))
     for kind in (theirs, ours):
         kind.set_timesteps(SHOWN)

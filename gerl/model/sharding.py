@@ -32,11 +32,11 @@ from gerl.errors import ModelError
 from gerl.model.denoisers import default_dtype
 from gerl.model.quantization import leading_values
 
-# --- Models whose weights are still in their files: a rank reads a block's when it is about to divide them.
+# --- Models whose weights are still in their files: a rank reads a block's weights just before it shards them.
 #
-# Such a model is what its class's `from_pretrained` would return, down to its buffers, but each weight is a single zero
-# that stands for all of its values. Which file has a weight follows the renamings of diffusers and transformers; where
-# it does not come from one tensor of a file, the model is read whole, by its class.
+# Such a model is what its class's `from_pretrained` would return, with all buffers, but each weight is an expanded
+# zero. The file of a weight follows the renamings of diffusers and transformers; where it does not come from one tensor
+# of a file, the model is read whole, by its class.
 
 logger = logging.getLogger(__name__)
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
@@ -87,7 +87,7 @@ def fill(module: torch.nn.Module, unread: Unread) -> None:
 def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[dict[str, torch.nn.Module], Unread]:
     """Those components `names` of the pipeline in `folder` whose weights can stay in their files, and these weights.
 
-    The others have to be read whole, for which a log line gives the reason.
+    A log line gives the reason for each of the others, which have to be read whole.
     """
     index = DiffusionPipeline.load_config(folder)
     models: dict[str, torch.nn.Module] = {}
@@ -142,9 +142,9 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
 
 
 def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
-    """Give `model` a parameter on the CPU for each on the meta device, without memory, and return where its values are.
+    """Replace the meta parameters of `model` by ones on the CPU without memory; returns where their values are.
 
-    On the meta device nothing could be added to a layer: peft would put its matrices there as well.
+    On the meta device peft would put the matrices of a LoRA there as well.
     """
     found: Unread = {}
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -236,16 +236,16 @@ def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]
     return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
 
 
-# --- Frozen weights in parts: each rank of a worker holds one, and gathers a block's others while the block computes.
+# --- Sharded frozen weights: each rank of a worker holds a part, and gathers a block's others while the block computes.
 #
-# FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA is left out: it
-# stays whole on every rank, so that optimizer, averages, all-reduce, checkpoints and export are as without.
+# FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA stays whole on
+# every rank, so optimizer, averages, all-reduce, checkpoints and export do not change.
 
 
 def sharded_components(
     pipe: DiffusionPipeline, denoisers: Mapping[str, torch.nn.Module], which: Literal["none", "denoiser", "all"]
 ) -> dict[str, torch.nn.Module]:
-    """The components of `pipe` whose weights are divided, by name: the denoisers, with "all" text encoders as well."""
+    """The components of `pipe` whose weights are sharded, by name: the denoisers, with "all" text encoders as well."""
     if which == "none":
         return {}
     encoders = {name: part for name, part in pipe.components.items() if isinstance(part, PreTrainedModel)}
@@ -259,11 +259,10 @@ def shard(
     unread: Unread | None = None,
     on_cpu: bool = False,
 ) -> None:
-    """Divide the weights of `components` among the ranks of `mesh`, but for the parameters `whole`.
+    """Shard the weights of `components` among the ranks of `mesh`, except the parameters `whole`.
 
-    They come to the device of the mesh block by block, and so do those `unread`, which are still in their files;
-    `on_cpu`: the parts stay on the CPU until their block computes. Raises `ModelError` for a component without repeated
-    blocks.
+    Weights, also those `unread` in their files, come to the device of the mesh block by block; `on_cpu`: parts stay on
+    the CPU until their block computes. Raises `ModelError` for a component without repeated blocks.
     """
     files = {} if unread is None else unread
     parts = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_cpu else OffloadPolicy()
@@ -282,7 +281,7 @@ def shard(
 
 
 def _unwrap_quantised(model: torch.nn.Module) -> None:
-    """Let the quantised weights of torchao be codes and scales, which can be divided, and one tensor in their layer."""
+    """Turn the quantised weights of torchao into codes and scales, which can be sharded."""
     wrapped = [m for m in model.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
     if wrapped:
         from torchao.utils import UnwrapTensorSubclass  # an optional package
@@ -291,7 +290,7 @@ def _unwrap_quantised(model: torch.nn.Module) -> None:
 
 
 def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[torch.nn.Module]:
-    """The `repeated_blocks` of `model`; raises `ModelError`, in which `what` and `remedy` are named, if it has none."""
+    """The `repeated_blocks` of `model`; raises `ModelError` with `what` and `remedy` if it has none."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise ModelError(
@@ -324,14 +323,14 @@ def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.
     ]
 
 
-# --- The sequence of a denoiser in parts: ranks compute a call together, each the tokens of its slice.
+# --- Context parallelism: ranks compute a call of the denoiser together, each the tokens of its slice.
 #
-# Diffusers' context parallelism, by Ulysses: a rank has its slice of the tokens, and in an attention some of the heads
-# for all of them. Inputs and output are whole on every rank. In the backward pass a rank finds the part of the gradient
-# that its slice has in it, wherever a layer is: the sum over the ranks is the whole gradient.
+# Diffusers' implementation of Ulysses: a rank has its slice of the tokens, and in an attention some of the heads for
+# all tokens. Inputs and output are whole on every rank. The backward pass of a rank gives the part of the gradient that
+# comes from its slice; the sum over the ranks is the whole gradient.
 
 MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")  # arguments that say which tokens of a text count
-# denoisers whose plan does not work with the attention that it is for, in diffusers 0.42
+# denoisers whose plan does not work with their attention in diffusers 0.42
 UNUSABLE = {
     "LTXVideoTransformer3DModel": "its text masks and token noise levels stay whole",
     "LTX2VideoTransformer3DModel": "its sound positions stay whole",
@@ -340,7 +339,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")  # ends of the names of n
 
 
 def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
-    """Raise `ModelError` if `ranks` cannot divide the sequence of one of `denoisers`; skeletons will do.
+    """Raise `ModelError` if `ranks` cannot split the sequence of one of `denoisers` (or skeletons).
 
     `components`: names of all parts of the pipeline.
     """
@@ -380,8 +379,8 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
 def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> None:
     """Let the ranks of `mesh`, with its dimensions ring and ulysses, share each call of `denoisers`.
 
-    After a LoRA was added and `check_context` was called, and before weights are divided. Raises `ModelError` for an
-    attention that cannot do it.
+    To be called after a LoRA was added and before weights are sharded. Raises `ModelError` for an attention without
+    support.
     """
     for name, denoiser in denoisers.items():
         with _some_accelerator():
@@ -400,7 +399,7 @@ def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> Non
 
 @contextlib.contextmanager
 def _some_accelerator() -> Iterator[None]:
-    """Let diffusers, which numbers devices modulo their count, do so on a CPU as well, where torch counts none."""
+    """Make torch count one device on a CPU: diffusers numbers devices modulo their count."""
     count = torch.accelerator.device_count
     if count():
         yield
@@ -413,9 +412,9 @@ def _some_accelerator() -> Iterator[None]:
 
 
 class Together(ModelHook):
-    """The outermost hook of a denoiser: pads texts that have a mask, and refuses tokens that do not divide.
+    """The outermost hook of a denoiser: pads texts that have a mask, and refuses tokens that cannot be split.
 
-    Pipelines cut texts to the longest one of a batch, in which ranks need not go.
+    Pipelines cut texts to the longest one of a batch, whose length need not be a multiple of the ranks.
     """
 
     def __init__(self, denoiser: ModelMixin, ranks: int) -> None:

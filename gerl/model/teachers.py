@@ -1,4 +1,4 @@
-"""The teachers of a policy, and its fake model: LoRAs beside the trained one, each used only where it is asked for."""
+"""The teachers of a policy, and its fake model: LoRAs beside the trained one, inactive by default."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject,
 from gerl.model.paths import local_lora
 from gerl.utils.seeding import derive_seed
 
-# --- The teachers of a policy: LoRAs beside the trained one, of which none takes part unless it is asked for
+# --- The teachers of a policy: LoRAs beside the trained one, inactive by default
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def adapted_layers(denoisers: Mapping[str, torch.nn.Module]) -> list[BaseTunerLa
 
 @contextlib.contextmanager
 def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> Iterator[None]:
-    """The LoRA `adapter` takes part in place of the trained one; a layer that it lacks computes without any."""
+    """Activate the LoRA `adapter` instead of the trained one; layers without it compute without a LoRA."""
     layers = adapted_layers(denoisers)
     for layer in layers:
         layer.set_adapter([adapter], inference_mode=True)
@@ -119,11 +119,9 @@ def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> It
             layer.set_adapter([ADAPTER])
 
 
-# --- A second LoRA, trained to imitate the images that the trained one draws: the "fake" model of distribution
-# matching.
+# --- A second LoRA, trained to imitate the images of the trained one: the "fake" model of distribution matching.
 #
-# Its matrices are trained weights as those of the first: they share its optimizer, averages and checkpoints. It takes
-# part only where it is asked for, and in no export.
+# Its matrices share the optimizer, averages and checkpoints of the first. It is inactive by default, and not exported.
 
 FAKE = "fake"
 

@@ -63,7 +63,7 @@ def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
     0 where the pipeline takes one sample per call.
     """
     rollout, policy = worker.rollout, worker.policy
-    tape = rollout.draw(task)[1][0]
+    tape = rollout.sample(task)[1][0]
     if tape.batch_size == 1:
         return 0.0
     step = (task.segments[0].trained or (0,))[0]

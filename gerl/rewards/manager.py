@@ -364,9 +364,9 @@ class RewardManager:
         for pool in self.distinct_pools:
             while pool.queue and pool.idle:
                 job, process = pool.queue.popleft(), pool.idle.pop(0)
-                started, now = self.timeline.now(), time.perf_counter()
+                now = time.perf_counter()
                 pending = job.round.score(job, pool, process)
-                self.timeline.submitted(pending, "score", started)
+                self.timeline.submitted(pending, "score", now)
                 self.load[job.scorer].queued += 0.0 if job.polls else now - job.queued
                 self.running[pending] = Call(job, pool, process, now)
 

@@ -17,7 +17,7 @@ LARGEST = 3.4028234663852886e38  # of a float32, in which rewards are trained on
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
     """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`); files' are not."""
-    if prompt.given:
+    if prompt.dataset_images:
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
@@ -89,7 +89,7 @@ def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> 
     """Raise `DataError` for the first prompt to which no scorer with a weight applies."""
     weighted = [scorer for scorer in scorers.values() if scorer.weight]
     for prompt in prompts if weighted else []:  # without any nothing is to be measured
-        if not prompt.given and not any(applies(scorer, prompt) for scorer in weighted):
+        if not prompt.dataset_images and not any(applies(scorer, prompt) for scorer in weighted):
             sources = sorted({source for scorer in scorers.values() for source in scorer.data_sources or ()})
             raise DataError(
                 f"prompt {prompt.id}: {prompt.text!r} has the {DATA_SOURCE} {prompt.metadata.get(DATA_SOURCE)!r}, "

@@ -101,7 +101,7 @@ class RewardWorker:
         """
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
-        with capture_logs("gerl.rewards.scorers", logging.WARNING) as warnings:
+        with capture_logs("reward_models.scorers", logging.WARNING) as warnings:
             rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
             while (failed := _failures(rows)) and len(retried) < self.retries:
                 retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def scores_of(samples: Sequence[Sample], scores: Scores) -> Scores:
     """Return `scores`; dataset images have the scores of their files instead."""
-    given = [sample.given.score for sample in samples if sample.given is not None]
+    given = [sample.dataset_image.score for sample in samples if sample.dataset_image is not None]
     return Scores(list(given), {}, [[] for _ in given]) if given else scores
 
 

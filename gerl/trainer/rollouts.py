@@ -80,7 +80,7 @@ class PendingRollout:
             i = len(self.images)
             if self.busy[self.processes[i]] >= PREFETCH:
                 break
-            started = self.manager.timeline.now()
+            started = time.perf_counter()
             self.running[i] = image = self.dispatch.submit(i)
             self.images.append(image)
             self.busy[self.processes[i]] += 1

@@ -429,7 +429,7 @@ class Run:
             found = rollout.finish(self.sampled_ahead)
         tasks = rollout.dispatch.finish()
         for task, scores in zip(tasks, found, strict=True):
-            if not self.dataset_images or task.samples[0].given is None:
+            if not self.dataset_images or task.samples[0].dataset_image is None:
                 step.scores.add(task.samples, scores_of(task.samples, scores))
         if not step.rounds:
             step.images += rollout.images

@@ -76,7 +76,7 @@ class ScoreTable:
         for name in {**self.by_scorer, **scores.by_scorer}:
             known = self.by_scorer.setdefault(name, [None] * len(self.samples))
             known.extend(scores.by_scorer.get(name, [None] * len(samples)))
-        self.given = self.given or samples[0].given is not None
+        self.given = self.given or samples[0].dataset_image is not None
         self.samples += samples
         self.totals += scores.totals
         self.failures += scores.failures

@@ -122,7 +122,7 @@ def chosen_pixels(
         images = pending.result()
         first, last = bisect_left(shown, start), bisect_left(shown, start + len(batch))
         found += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
-        looks.append(images.looks or {})
+        looks.append(images.statistics or {})
         start += len(batch)
     return found, {name: np.concatenate([part[name] for part in looks]) for name in looks[0]}
 

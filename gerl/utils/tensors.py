@@ -1,12 +1,13 @@
 """Tensors as bytes: named tensors as a safetensors file, many small ones packed into one for transport."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+from PIL import Image
 
 from gerl.errors import CheckpointError
 
@@ -54,3 +55,10 @@ class PackedTensors(dict[int, torch.Tensor]):
 def _unpacked(numbers: list[int], lengths: list[int], whole: np.ndarray) -> PackedTensors:
     tensors = torch.from_numpy(whole.copy()).split(lengths)  # memory of Ray's store is read-only
     return PackedTensors(zip(numbers, tensors, strict=True))
+
+
+def tensors_of(images: Sequence[Image.Image]) -> torch.Tensor:
+    """PIL images of one size as `[B, 3, H, W]` fp32 in [0, 1]."""
+    pixels = [torch.from_numpy(np.array(image.convert("RGB"))) for image in images]
+    # Contiguous: with channels last, torch 2.13 resizes images of a single column wrongly.
+    return torch.stack(pixels).permute(0, 3, 1, 2).contiguous().float() / 255

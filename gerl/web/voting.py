@@ -1,6 +1,6 @@
 """The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
 
-Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `gerl.rewards.scorers.vote`). Below a voter's
+Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `reward_models.scorers.vote`). Below a voter's
 link, for the page or a program that votes: the page, `GET events` (server-sent after each change: `data:` is JSON with
 `group` or null, `progress` and `undo`), `GET images/GROUP/N.png`, and as application/json `POST vote` with {"group":
 id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"error": sentence}.
@@ -31,9 +31,7 @@ from starlette.responses import RedirectResponse
 
 from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
-from gerl.rewards.scorers.http import decode_base64
-from gerl.rewards.scorers.remote import VERSION
-from gerl.rewards.scorers.vote import NAME
+from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
 from gerl.web.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 from gerl.web.pages import ASSETS
@@ -41,6 +39,7 @@ from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, 
 
 # --- Who may do what at a vote service: the tokens of the voters and of the run
 
+NAME = "vote"  # the scorer that votes are for
 FILE = "tokens.json"
 ANYBODY = "voter"  # the name of who votes where nobody is named
 MAX_IMAGES, MAX_VOTE = 512 * 10**6, 64 * 10**3  # bytes of a request of the run, and of a voter

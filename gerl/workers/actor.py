@@ -202,7 +202,8 @@ class Actor:
             algorithm = self.algorithm.of(batch.samples)
             for rows in parts:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
-                meter = StepGradients(self.parameters, self._squared_norm) if new else None
+                measure = squared_norm if self.ranks is None else self._whole_squared_norm
+                meter = StepGradients(self.parameters, measure) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 stats += found if algorithm is self.algorithm else as_regularization_stats(found)
                 if meter is not None:
@@ -261,8 +262,9 @@ class Actor:
         blank = replace(batch, credit=torch.ones_like(batch.credit), pooled=None)
         return parts, [(blank, next(self.algorithm.micro_batches(blank)))] * more
 
-    def _squared_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        return squared_norm(gradients if self.ranks is None else self.ranks.whole(gradients))
+    def _whole_squared_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert self.ranks is not None
+        return squared_norm(self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """The gradient that `accumulate` adds for `batches`, by trained step, each one vector on the CPU.
@@ -349,7 +351,8 @@ class Actor:
             policy.old.update()
         if policy.sampler is not None:
             policy.sampler.update()
-        policy.remember()
+        if policy.earlier:
+            policy.remember()
 
     @property
     def kind(self) -> str:

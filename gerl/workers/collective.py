@@ -16,10 +16,10 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Meeting:
-    """Rendezvous of the workers: rank 0 opens it and tells the others its address, then all join.
+    """Rendezvous of the workers: rank 0 opens it, and all join at its address.
 
-    It listens where Ray reaches the machine, which in an embedded Ray is the loopback, and nowhere else: who reaches it
-    can write into it. The machine's own name may stand for another address, or on each machine for that machine.
+    It listens only at the address where Ray reaches the machine (the loopback in an embedded Ray), since whoever
+    reaches it can write into it; the machine's own name may resolve to another address.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,15 @@ class Meeting:
     def open(self) -> str:
         """Listen at a free port; returns `host:port`."""
         host = own_host()
-        self._socket = socket.create_server((host, 0), family=_family(host))
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         return f"{host}:{self._socket.getsockname()[1]}"
 
     def join(self, address: str, rank: int, world_size: int, device: str) -> None:
         """Join the process group (gloo on the CPU, NCCL on GPUs); blocks until all `world_size` ranks have."""
         host, _, port = address.rpartition(":")
-        if host in LOOPBACK:  # gloo listens at what the machine's name stands for
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+        if host in LOOPBACK:  # gloo listens at the address of the machine's name
+            loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         mine = None if self._socket is None else self._socket.detach()
         self._socket = None
         store = dist.TCPStore(
@@ -56,7 +57,7 @@ class Meeting:
 class Ranks:
     """The ranks in lockstep with this process; created by all processes of all workers at once.
 
-    `context`: so many of them share the tokens of a call of the denoiser.
+    `context`: number of them that share the tokens of a denoiser call.
     """
 
     def __init__(self, device: str, ranks: int, context: int = 1) -> None:
@@ -65,7 +66,7 @@ class Ranks:
         both = init_device_mesh(kind, shape, mesh_dim_names=names)
         self.mesh: DeviceMesh = both["rank"]
         self.peers = both["worker"].get_group()  # the same rank of each worker
-        self.context: DeviceMesh | None = None  # with the dimensions that diffusers asks for
+        self.context: DeviceMesh | None = None  # with the dimensions that diffusers expects
         if context > 1:
             groups = (dist.get_world_size() // context, 1, context)
             mesh = init_device_mesh(kind, groups, mesh_dim_names=("group", "ring", "ulysses"))
@@ -85,11 +86,3 @@ class Ranks:
         dist.all_reduce(flat, group=self.context.get_group("ulysses"))
         parts = flat.split([gradient.numel() for gradient in gradients])
         return [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _loopback_interface() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -182,7 +182,7 @@ class LocalFleet:
     # --- start
 
     def check_model(self, downloads: Downloads) -> None:
-        """Find out what can be known of the model before its weights are loaded; in this process that was done."""
+        """Check the model before its weights are loaded; in this process that was done."""
 
     def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
         """Load the model on the workers `new`."""
@@ -193,7 +193,7 @@ class LocalFleet:
 
     @property
     def starting(self) -> float:
-        """Seconds without a word of processes that start after which they count as dead."""
+        """Seconds of silence after which starting processes count as dead."""
         return max(STARTING, self.config.cluster.hang_after)
 
     # --- sample
@@ -212,11 +212,11 @@ class LocalFleet:
     def sync(self, step: int, earlier: bool = False) -> None:
         """Let samplers use the weights of the finished `step`; here they are the trainers' own.
 
-        `earlier`: also where they have them, with the weights of earlier steps.
+        `earlier`: in any case, and with the weights of earlier steps.
         """
 
     def forget_sync(self) -> None:
-        """All workers have begun again, with the same weights."""
+        """All workers start again with the same weights."""
 
     def place(self, kinds: Sequence[Hashable], processes: int) -> Placement:
         """Assign micro-batches of these `kinds` to `processes`."""
@@ -225,7 +225,7 @@ class LocalFleet:
     # --- train
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
-        """Call `function` of a worker and a task id where the trajectory of each task of the step is, all at once."""
+        """Call `function(worker, task id)` for all trajectories of the step at once, on the workers that hold them."""
         pending, copies = list[Pending[R]](), list[tuple[int, int]]()
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):
@@ -268,7 +268,7 @@ class LocalFleet:
         return [members for members in groups if not credit.keys().isdisjoint(members)]
 
     def discard(self) -> None:
-        """Forget what was begun of steps that are not finished."""
+        """Forget everything of unfinished steps."""
         self.held.clear()
 
     def clear(self) -> None:
@@ -278,7 +278,7 @@ class LocalFleet:
     # --- state
 
     def hold(self, step: int, process: int = 0) -> Held:
-        """Keep the state of the finished `step`, as `process` and the ranks beside it have it, to write it from."""
+        """Hold the state of the finished `step` on `process` and its ranks, to write a checkpoint from it."""
         if self.config.model.train == "lora":
             return Held.of(*self.workers.submit(process, PolicyWorker.checkpoint, step).result())
         return hold_parts(self.workers, writers(self.config, process), step)
@@ -456,8 +456,8 @@ class Transfer(Sampling):
 class Held:
     """The state of a finished step, from which a checkpoint is written.
 
-    `write`: writes its files into a folder. `check`: raises `ClusterError` if those who write hang. `at_once`: writing
-    waits for no process.
+    `write`: writes its files into a folder. `check`: raises `ClusterError` if the writers hang. `at_once`: writing does
+    not wait for other processes.
     """
 
     numbers: WorkerState
@@ -487,20 +487,20 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Begin to write a checkpoint, after the one before it, which may raise here what `finish` raises.
+        """Begin to write a checkpoint after `finish` of the previous one.
 
-        `check` raises `ClusterError` if those who write it hang; who waits calls it `every` so many seconds.
+        `check` raises `ClusterError` if the writers hang; it is called `every` so many seconds of waiting.
         """
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 
     def poll(self) -> None:
-        """Raise `CheckpointError` if a checkpoint could not be written, without waiting for one that is not ready."""
+        """Raise `CheckpointError` if a checkpoint could not be written; does not wait for one in progress."""
         if self._last is not None and self._last.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun; raises `CheckpointError` once if it cannot be written, and what `check` raises."""
+        """Wait for the current checkpoint; raises `CheckpointError` once if it cannot be written, or as `check`."""
         last, self._last = self._last, None
         if last is not None:
             while not wait([last], self._every).done:
@@ -561,10 +561,10 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
 
 
 def check(worker: PolicyWorker, joined: bool) -> None:
-    """Find out what can be known of the model before its weights are loaded, and import what loads it.
+    """Check the model before its weights are loaded, and import what loads it.
 
-    On one machine the first process does so for all; on a cluster that is `joined` each looks where it is, which its
-    error names. Raises `ModelError` or `ConfigError`.
+    On one machine the first process does so for all, on a cluster that is `joined` each process on its machine, which
+    its error names. Raises `ModelError` or `ConfigError`.
     """
     with importing():
         from gerl.workers.setup import check_start  # in here: it takes seconds, and the driver does without

@@ -7,9 +7,9 @@ from PIL import Image
 
 from gerl.rewards.scorers.simple import LUMA, colourfulness, jpeg_kilobytes, sharpness
 
-SIDE = 512  # pixels: of larger images the middle is looked at, whose noise and grids are those of the rest
+SIDE = 512  # pixels: of larger images only the centre is measured
 THUMBNAIL = 16  # pixels, in which images are compared with each other
-COMPARED = 1000  # images that are compared with each other; the guard looks at the mean
+COMPARED = 1000  # most images that are compared with each other; the guard uses the mean
 RINGS = 16  # of the spectrum, from no change to one every second pixel
 
 
@@ -68,8 +68,8 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Dissimilarity of each image to others of its prompt, and to those of other prompts, `[B]`; NaN without others.
 
-    Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, in parts of the range of a pixel. All pairs are
-    compared: of more than `COMPARED` images, only those of evenly spread prompts, and the others are NaN.
+    Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, relative to the range of a pixel. All pairs of
+    at most `COMPARED` images of evenly spaced prompts are compared; other images have NaN.
     """
     numbers = np.asarray(ids)
     chosen = _spread(numbers)

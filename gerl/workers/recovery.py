@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
 RETRY_S = 1.0  # before a worker that died as it began is started once more
-POLL_S = 0.5  # between two looks whether a copy is still wanted
+POLL_S = 0.5  # between checks whether a copy is still wanted
 LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
 BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
 
@@ -43,24 +43,24 @@ class NoCapacity(ClusterError):
 
 
 class Recovery:
-    """Replaces workers, and counts how often and for how long.
+    """Replaces workers, and counts replacements and lost time.
 
-    A worker that begins has to be set up: it and the others meet, it loads the model, and all are given the same state.
+    A new worker has to be set up: it meets the others, loads the model, and all load the same state.
     """
 
     def __init__(self, config: Config, fleet: RayFleet) -> None:
         self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
         self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
-        # groups of processes in which weights are divided end with one of them: all are started anew
+        # processes that share weights end together: all are restarted
         self.together = config.lockstep or config.model.train != "lora"
-        self.restarts, self.seconds = 0, 0.0  # since they were last asked for
+        self.restarts, self.seconds = 0, 0.0  # since the last call of `metrics`
         self._times: deque[float] = deque()  # of replacements within an hour
-        self._late: dict[int, tuple[PolicyWorker, Pending[None]] | None] = {}  # by number; None: not asked for yet
+        self._late: dict[int, tuple[PolicyWorker, Pending[None]] | None] = {}  # by number; None: not requested yet
         self._executor, self._over = ThreadPoolExecutor(1, "copy"), threading.Event()
         self._copy: tuple[int, Future[State | None]] | None = None
 
     def remember(self, step: int, parameters: int) -> None:
-        """Keep the checkpoint of `step`, the last finished one, in this process: no worker that has it may be left."""
+        """Keep the checkpoint of `step`, the last finished one, in this process, in case all workers die."""
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
             call = self.workers.submit(0, PolicyWorker.checkpoint, step)
             self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
@@ -78,22 +78,22 @@ class Recovery:
         return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
 
     def close(self) -> None:
-        """Fetch nothing more, before Ray ends; what is there stays."""
+        """Stop fetching, before Ray ends; the copy stays."""
         self._over.set()
         if self._copy is not None:
             self._copy[1].result()
 
     def forget_workers(self) -> None:
-        """Let go of all that belongs to a Ray that is gone, which is about to be started anew."""
+        """Forget everything of a Ray that died and is about to be restarted."""
         self.close()
         self._over = threading.Event()
         self._late.clear()
 
     def lost(self, error: Exception | None = None) -> list[int]:
-        """The workers that died or do not answer; all others leave what they were doing.
+        """The workers that died or do not answer; the others abandon the current step.
 
-        None where Ray itself is gone, which may also be raised (`RayDied`). `error`: what came of it. One that does not
-        say that a worker is gone may have another reason: then none is lost unless one died.
+        Empty if Ray itself died, which may also be raised (`RayDied`). `error`: the consequence; if it is not about a
+        lost worker, none is lost unless one died.
         """
         if not self.workers.remote or isinstance(error, RayDied):
             return []
@@ -103,7 +103,7 @@ class Recovery:
         until, found = time.monotonic() + self.settings.hang_after, list[int]()
         for call, i in asked.items():
             if not call.wait(max(0.0, until - time.monotonic())):
-                self.workers.end(i)  # who else waits for it, for a checkpoint say, need wait no longer
+                self.workers.end(i)  # unblocks whoever waits for it, such as a checkpoint
                 found.append(i)
             elif _died(call):
                 found.append(i)
@@ -131,7 +131,7 @@ class Recovery:
         return None
 
     def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
-        """Count the replacement of workers, which `deaths` have caused; raises `error` if those were too many."""
+        """Count the replacement of workers after so many `deaths`; raises `error` if these were too many."""
         now, most = time.monotonic(), self.settings.max_restarts
         while self._times and self._times[0] < now - HOUR_S:
             self._times.popleft()
@@ -143,9 +143,9 @@ class Recovery:
         self.restarts += len(lost)
 
     def restart(self, lost: Sequence[int]) -> list[int]:
-        """Start the workers `lost` anew, or all; returns those that have to be set up.
+        """Restart the workers `lost`, or all; returns those that have to be set up.
 
-        Those for which there is no room are left out. Raises `NoCapacity` if that is all.
+        Those without room are left out. Raises `NoCapacity` if no worker remains.
         """
         workers = self.workers
         chosen = list(range(len(workers))) if self.together else list(lost)
@@ -153,7 +153,7 @@ class Recovery:
         until = time.monotonic() + self.settings.patience
         for i in chosen:
             while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
-                time.sleep(RETRY_S)  # it was on a node that has died, too, of which Ray does not know yet
+                time.sleep(RETRY_S)  # its node died too, which Ray does not know yet
                 asked[i] = self._anew(i)
         for i in chosen:
             if not asked[i].wait(0.0) and workers.has_room(i):
@@ -179,9 +179,9 @@ class Recovery:
         return self.workers.submit(index, PolicyWorker.leave)
 
     def admit(self, ask: bool = True) -> list[int]:
-        """Let workers that were left out join the others where there is room now; returns those to be set up.
+        """Let workers that were left out join again where there is room now; returns those to be set up.
 
-        `ask`: for room for those that have asked for none since.
+        `ask`: request room for those without a request.
         """
         if ask:
             for number in [number for number, late in self._late.items() if late is None]:
@@ -197,13 +197,13 @@ class Recovery:
         return [self.workers.numbers.index(number) for number in chosen]
 
     def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Count the workers and seconds that `rows` of the metrics, of steps to be done again, say were lost."""
+        """Count the lost workers and seconds in `rows` of the metrics, of steps to be repeated."""
         for row in rows:
             self.restarts += int(row.get("cluster/restarts") or 0)
             self.seconds += row.get("cluster/lost_s") or 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Workers replaced and seconds lost by it since the last time; nothing if there were none."""
+        """Workers replaced and seconds lost since the last call; empty if there were none."""
         found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
         self.restarts, self.seconds = 0, 0.0
         return found

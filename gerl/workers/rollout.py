@@ -88,7 +88,7 @@ class CallFormatFinder:
     """
 
     pipe: DiffusionPipeline
-    say: Callable[[str], None] = logger.warning  # told when a batch is split because memory is full
+    say: Callable[[str], None] = logger.warning  # called when a batch is split because memory is full
     divides: bool = True  # whether batches may be split
     found: dict[str, CallFormat] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class CallFormatFinder:
                     logger.info("%s, one prompt per call: %s", type(self.pipe).__name__, error)
                 refused = refused or error
                 continue
-            if count > 1 or form.text:  # that one sample works says nothing of several
+            if count > 1 or form.text:  # success with one sample does not show it for several
                 self.found[purpose] = form
             if form.most is not None:
                 logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
@@ -181,8 +181,8 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 class Rollout:
     """Samples with the current weights (training) or their average (validation).
 
-    `shares`: samples share a prefix where they can, see `shared_prefixes`. `lockstep`: other ranks have to make as many
-    calls of the model, whatever their samples share.
+    `shares`: prefix sharing, see `shared_prefixes`. `lockstep`: other ranks have to make as many calls of the model,
+    whatever their samples share.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Rollout:
         after, segments = algorithm.needs.rollout_old_after, len(task.segments)
         old = after is not None and task.samples[0].step > after
         try:
-            pixels, tapes, task = self.draw(task, old, not algorithm.needs_whole_batches)
+            pixels, tapes, task = self.sample(task, old, not algorithm.needs_whole_batches)
         except (MemoryError, RuntimeError) as error:
             raise_known(error, "rollout", len(task.samples))
             raise
@@ -233,12 +233,12 @@ class Rollout:
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
-        # not before all is drawn: branches go on from outputs that no replay reads
+        # not before all is sampled: branches start from outputs that no replay reads
         kept = tuple(compact(t, required_tensors(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
         return pixels, Trajectory(task, kept, version, owner)
 
-    def draw(
+    def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
         """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
@@ -253,7 +253,7 @@ class Rollout:
             parts = divided(task, form.most)
             for number, segment in enumerate(parts.segments):
                 self.branched_at = frozenset(s.start for s in parts.segments if s.parent == number)
-                output, tape = self._draw(task, segment, tapes, form)
+                output, tape = self._sample_segment(task, segment, tapes, form)
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
@@ -265,13 +265,13 @@ class Rollout:
         with self.policy.as_sampler(old, task.lag):
             return self.format.attempt("rollout", most, drawn, smaller if divisible else None)
 
-    def _draw(
+    def _sample_segment(
         self, task: RolloutTask, segment: Segment, tapes: list[Tape], form: CallFormat
     ) -> tuple[BaseOutput | None, Tape]:
         if segment.parent is not None:
             return self._branch(tapes[segment.parent], segment.start, segment.rows, segment)
         samples = [task.samples[leaf] for leaf in segment.leaves]
-        if samples[0].given is not None:
+        if samples[0].prompt.dataset_images:
             return self.called(partial(self._read, samples), samples, form, sigmas=self.sigmas)
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
             self._probes = self.called(self._both_probes, samples, form, sigmas=self.sigmas)
@@ -292,10 +292,10 @@ class Rollout:
         """Record `segment`, whose rows are `samples`, from the prompts on."""
         seeds = [s.init_seed for s in samples if s.init_seed is not None]
         spread = self.sampling.init_noise_spread if seeds else 0.0
-        initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
         several = len(samples) > 1
 
         def record(call: dict[str, object]) -> tuple[BaseOutput | None, Tape]:
+            initial = InitialNoise(sample_generators(seeds) if seeds else None, spread)
             generators, probe = sample_generators(list(segment.seeds)), self._probes.get(several, True)
             return record_plan(self.policy.pipe, call, self._plan(segment), generators, probe, initial)
 
@@ -309,7 +309,7 @@ class Rollout:
         from diffusers import ImagePipelineOutput  # in here: the driver of a run does without diffusers
 
         pipe, several = self.policy.pipe, len(samples) > 1
-        paths = [sample.given.path for sample in samples if sample.given is not None]
+        paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
         clean, pixels = self.policy.images.read(pipe, select_call(call, [0]), paths)
         tape = record_decoding(pipe, call)
         tape.steps[-1] = replace(tape.steps[-1], x_next=clean)
@@ -347,13 +347,13 @@ class Rollout:
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
                 given = {"generator": generators[0] if form.text else generators}
 
-                def draw(call: dict[str, object]) -> np.ndarray:
+                def run(call: dict[str, object]) -> np.ndarray:
                     with noise_from(self.policy.pipe.scheduler, given["generator"]):
                         found = to_uint8(self.policy.pipe(**call | given))
                     self._note_size(found, self.validation.height, self.validation.width)
                     return found
 
-                return self.called(draw, part, form, "validation", **overrides)
+                return self.called(run, part, form, "validation", **overrides)
 
             size = form.of(len(samples))
             return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)])
@@ -384,7 +384,7 @@ class Rollout:
 
         found = kept_readings(folder)
         if found is None:
-            sample = Sample(replace(like, text=PROBE, given=()), 0, 0, 0)
+            sample = Sample(replace(like, text=PROBE, dataset_images=()), 0, 0, 0)
 
             def read(form: CallFormat) -> list[Reading]:
                 def run(call: dict[str, object]) -> list[Reading]:

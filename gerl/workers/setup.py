@@ -82,7 +82,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
         policy.trained |= add_fake(policy.denoisers, scale, device, config.trainer.seed)
         policy.ema = EMA(policy.trained, config.actor.ema_decay)
     if config.rollout.quantize != "none":
-        policy.drawing = QuantizedRollout(policy.denoisers, config.rollout.quantize)
+        policy.quantized = QuantizedRollout(policy.denoisers, config.rollout.quantize)
     if keeps:
         PromptCache(data.cache_gb, encoded_folder(config, device)).attach(policy.pipe)
         for pipe in {id(t.pipe): t.pipe for t in policy.teachers if t.pipe is not None}.values():

@@ -109,7 +109,7 @@ def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
 
 
 def written(worker: PolicyWorker) -> bool:
-    """Whether what was begun is written; raises what it raised."""
+    """Whether the current write has ended; raises its error."""
     return worker.writing.written()
 
 
@@ -128,7 +128,7 @@ class Writing:
         self._writing = self._executor.submit(write, *arguments)
 
     def written(self) -> bool:
-        """Whether what was begun is written; raises what it raised."""
+        """Whether the current write has ended; raises its error."""
         return self._writing.done() and self._writing.result() is None
 
     def write_state(self, folder: Path, number: int) -> None:
@@ -195,10 +195,8 @@ class _Stored:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a policy draws with: those trained and averages of them, each as one fp32 vector.
-
-    Of divided weights it is the part of one rank.
-    """
+    """The weights for rollouts: the trained ones and averages of them, each as one fp32 vector; of sharded weights the
+    part of one rank."""
 
     flat: dict[str, np.ndarray]  # by name of the average
     version: int
@@ -207,9 +205,9 @@ class Weights:
 
 
 def weights_of(policy: Policy, earlier: bool) -> Weights:
-    """A copy of what `policy` draws with; `earlier`: with the weights of earlier steps."""
+    """A copy of the rollout weights of `policy`; `earlier`: with those of earlier steps."""
     averages = {name: a for name, a in policy.averages().items() if earlier or not name.startswith("earlier")}
-    averages.pop("reference", None)  # nothing is drawn with it
+    averages.pop("reference", None)  # not used in rollouts
     flat = {name: _flat(average.average.values()) for name, average in averages.items()}
     updates = {name: average.updates for name, average in averages.items()}
     return Weights(flat | {TRAINED: _flat(policy.trained.values())}, policy.version, updates, policy.old_is_current)
@@ -217,7 +215,7 @@ def weights_of(policy: Policy, earlier: bool) -> Weights:
 
 @torch.no_grad()
 def take_weights(policy: Policy, weights: Weights) -> None:
-    """Let `policy` draw with `weights`, as that policy does of which they are."""
+    """Load `weights` of another policy into `policy`, for rollouts."""
     averages = policy.averages()
     for name, updates in weights.updates.items():
         _fill(averages[name].average.values(), weights.flat[name])
@@ -233,6 +231,6 @@ def _flat(tensors: Iterable[torch.Tensor]) -> np.ndarray:
 def _fill(tensors: Iterable[torch.Tensor], flat: np.ndarray) -> None:
     """Write `flat` into `tensors`, whose sizes add up to its size."""
     places = [local(tensor) for tensor in tensors]
-    values = torch.from_numpy(flat.copy())  # what comes out of Ray's store is not to be written
+    values = torch.from_numpy(flat.copy())  # memory of Ray's store is read-only
     for place, part in zip(places, values.split([place.numel() for place in places]), strict=True):
         place.copy_(part.view_as(place))

@@ -27,8 +27,8 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers import build_scorer
-from gerl.rewards.scorers.http import png_base64
-from gerl.rewards.scorers.remote import RemoteScorer
+from reward_models.scorers.http import png_base64
+from reward_models.scorers.remote import RemoteScorer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

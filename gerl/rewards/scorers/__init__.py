@@ -1,4 +1,4 @@
-"""The scorers: each turns images and their prompts into numbers, one an image, or several by name."""
+"""Scorers turn images and their prompts into numbers, one per image, or several by name."""
 
 import pkgutil
 from inspect import signature
@@ -25,8 +25,9 @@ __all__ = [
     "scorer_class",
 ]
 
-# The module and class of each; a class is a dataclass whose fields are the scorer's kwargs. Names and not the classes:
-# some need torch, and only those that take part are imported.
+# Module (of `MODELS`, unless it is gerl's) and class of each scorer; the fields of a class are the scorer's kwargs.
+# Names instead of classes: some need torch, and only the scorers in use are imported.
+MODELS = "reward_models.scorers"
 SCORERS = {
     "ocr": "ocr:OcrScorer",
     "pickscore": "clip:PickScore",
@@ -49,18 +50,19 @@ SCORERS = {
     "unified_reward2": "vlm_judge:UnifiedReward2",
     "deqa": "remote:DeqaScorer",
     "remote": "remote:RemoteScorer",
-    "colour": "simple:Colour",
+    "colour": "gerl.rewards.scorers.simple:Colour",
     "vote": "vote:VoteScorer",
-    "sharpness": "simple:Sharpness",
-    "colourfulness": "simple:Colourfulness",
-    "jpeg_compressibility": "simple:JpegCompressibility",
-    "jpeg_incompressibility": "simple:JpegIncompressibility",
+    "sharpness": "gerl.rewards.scorers.simple:Sharpness",
+    "colourfulness": "gerl.rewards.scorers.simple:Colourfulness",
+    "jpeg_compressibility": "gerl.rewards.scorers.simple:JpegCompressibility",
+    "jpeg_incompressibility": "gerl.rewards.scorers.simple:JpegIncompressibility",
 }
 
 
 def scorer_class(name: str) -> type[Scorer]:
     """The class of gerl's scorer `name`, one of `SCORERS`."""
-    found: type[Scorer] = pkgutil.resolve_name(f"{__name__}.{SCORERS[name]}")
+    place = SCORERS[name]
+    found: type[Scorer] = pkgutil.resolve_name(place if place.startswith("gerl.") else f"{MODELS}.{place}")
     return found
 
 

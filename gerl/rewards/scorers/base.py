@@ -1,5 +1,6 @@
 """The base class of all scorers, the types they share, the import of their packages, and reference pictures."""
 
+import base64
 import importlib
 import inspect
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # --- The base class of all scorers, the types they share, and the import of their packages
 
+VERSION = "1"  # of the HTTP protocol of reward services
 Metadata = dict[str, Any]  # the other columns of a prompt's row
 Columns = dict[str, list[float]]  # name of a column -> [B]
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
@@ -239,3 +241,14 @@ def features_of(
     unique = dict(zip(keys, references, strict=True))
     rows = {key: row for row, key in enumerate(unique)}
     return features([read(reference) for reference in unique.values()])[[rows[key] for key in keys]]
+
+
+def decode_base64(texts: Sequence[str], kind: str = "image") -> list[bytes]:
+    """Decode the files of a request; raises `RewardError` if one is not base64."""
+    files = []
+    for i, text in enumerate(texts):
+        try:
+            files.append(base64.b64decode(text, validate=True))
+        except ValueError:
+            raise RewardError(f"{kind} {i} of {len(texts)} is not base64: encode the bytes of its file") from None
+    return files

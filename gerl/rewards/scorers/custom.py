@@ -32,7 +32,7 @@ def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[
     """The scores by `called` of PIL images or lists of frames, which may be of several sizes: each one by itself."""
     import torch
 
-    from gerl.rewards.scorers.networks import tensors_of
+    from gerl.utils.tensors import tensors_of
 
     scores: list[float] = []
     for i, image in enumerate(images):

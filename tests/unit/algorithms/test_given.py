@@ -38,7 +38,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> list[Prompt]:
         for path in paths:
             Image.fromarray(generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(path)
         images = tuple(DatasetImage(str(path), score) for path, score in zip(paths, SCORES[i], strict=True))
-        found.append(Prompt(i, text, given=images))
+        found.append(Prompt(i, text, dataset_images=images))
     return found
 
 
@@ -49,7 +49,7 @@ def trained(name: str, prompts: list[Prompt], **keys: Any) -> Training:
 
 def credit_of(training: Training) -> torch.Tensor:
     samples = [sample for task, _, _ in training.tasks for sample in task.samples]
-    totals = torch.tensor([s.given.score for s in samples if s.given is not None])
+    totals = torch.tensor([s.dataset_image.score for s in samples if s.dataset_image is not None])
     return training.algorithm.credit(Rewards(samples, totals, torch.empty(len(samples), 0), torch.empty(0)))
 
 
@@ -58,11 +58,11 @@ class Twin:
 
     def __init__(self, training: Training, prompts: list[Prompt], shared: bool) -> None:
         self.pipe = pipe = training.policy.pipe
-        pixels = [np.asarray(Image.open(image.path)) for prompt in prompts for image in prompt.given]
+        pixels = [np.asarray(Image.open(image.path)) for prompt in prompts for image in prompt.dataset_images]
         x = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 127.5 - 1
         with torch.no_grad():
             said = pipe.vae.encode(x).latent_dist
-            texts = [prompt.text for prompt in prompts for _ in prompt.given]
+            texts = [prompt.text for prompt in prompts for _ in prompt.dataset_images]
             self.text, _, self.pooled, _ = pipe.encode_prompt(texts, texts, texts, max_sequence_length=8,
                                                               do_classifier_free_guidance=False)  # fmt: skip
         # the posterior's sample is the only thing that is taken over: which one is drawn is gerl's choice
@@ -158,14 +158,14 @@ def test_guidance_in_the_update_is_that_of_the_key(cfg: str, prompts: list[Promp
 
 def test_images_are_handed_on_as_they_are_encoded(prompts: list[Prompt]) -> None:
     ((task, pixels, _),) = trained("sft", prompts).tasks
-    paths = [sample.given.path for sample in task.samples if sample.given is not None]
+    paths = [sample.dataset_image.path for sample in task.samples if sample.dataset_image is not None]
     assert np.array_equal(pixels, np.stack([np.asarray(Image.open(path)) for path in paths]))
 
 
 def test_images_beside_reinforcement_learning_add_their_own_mean(prompts: list[Prompt]) -> None:
     made = config("flow_grpo", n=2, data_coef=0.4)
     c = replace(made, data=DataConfig(regularise="images.jsonl"))
-    images = [Prompt(-1 - i, p.text, given=p.given[:1]) for i, p in enumerate(prompts)]
+    images = [Prompt(-1 - i, p.text, dataset_images=p.dataset_images[:1]) for i, p in enumerate(prompts)]
     training, given = Training(c), plan_samples(c, images, 1, 0)
     (task,) = Algorithm.plan(training.algorithm, given, first_id=50)
     _, trajectory = training.rollout.generate(task, training.algorithm)

@@ -136,9 +136,9 @@ def test_the_old_policy_draws_after_the_steps_that_are_asked_for() -> None:
         for old in (False, True):
             (task,) = training.algorithm.plan(plan_samples(c, PROMPTS, step, 0))
             if old:
-                drawn[step, "old"] = training.rollout.draw(task, old=True)[0]
+                drawn[step, "old"] = training.rollout.sample(task, old=True)[0]
             else:
-                drawn[step, "trained"] = training.rollout.draw(task)[0]
+                drawn[step, "trained"] = training.rollout.sample(task)[0]
         drawn[step, "found"] = training.rollout.generate(task, training.algorithm)[0]
         assert (drawn[step, "old"] != drawn[step, "trained"]).any()
     assert (drawn[3, "found"] == drawn[3, "trained"]).all() and (drawn[4, "found"] == drawn[4, "old"]).all()

@@ -270,7 +270,7 @@ def test_splits_are_noisier_by_their_own_rule() -> None:
 def test_tempflow_noises_one_step_only() -> None:
     training = Training(config("tempflow_grpo", n=2, branch_factor=2))
     for task, _, _ in training.tasks:
-        _, (trunk, *branches), _ = training.rollout.draw(task)
+        _, (trunk, *branches), _ = training.rollout.sample(task)
         assert trunk.stochastic_steps == []
         for k, (segment, tape) in enumerate(zip(task.segments[1:], branches, strict=True)):
             assert tape.stochastic_steps == [k] and segment.trained == (k,)

@@ -185,7 +185,7 @@ def test_policy(name: str) -> None:
         assert str(error).startswith("rollout.quantize=int8: ") and "ratio" in str(error)
         return
     policy = training.new_policy()
-    policy.drawing = QuantizedRollout(policy.denoisers, "int8")
+    policy.quantized = QuantizedRollout(policy.denoisers, "int8")
     drawn = Drawn(quantised, policy)
     assert not np.array_equal(drawn.images, plain(name).images) and float(drawn.gradient.norm()) > 0
     if algorithm_config(name).needs.ratio:

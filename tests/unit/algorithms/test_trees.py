@@ -388,7 +388,7 @@ def test_the_last_image_is_that_of_the_trajectory_and_the_first_that_without_noi
     count = len(task.segments[0].seeds)
     assert np.array_equal(pixels[-count:], noisy) and np.array_equal(pixels[:count], smooth)
     assert all(torch.equal(a.x_next, b.x_next) for a, b in zip(trunk.steps, tape.steps[:-1], strict=True))
-    _, (whole, *branches), _ = dense_run.rollout.draw(task)
+    _, (whole, *branches), _ = dense_run.rollout.sample(task)
     assert whole.stochastic_steps == [0, 1, 2]
     for segment, branch in zip(task.segments[1:], branches, strict=True):
         assert branch.stochastic_steps == [k for k in range(3) if k < segment.start] and len(branch.steps) == 4

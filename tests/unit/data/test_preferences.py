@@ -31,7 +31,7 @@ def read(place: Path, *rows: dict[str, Any], data: DataConfig = FILES) -> list[P
 
 
 def given(prompt: Prompt) -> dict[str, float]:
-    return {Path(image.path).stem: image.score for image in prompt.given}
+    return {Path(image.path).stem: image.score for image in prompt.dataset_images}
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def given(prompt: Prompt) -> dict[str, float]:
 def test_the_kinds_of_rows(row: dict[str, Any], expected: dict[str, float], place: Path) -> None:
     (prompt,) = read(place, row | {"mood": "calm"})
     assert given(prompt) == expected and prompt.metadata == {"mood": "calm"}
-    assert all(Path(image.path).is_absolute() for image in prompt.given)
-    assert load(str(place / "rows.jsonl"), FILES, "validation.data")[0].given == ()  # these are drawn
-    assert load(str(place / "rows.jsonl"), DataConfig(), "data.train")[0].given == ()
+    assert all(Path(image.path).is_absolute() for image in prompt.dataset_images)
+    assert load(str(place / "rows.jsonl"), FILES, "validation.data")[0].dataset_images == ()  # these are drawn
+    assert load(str(place / "rows.jsonl"), DataConfig(), "data.train")[0].dataset_images == ()
 
 
 def test_columns_may_have_other_names_and_a_condition_stays_one(place: Path) -> None:

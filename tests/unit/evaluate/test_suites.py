@@ -15,8 +15,8 @@ from gerl.evaluate.command import Request, parse
 from gerl.evaluate.suites import FOLDER, PromptFile, Suite, hydra_value, listing, load, names
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS
-from gerl.rewards.scorers.vqa import DpgScorer
 from gerl.utils.dataset import load_prompts
+from reward_models.scorers.vqa import DpgScorer
 
 RUNNABLE = [name for name in names() if not load(name).missing]
 

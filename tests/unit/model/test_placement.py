@@ -288,8 +288,8 @@ def test_a_policy_draws_with_them_and_only_then() -> None:
     sampling = SamplingConfig(height=32, width=96, guidance_scale=1.0)
     config = Config(model=ModelConfig(lora_rank=4), sampling=sampling, rollout=RolloutConfig(quantize="int8"))
     policy = load_worker_policy(config, "cpu", None)
-    assert policy.drawing is not None
-    layer = policy.drawing.copies[0][0]
+    assert policy.quantized is not None
+    layer = policy.quantized.copies[0][0]
     own = layer.weight
     with policy.as_sampler():
         assert layer.weight is not own

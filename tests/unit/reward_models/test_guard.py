@@ -14,8 +14,8 @@ from PIL import Image
 from reward_service import IMAGES, ROWS, TOKEN, Red, body, eventually, metric, post, remote, serving, talk
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.http import png_base64
 from reward_models.guard import Limits, Room, TokenBucket
+from reward_models.scorers.http import png_base64
 
 
 def test_only_the_right_token_is_let_in_and_none_is_shown(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from PIL import Image
 from reward_service import IMAGES, Red
 
 from gerl.errors import RewardError
-from gerl.rewards.scorers.http import png_base64
+from reward_models.scorers.http import png_base64
 from reward_models.scoring import ImageLimits, Item, Refusal, join, measure, score_items, warm_up
 
 

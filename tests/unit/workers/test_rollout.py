@@ -44,7 +44,7 @@ def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: 
     algorithm, rollout = build_algorithm(config), Rollout(policy, config.sampling, config.validation)
     samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)
     (task,) = algorithm.plan(samples[:4])
-    pixels, recorded, _ = rollout.draw(task)
+    pixels, recorded, _ = rollout.sample(task)
     images, kept = rollout.generate(task, algorithm, owner=3)
     assert np.array_equal(images, pixels) and (kept.owner, kept.policy_version, kept.task) == (3, 0, task)
     whole = Trajectory(task, tuple(recorded), 0, 3)
@@ -92,9 +92,9 @@ def test_a_group_shares_its_beginning(algorithm: str, overrides: list[str], eval
     hook = block.register_forward_pre_hook(lambda m, a, k: counted.append(len(k["hidden_states"])), with_kwargs=True)
     for shares in (True, False):
         rollout = Rollout(policy, config.sampling, config.validation, shares)
-        rollout.draw(tasks[0])  # looks at the structure of a call as well
+        rollout.sample(tasks[0])  # looks at the structure of a call as well
         counted.clear()
-        found.append([rollout.draw(task) for task in tasks])
+        found.append([rollout.sample(task) for task in tasks])
         assert sum(counted) == evaluations or (not shares and sum(counted) >= evaluations), sum(counted)
     hook.remove()
     for (images, (tape,), task), (alone, (whole,), same) in zip(*found, strict=True):
@@ -207,7 +207,7 @@ def test_a_pipeline_that_takes_one_prompt_a_call(entry: Entry, caplog: pytest.Lo
     assert float(gradient(rollout, config, task, trajectory).norm()) > 0
     (alone,) = divided(task, 1).segments[2:3]
     single = RolloutTask(9, [task.samples[2]], (alone.__class__(**{**vars(alone), "leaves": (0,)}),))
-    assert np.array_equal(rollout.draw(single)[0][0], pixels[2])
+    assert np.array_equal(rollout.sample(single)[0][0], pixels[2])
     assert rollout.validate(task.samples).shape == pixels.shape
 
 

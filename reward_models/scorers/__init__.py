@@ -1,0 +1,1 @@
+"""Reward models as scorers: networks, OCR, judges over HTTP, and people."""

@@ -1,0 +1,410 @@
+"""Scorers on BLIP, the image and text encoders of transformers: ImageReward, and BLIP-VQA of T2I-CompBench."""
+
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+
+from gerl.errors import RewardError
+from gerl.rewards.scorers.base import Metadata, require
+from gerl.utils.tensors import tensors_of
+from reward_models.scorers.networks import (
+    PIXEL_MEAN,
+    PIXEL_STD,
+    NetworkScorer,
+    expanded,
+    hub_file,
+    in_batches,
+    linear_head,
+    loading,
+    normalised,
+    pretrained,
+    read_tensors,
+    shorter_side,
+)
+
+if TYPE_CHECKING:
+    from transformers import BlipForQuestionAnswering, BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase
+
+BERT = "google-bert/bert-base-uncased"
+TOKENS = 35  # of a prompt or a question
+
+# --- BLIP's image encoder from the tensors that its authors published
+
+# Names in the published checkpoint -> those of transformers' BlipVisionModel; the text encoder's are the same.
+VISION_NAMES = (
+    (r"^cls_token$", "embeddings.class_embedding"),
+    (r"^pos_embed$", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+    (r"^norm\.", "post_layernorm."),
+    (r"^blocks\.(\d+)\.norm(\d)\.", r"encoder.layers.\1.layer_norm\2."),
+    (r"^blocks\.(\d+)\.attn\.qkv\.", r"encoder.layers.\1.self_attn.qkv."),
+    (r"^blocks\.(\d+)\.attn\.proj\.", r"encoder.layers.\1.self_attn.projection."),
+    (r"^blocks\.(\d+)\.mlp\.", r"encoder.layers.\1.mlp."),
+)
+
+
+def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _vision_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an image encoder under transformers' names."""
+    renamed = {}
+    for name, value in tensors.items():
+        for pattern, replacement in VISION_NAMES:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    return renamed
+
+
+def _vision_config(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
+    """The sizes of the image encoder, which only its tensors tell."""
+    import transformers
+
+    positions, width = tensors["pos_embed"].shape[1:]
+    patch = tensors["patch_embed.proj.weight"].shape[-1]
+    return transformers.BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=tensors["blocks.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=len({name.split(".")[1] for name in tensors if name.startswith("blocks.")}),
+        num_attention_heads=width // 64,  # in BLIP's base and large encoder alike
+        image_size=math.isqrt(positions - 1) * patch,
+        patch_size=patch,
+        layer_norm_eps=1e-6,  # of BLIP; transformers' default is 1e-5
+    )
+
+
+def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
+    import transformers
+
+    with loading("tokenizer", source, "a BERT tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(expanded(source))
+
+
+# --- ImageReward: how people would rate an image for its prompt.
+#
+# Source: "ImageReward: Learning and Evaluating Human Preferences for Text-to-Image Generation" (arXiv 2304.05977) and
+# its code (github.com/THUDM/ImageReward): a BLIP image encoder, a BERT that reads the prompt and attends to the image,
+# and a linear head on its first token. The model is built here from the BLIP parts of transformers, as the package does
+# not run with current releases. At small sizes with random weights it was compared with the modules of that package
+# (image-reward 1.5); the published checkpoint itself has not been run.
+
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the authors' data
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReward(NetworkScorer):
+    """The standardised rating, about -2 to 2. A prompt is cut off after 35 tokens, an image cropped to a square.
+
+    `model` is a Hub repository or a local folder with the original ImageReward.pt and med_config.json, `tokenizer` that
+    of the BERT it was trained with.
+    """
+
+    model: str = "THUDM/ImageReward"
+    tokenizer: str = BERT
+
+    differentiable = True
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        network = self._network
+
+        def ratings(images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
+            pixels = torch.stack([preprocess(image, network.image_size) for image in images])
+            rated: torch.Tensor = network(pixels, *self._tokens(prompts))
+            return rated
+
+        return in_batches(self.batch_size, ratings, images, prompts).tolist()
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        network = self._network
+        images = shorter_side(images, size := network.image_size)
+        top, left = (round((side - size) / 2) for side in images.shape[2:])
+        pixels = normalised(images[:, :, top : top + size, left : left + size], PIXEL_MEAN, PIXEL_STD)
+        ratings: torch.Tensor = network(pixels, *self._tokens(prompts))
+        return ratings
+
+    @cached_property
+    def _network(self) -> "ImageRewardNetwork":
+        device, dtype = self.placement
+        weights, config = (hub_file("model", self.model, file) for file in ("ImageReward.pt", "med_config.json"))
+        with loading("model", self.model, "ImageReward with its med_config.json"):
+            text = json.loads(Path(config).read_text())
+        network = ImageRewardNetwork(read_tensors("model", weights), text, self.model).eval().to(device)
+        for encoder in (network.vision, network.text):  # the head stays in fp32
+            encoder.to(dtype=dtype)
+        return network.requires_grad_(False)
+
+    @cached_property
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
+        return _tokenizer(self.tokenizer)
+
+    def _tokens(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and mask [B, tokens]."""
+        inputs = self._tokenizer(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+        return inputs["input_ids"], inputs["attention_mask"]
+
+
+class ImageRewardNetwork(torch.nn.Module):
+    """The network of a checkpoint with the original names, whose sizes it has; `text` is the original med_config.json.
+
+    Raises:
+        RewardError: tensors are missing or of other shapes than they should be.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], text: Mapping[str, object], source: str) -> None:
+        super().__init__()
+        import transformers
+
+        vision_tensors, text_tensors, head = (
+            _part(tensors, f"{name}.") for name in ("blip.visual_encoder", "blip.text_encoder", "mlp")
+        )
+        text_tensors.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: a buffer, not a weight
+        with loading("model", source, "ImageReward with its med_config.json"):
+            vision_config = _vision_config(vision_tensors)
+            self.image_size: int = vision_config.image_size
+            self.vision = transformers.BlipVisionModel(vision_config)
+            self.vision.load_state_dict(_vision_tensors(vision_tensors))
+            text_config = _text_config(text, vision_config.hidden_size)
+            self.text = transformers.BlipTextModel(text_config, add_pooling_layer=False)
+            self.text.load_state_dict(text_tensors)
+        self.head = linear_head(head, text_config.hidden_size, source)
+
+    def forward(self, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Ratings [B], fp32, of pixels [B, 3, size, size] for token ids and mask [B, tokens]."""
+        device, dtype = self.vision.device, self.vision.dtype
+        seen = self.vision(pixels.to(device, dtype)).last_hidden_state
+        read = self.text(ids.to(device), attention_mask=mask.to(device), encoder_hidden_states=seen)
+        ratings: torch.Tensor = self.head(read.last_hidden_state[:, 0].float()).squeeze(-1)
+        return (ratings - MEAN) / STD
+
+
+def _text_config(text: Mapping[str, object], vision_width: int) -> "BlipTextConfig":
+    import transformers
+
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+    sizes = {name: text[name] for name in f"{names} hidden_act layer_norm_eps pad_token_id".split()}
+    # With is_decoder the layers have cross-attention; whether the mask is causal is an argument of forward.
+    return transformers.BlipTextConfig(**sizes, encoder_hidden_size=vision_width, is_decoder=True)
+
+
+def preprocess(image: Image.Image, size: int) -> torch.Tensor:
+    """Pixels [3, size, size]: the shorter side resized to `size`, the middle cut out, normalised as for CLIP.
+
+    Rounds where torchvision's Resize and CenterCrop do, which the original uses.
+    """
+    short = min(image.size)
+    width, height = (int(size * side / short) for side in image.size)
+    resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return normalised(tensors_of([resized.crop((left, top, left + size, top + size))]), PIXEL_MEAN, PIXEL_STD)[0]
+
+
+# --- BLIP-VQA: is each thing that a prompt names, with its colour, shape or texture, in the image?
+#
+# Source: "T2I-CompBench" (arXiv 2307.06350) and its code (github.com/Karine-Huang/T2I-CompBench, commit 1b70949,
+# BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun phrases, BLIP is asked "PHRASE?", and
+# the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
+# repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors
+# load, converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At
+# small sizes with random weights the scores were compared with those of the authors' own modules, of weights in either
+# form; the published weights have not been run by this project.
+
+PLACES = ("top", "the side", "the left", "the right")  # are no things
+MOST = 8  # noun phrases
+WORDS = 50  # of a question
+DROPPED = re.compile(r'[.!"()*#:;~]')
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlipVqa(NetworkScorer):
+    """The product, from 0 to 1, of the probabilities that BLIP sees the first eight noun phrases of the prompt.
+
+    A prompt without any has 1. `model` is the Hub id or the folder of a BLIP for questions in transformers' form, or
+    the file model_base_vqa_capfilt_large.pth of BLIP's authors, beside which `tokenizer` (default: that of `model`) is
+    google-bert/bert-base-uncased. `spacy_model` is the name of an installed spaCy pipeline that parses English, or its
+    folder.
+    """
+
+    model: str = "Salesforce/blip-vqa-capfilt-large"
+    tokenizer: str | None = None
+    spacy_model: str = "en_core_web_sm"
+
+    def __post_init__(self) -> None:
+        require("spacy", "compbench")
+        if not (Path(self.spacy_model).expanduser().is_dir() or _is_installed(self.spacy_model)):
+            raise RewardError(
+                f"spacy_model={self.spacy_model} is not installed: run python -m spacy download en_core_web_sm "
+                "(its authors do not publish it on PyPI), or give the folder of a spaCy pipeline that parses "
+                "English"
+            )
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
+        questions = {prompt: [question(phrase) for phrase in self.phrases(prompt)] for prompt in set(prompts)}
+        pairs = [(i, text) for i, prompt in enumerate(prompts) for text in questions[prompt]]
+        scores = [1.0] * len(images)
+        for start in range(0, len(pairs), self.batch_size):
+            batch = pairs[start : start + self.batch_size]
+            found = self._network.probabilities([images[i] for i, _ in batch], [text for _, text in batch])
+            for (i, _), probability in zip(batch, found, strict=True):
+                scores[i] *= probability
+        return scores
+
+    def phrases(self, prompt: str) -> list[str]:
+        """The noun phrases of a prompt that are asked about."""
+        try:
+            found = [chunk.text for chunk in self._parser(prompt).noun_chunks]
+        except ValueError as error:
+            raise RewardError(
+                f"spacy_model={self.spacy_model} finds no noun phrases, as it has no parser: give a spaCy pipeline "
+                "that parses English, such as en_core_web_sm"
+            ) from error
+        return [phrase for phrase in found if phrase not in PLACES][:MOST]
+
+    @cached_property
+    def _parser(self) -> Any:
+        spacy = require("spacy", "compbench")
+        with loading("spacy_model", self.spacy_model, "a spaCy pipeline that parses English"):
+            return spacy.load(Path(expanded(self.spacy_model)) if "/" in self.spacy_model else self.spacy_model)
+
+    @property
+    def _network(self) -> "BlipNetwork":
+        tokenizer = self.tokenizer or (BERT if is_original(self.model) else self.model)
+        return _network(self.model, tokenizer, *self.placement)
+
+
+def question(phrase: str) -> str:
+    """A noun phrase as the authors' reader hands the question about it to BLIP."""
+    return " ".join(DROPPED.sub("", f"{phrase}?".lower()).rstrip(" ").split(" ")[:WORDS])
+
+
+@dataclass(frozen=True, eq=False)
+class BlipNetwork:
+    """A BLIP for questions with its tokenizer. decode, encode: the tokens that begin an answer, and a question."""
+
+    model: "BlipForQuestionAnswering"
+    tokenizer: "PreTrainedTokenizerBase"
+    dtype: torch.dtype
+    decode: int
+    encode: int
+
+    def probabilities(self, images: list[Image.Image], questions: list[str]) -> list[float]:
+        """The probability of yes against no as the first word of the answer to each question about its image."""
+        size = self.model.config.vision_config.image_size
+        unique = {id(image): image for image in images}  # an image is encoded once for all its questions
+        places = [list(unique).index(id(image)) for image in images]
+        whole = [image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for image in unique.values()]
+        pixels = normalised(tensors_of(whole), PIXEL_MEAN, PIXEL_STD)
+        with torch.inference_mode():
+            seen = self.model.vision_model(pixel_values=pixels.to(self.model.device, self.dtype)).last_hidden_state
+        tokens = self.tokenizer(questions, truncation=True, max_length=TOKENS)["input_ids"]
+        found = [0.0] * len(questions)
+        # Without padding: the decoder of transformers 5.23 does not pass the mask of the question on.
+        for length in set(map(len, tokens)):
+            rows = [i for i, ids in enumerate(tokens) if len(ids) == length]
+            answers = self._yes(seen[[places[i] for i in rows]], torch.tensor([tokens[i] for i in rows]))
+            for i, probability in zip(rows, answers, strict=True):
+                found[i] = probability
+        return found
+
+    def _yes(self, seen: torch.Tensor, ids: torch.Tensor) -> list[float]:
+        """The probability of yes for questions [B, tokens] about encoded images [B, patches, width]."""
+        ids = ids.to(seen.device)
+        ids[:, 0] = self.encode
+        start = torch.full((len(ids), 1), self.decode, device=seen.device)
+        with torch.inference_mode():
+            read = self.model.text_encoder(input_ids=ids, encoder_hidden_states=seen).last_hidden_state
+            logits = self.model.text_decoder(input_ids=start, encoder_hidden_states=read).logits[:, 0]
+        words = self.tokenizer.convert_tokens_to_ids(["yes", "no"])
+        # all other words cancel out of yes / (yes + no)
+        return torch.softmax(logits[:, words].float(), dim=-1)[:, 0].tolist()
+
+
+@cache
+def _network(model: str, tokenizer: str, device: torch.device, dtype: torch.dtype) -> BlipNetwork:
+    network, words = load_original(model) if is_original(model) else _converted(model), _tokenizer(tokenizer)
+    # BLIP's authors add two tokens to BERT's, in this order: [DEC], with which an answer begins, and [ENC].
+    start = network.config.text_config.bos_token_id
+    return BlipNetwork(network.to(device, dtype).eval(), words, dtype, start, start + 1)
+
+
+def _converted(model: str) -> "BlipForQuestionAnswering":
+    """The network in transformers' form."""
+    import transformers
+
+    what = "a transformers BLIP for visual question answering"
+    with loading("model", model, what):
+        kind = transformers.AutoConfig.from_pretrained(expanded(model)).model_type
+    if kind != "blip":
+        raise RewardError(f"model={model} is a {kind} model: give {what}, such as Salesforce/blip-vqa-capfilt-large")
+    return pretrained(transformers.BlipForQuestionAnswering, model, what)
+
+
+def _is_installed(name: str) -> bool:
+    """Whether there is a package of this name."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a name with dots or slashes
+        return False
+
+
+# --- BLIP for questions from the file that its authors published, model_base_vqa_capfilt_large.pth.
+#
+# Source: "BLIP" (arXiv 2201.12086) and its code (github.com/salesforce/BLIP), whose names of tensors these are. The
+# file has the images' size, 480 pixels a side, in its positions; transformers' copy of these weights was made for 384.
+
+WHAT = "the BLIP VQA checkpoint as published by its authors"
+
+
+def is_original(model: str) -> bool:
+    """Whether `model` is a file of BLIP's authors."""
+    return Path(model).suffix == ".pth"
+
+
+def load_original(model: str) -> "BlipForQuestionAnswering":
+    """The network in the file `model`, in transformers' form; raises `RewardError` if it is none."""
+    import transformers
+
+    with loading("model", model, WHAT):
+        content = torch.load(expanded(model), map_location="cpu", weights_only=True)
+        tensors = content["model"]
+        # 0, 1, 2, ...: a buffer, not a weight
+        tensors = {name: value for name, value in tensors.items() if not name.endswith(".position_ids")}
+    if not any(name.startswith("text_decoder.") for name in tensors):
+        raise RewardError(f"model={model} has no answer decoder: give {WHAT}")
+    vision = _part(tensors, "visual_encoder.")
+    rest = {name: value for name, value in tensors.items() if name.startswith(("text_encoder.", "text_decoder."))}
+    with loading("model", model, WHAT):
+        network = transformers.BlipForQuestionAnswering(
+            transformers.BlipConfig(
+                text_config=_text_sizes(_part(tensors, "text_encoder."), vision["pos_embed"].shape[-1]),
+                vision_config=_vision_config(vision).to_dict(),
+            )
+        )
+        network.load_state_dict(
+            rest | {f"vision_model.{name}": value for name, value in _vision_tensors(vision).items()}
+        )
+    return network
+
+
+def _text_sizes(tensors: dict[str, torch.Tensor], vision_width: int) -> dict[str, int]:
+    """The sizes of the text encoder, which only its tensors tell; the answers' decoder has the same."""
+    words, width = tensors["embeddings.word_embeddings.weight"].shape
+    return {
+        "vocab_size": words,
+        "bos_token_id": words - 2,  # [DEC], behind BERT's words; the last one is [ENC]
+        "hidden_size": width,
+        "num_attention_heads": width // 64,
+        "intermediate_size": tensors["encoder.layer.0.intermediate.dense.weight"].shape[0],
+        "num_hidden_layers": len({name.split(".")[2] for name in tensors if name.startswith("encoder.layer.")}),
+        "max_position_embeddings": tensors["embeddings.position_embeddings.weight"].shape[0],
+        "encoder_hidden_size": vision_width,
+    }

@@ -1,0 +1,349 @@
+"""The base of scorers that call a service: a JSON client with time-outs and retries, tokens, images as text."""
+
+import base64
+import io
+import json
+import logging
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from http.client import responses
+from pathlib import Path
+from typing import Annotated, Self, TypeVar
+from urllib.parse import urlsplit
+
+import requests
+from PIL import Image
+from pydantic import Field
+from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError, ReadTimeoutError
+
+from gerl.commandline.command import is_loopback
+from gerl.errors import RewardError
+from gerl.rewards.scorers.base import JSON, Scorer
+
+# --- A JSON client with time-outs and retries, tokens, images as text
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
+LONGEST_WAIT = 60.0  # seconds between two attempts; a service that names more is out of order or out of quota
+MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
+SHOWN = 200  # characters of an answer that a message quotes
+_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded ones
+
+_NO_TOKEN = "the service requires a token, set token_file to its file or token_env to its environment variable"
+_WRONG_NAME = "correct the address and the name of the model or scorer"
+_OVERLOADED = "the service is overloaded, lower concurrency"
+REMEDIES = {
+    401: _NO_TOKEN,
+    403: _NO_TOKEN,
+    404: _WRONG_NAME,
+    405: _WRONG_NAME,
+    408: _OVERLOADED,
+    413: "the images are too large for the service, lower image_size (and batch_size if there is one)",
+    429: _OVERLOADED,
+}
+REJECTED = "the service rejects such a request, correct the kwargs"
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Transient(RewardError):
+    """A request failed in a way that may pass; `wait` is the seconds that the service wants the client to wait."""
+
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpScorer(Scorer):
+    """The kwargs of every scorer that calls a service.
+
+    `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
+    in no configuration; driver and reward workers read it. `timeout` is the number of seconds an attempt may take, from
+    connecting to the last byte of the answer, `concurrency` the requests in flight of one reward worker, `retries` how
+    often a request is repeated after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff`
+    seconds, then twice as many each time, or as long as the service says in `Retry-After`. The proxy settings of
+    the environment apply, except to this machine itself.
+    """
+
+    token_file: str | None = None
+    token_env: str | None = None
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    retries: Annotated[int, Field(ge=0)] = 5
+    backoff: Annotated[float, Field(ge=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        read_token(self.token_file, self.token_env)
+
+    def client(self, url: str) -> "Client":
+        """A client of the service at `url`; the token is read anew, so that it may be renewed during a run."""
+        return Client(url, self, *read_token(self.token_file, self.token_env))
+
+
+def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]:
+    """The bearer token in `file` or in the environment variable `variable`, and the key that named it; None for none.
+
+    Raises:
+        RewardError: both are given, or the source holds no token; the message does not show it.
+    """
+    if file is not None and variable is not None:
+        raise RewardError(f"token_file={file} and token_env={variable} are both given: keep one of them")
+    if file is not None:
+        source = f"token_file={file}"
+        try:
+            token = Path(file).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RewardError(f"{source} cannot be read ({type(error).__name__}): give a text file") from None
+    elif variable is not None:
+        source = f"token_env={variable}"
+        if variable not in os.environ:
+            raise RewardError(
+                f"{source} holds no token: this variable is not set; export it for driver and reward workers, or "
+                "for the service"
+            )
+        token = os.environ[variable]
+    else:
+        return None, ""
+    token = token.strip()
+    if not (token and token.isascii() and token.isprintable() and " " not in token):
+        raise RewardError(f"{source} holds no token: expected one line of printable ASCII without spaces")
+    return token, source
+
+
+class Client:
+    """JSON over HTTP with the service at `url`, for one scoring call: leaving the context ends what is under way.
+
+    `config` gives time-out, retries and concurrency; `source` says where `token` is from. No message shows the token.
+
+    Raises:
+        RewardError: from every method, for a request that failed, with the answer and the remedy.
+    """
+
+    def __init__(self, url: str, config: HttpScorer, token: str | None = None, source: str = "") -> None:
+        self.url = url.rstrip("/")
+        self.config = config
+        self._token = token
+        self._source = source
+        self._stop = threading.Event()
+        self._session = requests.Session()
+        self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._session.close()
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """`function` of each item, `config.concurrency` at a time, in the order of the items.
+
+        The first failure is raised at once: what has not started is dropped; leaving the context ends the retries.
+        """
+        pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="scorer-http")
+        try:
+            futures = [pool.submit(function, item) for item in items]
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def post(self, path: str, payload: Mapping[str, object]) -> JSON:
+        """The JSON that `POST url + path` answers to `payload`."""
+        body = json.dumps(payload, allow_nan=False).encode()
+        for attempt in range(self.config.retries + 1):
+            try:
+                return self._once(self.url + path, body)
+            except Transient as error:
+                if attempt == self.config.retries:
+                    raise Transient(f"{error} ({attempt + 1} attempts)") from None
+                if error.wait > LONGEST_WAIT:
+                    raise RewardError(f"{error} (Retry-After is {error.wait:.0f} s, which is too long)") from None
+                # Scattered, so that requests refused together do not come back together.
+                pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
+                pause = max(error.wait, min(pause, LONGEST_WAIT))
+                log.warning("%s (attempt %d; next in %.1f s)", error, attempt + 1, pause)
+                if self._stop.wait(pause):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _once(self, url: str, body: bytes) -> JSON:
+        request = f"POST {url}"
+        try:
+            response, content = self._in_time(lambda: self._exchange(request, url, body))
+        except (TimeoutError, requests.Timeout, ReadTimeoutError):
+            raise Transient(
+                f"{request} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
+                "if the service is overloaded"
+            ) from None
+        except requests.exceptions.SSLError as error:
+            message = f"{request}: no secure connection ({_cause(error)}): correct the address"
+            raise RewardError(message) from None
+        except (requests.ConnectionError, HTTPError) as error:
+            raise Transient(
+                f"{request}: the connection failed or was broken ({_cause(error)}): start the service or "
+                "correct the address"
+            ) from None
+        except requests.RequestException as error:
+            raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
+        return self._answer(request, response, content)
+
+    def _in_time(self, exchange: Callable[[], Result]) -> Result:
+        """The result of `exchange`, in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
+
+        The time-outs of requests are for each piece: a service that sends a byte now and then never exceeds them.
+        """
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(exchange())
+            except Exception as error:  # noqa: BLE001 - it is raised in the caller
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="scorer-exchange", daemon=True).start()
+        return future.result(self.config.timeout)
+
+    def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
+        """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
+        with self._session.post(
+            url,
+            data=body,
+            # Compressed, a small answer could fill the memory.
+            headers={"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"},
+            auth=self._authorise,
+            timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
+            allow_redirects=False,  # a redirected POST becomes a GET, and the token would travel on
+            stream=True,
+        ) as response:
+            coding = response.headers.get("Content-Encoding", "identity").strip().lower()
+            if coding not in ("", "identity"):
+                raise RewardError(
+                    f"{request} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
+                    "disable compression in the service or its proxy"
+                )
+            content, until = bytearray(), time.monotonic() + self.config.timeout
+            while chunk := response.raw.read1(1 << 16, decode_content=False):
+                content += chunk
+                if time.monotonic() > until:  # nobody waits for it any more
+                    raise TimeoutError
+                if len(content) > MAX_ANSWER:
+                    raise RewardError(
+                        f"{request} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
+                        "the log of the service"
+                    )
+            return response, bytes(content)
+
+    def _answer(self, request: str, response: requests.Response, content: bytes) -> JSON:
+        status, text = response.status_code, self.shown(content.decode(errors="replace"))
+        if 200 <= status < 300:
+            try:
+                return json.loads(content)
+            except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
+                raise RewardError(
+                    f"{request} answered {status} without JSON: {text}: correct the address, or check the log of the "
+                    "service"
+                ) from None
+        remedy = self._remedy(status, response.headers.get("Location", ""))
+        message = f"{request} answered {status} {responses.get(status, '')}: {text}: {remedy}"
+        if status in (408, 429) or status >= 500:
+            raise Transient(message, _retry_after(response.headers.get("Retry-After", "")))
+        raise RewardError(message)
+
+    def _remedy(self, status: int, location: str) -> str:
+        if status in (401, 403) and self._source:
+            return f"the token of {self._source} is rejected, correct it"
+        if 300 <= status < 400:
+            return f"use the address it redirects to, {self.shown(location)}"
+        return REMEDIES.get(status, "check the log of the service" if status >= 500 else REJECTED)
+
+    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+    def shown(self, text: str) -> str:
+        """The first `SHOWN` characters of a service's answer, on one line, for a message; without the token."""
+        return repr(" ".join(self.redacted(text).split())[:SHOWN])
+
+    def quoted(self, answer: JSON) -> str:
+        """The same of an answer that was JSON."""
+        try:
+            return self.shown(json.dumps(answer))
+        except RecursionError:
+            return "endlessly nested lists"
+
+    def redacted(self, text: str) -> str:
+        """`text` without the token."""
+        return text if self._token is None else text.replace(self._token, "[token]")
+
+
+def png_base64(image: Image.Image) -> str:
+    """The image as a PNG file, RGB, in base64."""
+    buffer = io.BytesIO()
+    # Lossless at any level; 1 is several times as fast as the default and hardly larger.
+    image.convert("RGB").save(buffer, "PNG", compress_level=1)
+    return to_base64(buffer.getvalue())
+
+
+def to_base64(content: bytes) -> str:
+    """A file as text."""
+    return base64.b64encode(content).decode()
+
+
+def at_most(image: Image.Image, size: int | None) -> Image.Image:
+    """The image, reduced in proportion to at most `size` pixels a side; None leaves it as it is."""
+    if size is None or max(image.size) <= size:
+        return image
+    width, height = (max(1, round(side * size / max(image.size))) for side in image.size)
+    return image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
+
+
+def check_url(kwarg: str, url: str) -> None:
+    """Raise `RewardError` unless `url` is the plain HTTP address of a service, without credentials in it."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018  reading it checks it
+    except ValueError as error:
+        raise RewardError(f"{kwarg} is not an address ({error}): use one such as http://127.0.0.1:8000") from None
+    if parts.username is not None or parts.password is not None:
+        raise RewardError(f"{kwarg} contains a password: remove it, and set a token in token_file or token_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
+        raise RewardError(f"{kwarg}={url!r} is not an address: use one such as http://127.0.0.1:8000")
+    if parts.query or parts.fragment:
+        raise RewardError(
+            f"{kwarg} has a part after its path, and paths are appended to it: remove ? or # and what follows"
+        )
+
+
+def _retry_after(value: str) -> float:
+    """Seconds of a `Retry-After` header, which has a number or a date; 0 if it has neither (RFC 9110, 10.2.3)."""
+    try:
+        wait = int(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+        return max(0.0, float(wait))
+    except OverflowError:
+        return math.inf
+    except ValueError:
+        return 0.0
+
+
+def _cause(error: BaseException) -> str:
+    """The first error of a chain, such as a refused connection, without those that the library raised from it."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
