@@ -117,18 +117,9 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
     """The cause and the remedy, where the value of `key` is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     given = f"{key}={path!r}"
-<<<<<<< HEAD
     first = unreached or error
     chain = list(causes(first))
     if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
-=======
-    causes: list[BaseException] = []
-    cause: BaseException | None = unreached or error
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
->>>>>>> main
         return (
             f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
             "on a larger disk"
