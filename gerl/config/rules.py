@@ -17,7 +17,6 @@ from gerl.config.blocks import (
     ScorerConfig,
     TrainerConfig,
     ValidationConfig,
-    sources,
 )
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
@@ -54,111 +53,16 @@ class Settings(Protocol):
     def lockstep(self) -> bool: ...
 
 
-# --- Checks of a configuration that trains on images of files
-
-FILES = "data.train_on=files"
+# --- Checks of a whole configuration that the table of exclusions cannot express
 
 
-def check_given(config: Settings) -> None:
-    """Raise `ConfigError` where images of files and the other keys contradict each other."""
-    algorithm = config.algorithm
-    _check_regularise(config)
-    if config.data.train_on == "drawn":
-        config.reward.check_weights()
-        if algorithm.needs.files:
-            raise ConfigError(
-                f"algorithm.name={algorithm.name}: it imitates existing images; set {FILES} and data.train to a "
-                "file that lists them, or use algorithm=best_of_n, which imitates the best sampled ones"
-            )
-        return
-    if algorithm.needs.trajectory:
-        raise ConfigError(
-            f"{FILES}: {algorithm.name} learns from the sampling steps of an image, which a file does not have; "
-            "use algorithm=diffusion_dpo_offline, kto or sft, or another that learns from noised images"
-        )
-    if algorithm.dynamic_sampling:
-        raise ConfigError(
-            f"algorithm.dynamic_sampling={algorithm.dynamic_sampling}: it samples replacements for images without "
-            f"a signal, and with {FILES} none are sampled; remove it"
-        )
-    if algorithm.kl_share < 1 or getattr(algorithm, "diversity", "none") != "none":
-        raise ConfigError(
-            f"{FILES}: algorithm.kl_share and algorithm.diversity need scores of the training images, and those "
-            "from files are not scored; remove them"
-        )
-    if config.trainer.staleness:
-        raise ConfigError(
-            f"trainer.staleness={config.trainer.staleness}: with {FILES} no images are sampled; remove it"
-        )
-    if config.cluster.layout == "split":
-        raise ConfigError(f"cluster.layout=split: with {FILES} no worker has anything to sample; use hybrid")
-    if config.lockstep:
-        raise ConfigError(
-            f"{FILES}: each rank encodes images independently, which model.shard={config.model.shard} and "
-            f"cluster.context={config.cluster.context} do not support yet; use cluster.context=1 and "
-            "model.shard=none"
-        )
-
-
-def _check_regularise(config: Settings) -> None:
-    given, coef = config.data.regularise, config.algorithm.data_coef
-    if given is None:
-        return
-    sources(given, "data.regularise", weighted=False)
-    if not coef:
-        raise ConfigError(
-            "data.regularise: the images have no weight in the loss, since algorithm.data_coef=0; set it, such as "
-            "algorithm.data_coef=0.01, or remove data.regularise"
-        )
-    if config.data.train_on == "files":
-        raise ConfigError(
-            f"data.regularise: it is for runs that sample, and with {FILES} nothing is sampled; remove it"
-        )
-    if config.algorithm.subtracts_kl and config.algorithm.kl_coef > 0:
-        raise ConfigError("data.regularise: algorithm.kl_in_reward would penalise images from files as well; use false")
-    if config.trainer.staleness or config.lockstep or config.cluster.layout == "split":
-        raise ConfigError(
-            "data.regularise: images from files are not supported yet with trainer.staleness, "
-            "cluster.layout=split, cluster.context and model.shard; remove these"
-        )
-
-
-# --- Checks of a configuration that trains all weights or parts of them, or a second LoRA
-
-
-def check_trained(config: Settings) -> None:
-    """Raise `ConfigError` where what is trained does not go with the rest."""
-    based = any(teacher.is_base for teacher in config.algorithm.needs.teachers)
-    if config.model.train != "lora" and config.algorithm.moves_reference and based:
-        raise ConfigError(
-            f"model.train={config.model.train}: the initial model is kept once, and a moving KL reference would "
-            "need another copy; use algorithm.kl_reset_every=0 and kl_reset_above=null, or model.train=lora"
-        )
-    if config.model.train != "lora" and config.algorithm.needs.imitation:
-        raise ConfigError(
-            f"model.train={config.model.train}: {config.algorithm.name} trains a second LoRA next to the first; "
-            "use model.train=lora"
-        )
-    if config.algorithm.needs.imitation and config.lockstep:
-        raise ConfigError(
-            f"cluster.ranks_per_worker={config.cluster.ranks_per_worker}: {config.algorithm.name} does not support "
-            "sharded weights or tokens yet; use 1"
-        )
+def check_teachers(config: Settings) -> None:
+    """Raise `ConfigError` if a teacher is a LoRA beside weights that are trained whole."""
     if config.model.train != "lora" and (taught := [t for t in config.algorithm.needs.teachers if t.lora is not None]):
         raise ConfigError(
             f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
             f"model.train={config.model.train} there is none; use model.train=lora, or merge it into its own "
             "pipeline and give that as path"
-        )
-    if config.model.train != "lora" and config.cluster.context > 1:
-        raise ConfigError(
-            f"cluster.context={config.cluster.context}: tokens split among ranks do not support "
-            f"model.train={config.model.train} yet; use cluster.context=1, or model.train=lora"
-        )
-    if config.model.train != "lora" and config.actor.optimizer != "adamw":
-        raise ConfigError(
-            f"actor.optimizer={config.actor.optimizer}: it supports a LoRA only, and "
-            f"model.train={config.model.train}; use actor.optimizer=adamw, or model.train=lora"
         )
 
 
@@ -167,20 +71,7 @@ def check_trained(config: Settings) -> None:
 
 def check_remedies(config: Settings) -> None:
     """Raise `ConfigError` where a remedy lacks what it works with."""
-    algorithm, guard = config.algorithm, config.guard
-    if guard.raises_kl and config.validation.data is None:
-        raise ConfigError(
-            f"guard.action={guard.action}: it acts on held-out images, and validation.data=null; set held-out "
-            "prompts, or use guard.action=warn"
-        )
-    given = {"kl_share": algorithm.kl_share < 1, "kl_reset_every": algorithm.kl_reset_every > 0}
-    given["kl_reset_above"] = algorithm.kl_reset_above is not None
-    for name, asked in given.items():
-        if asked and algorithm.kl_coef == 0 and not guard.raises_kl:
-            raise ConfigError(
-                f"algorithm.{name}={getattr(algorithm, name)}: there is no KL, since algorithm.kl_coef=0; set a "
-                "weight, such as algorithm.kl_coef=0.04, or remove it"
-            )
+    algorithm = config.algorithm
     if algorithm.kl_share < 1:
         reference_scorers(algorithm, config.reward.scorers)
     held_out = [name for name, scorer in config.reward.scorers.items() if scorer.during == "validation"]

@@ -9,9 +9,8 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.config import answered, is_foreign, keys, readers
-from gerl.config.other_programs import ABSENT, BLOCKS, FLAGS, MEANING, VALUES, Why
+from gerl.config.other_programs import ABSENT, BLOCKS, FLAGS, MEANING, RULES, VALUES, Why
 from gerl.config.reading import advice, refusal, typed
-from gerl.config.rules import RULES
 from gerl.config.suggestions import OPEN
 from gerl.errors import ConfigError
 
