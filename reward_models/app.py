@@ -6,8 +6,6 @@ Paths: `POST /v1/score` (the protocol of `gerl.rewards.scorers.remote`), `GET /v
 """
 
 import asyncio
-import base64
-import binascii
 import logging
 from typing import Annotated, Literal, Self
 
@@ -20,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from gerl.config.schema import DEEPEST, is_flat
+from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Columns, Metadata
+from gerl.rewards.scorers.http import decode_base64
 from gerl.rewards.scorers.remote import VERSION
 from reward_models.guard import BUSY, REASONS, SCORE, WAIT_SECONDS, Error, Guard, Limits, Metrics, Room, answer
 from reward_models.scoring import MEGAPIXEL, Refusal, Scoring, measure
@@ -138,15 +138,10 @@ def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> Fast
 
 
 def _decoded(images: list[str]) -> list[bytes]:
-    files = []
-    for i, text in enumerate(images):
-        try:
-            files.append(base64.b64decode(text, validate=True))
-        except (binascii.Error, ValueError):
-            raise HTTPException(
-                422, f"image {i} of {len(images)} is not base64: encode the bytes of its file"
-            ) from None
-    return files
+    try:
+        return decode_base64(images)
+    except RewardError as error:
+        raise HTTPException(422, str(error)) from None
 
 
 def _exception(refusal: Refusal) -> HTTPException:

@@ -1,7 +1,6 @@
 """The gate of a reward service: who is let in, how much at a time, and the numbers at /metrics."""
 
 import asyncio
-import hmac
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.rewards.scorers.remote import VERSION
+from gerl.web.server import bearer, is_token
 from reward_models.scoring import ImageLimits
 
 SCORE = "/v1/score"
@@ -26,19 +26,10 @@ WAIT_SECONDS = 30.0  # of a request for the pixels of others to be scored
 DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # of the body of a refused request
 BUSY = "the images of other requests use all the pixels of max_in_flight_megapixels: send fewer at a time"
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a JPEG takes 0.01, a large judge minutes
-REASONS = {
-    400: "json",
-    401: "token",
-    403: "site",
-    404: "scorer_name",
-    408: "slow",
-    411: "length",
-    413: "size",
-    422: "input",
-    429: "rate",
-    500: "scorer",
-    503: "not_ready",
-}
+REASONS = {  # of errors, in the metrics
+    400: "json", 401: "token", 403: "site", 404: "scorer_name", 408: "slow", 411: "length", 413: "size", 422: "input",
+    429: "rate", 500: "scorer", 503: "not_ready",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,12 +193,9 @@ class Guard:
             return answer(403, "the request comes from a page of another site: send it from a program")
         if self.limits.local and not is_loopback(host_name(headers.get("host", ""))):
             return answer(403, "the host is not this machine: use 127.0.0.1 or localhost, or set a token")
-        token = self.limits.token
-        if token is not None:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
-                sentence = "a bearer token is required, and none or another was sent: send the one of this service"
-                return answer(401, sentence, {"WWW-Authenticate": "Bearer"})
+        if self.limits.token is not None and not is_token(bearer(headers), self.limits.token):
+            sentence = "a bearer token is required, and none or another was sent: send the one of this service"
+            return answer(401, sentence, {"WWW-Authenticate": "Bearer"})
         if not {"content-length", "transfer-encoding"} & set(headers):
             return answer(411, "the request does not state the length of its body: send Content-Length")
         if (length := _announced(headers)) > self.limits.max_body_mb * 10**6:

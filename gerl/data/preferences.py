@@ -84,7 +84,7 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
 def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
     """A prompt for each image to be imitated: the best of each row, and one alone unless it is disliked.
 
-    Their ids are below 0, so that they are no prompt's that is drawn. Raises `DataError` if there are none.
+    Their ids are negative, unlike those of sampled prompts. Raises `DataError` if there are none.
     """
     found: list[Prompt] = []
     for row in rows:

@@ -76,7 +76,7 @@ def weights(given: object) -> list[Fraction] | None:
 
 
 def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
-    """How many of the `per_step` prompts of a step are of each source at most, as `MixtureSchedule` draws them.
+    """How many of the `per_step` prompts of a step are of each source at most, as `MixtureSchedule` samples them.
 
     While a step takes the time D, of each source between w D - 1 and w D + 1 occurrences are due. Those of source i are
     the most where it has w_i D + 1 and the others w_j D - 1, and all are `per_step`.

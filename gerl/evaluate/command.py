@@ -13,7 +13,7 @@ from gerl.commandline.progress import Progress
 from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
-from gerl.evaluate.names import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.evaluate.loras import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.protocol import Prompt
@@ -83,7 +83,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A row for each image that was drawn, and the results of these rows, column -> variant -> `Result`.
+    """A row for each sampled image, and the results of these rows, column -> variant -> `Result`.
 
     complete: whether all prompts are in it; otherwise those that were finished, with every variant. suite: the numbers
     of the suite, where one was asked for.
@@ -108,7 +108,7 @@ def _work(arguments: list[str]) -> None:
 
 
 def run(request: Request) -> Evaluation:
-    """Check everything that can be checked, draw and score, write; see `gerl.evaluate`."""
+    """Check everything that can be checked, sample, score and write; see `gerl.evaluate`."""
     config, out = request.config, request.out
     resolve(config.model.path)
     prompts = _prompts(request)
@@ -118,7 +118,7 @@ def run(request: Request) -> Evaluation:
     with importing():
         from gerl.cluster import Cluster
         from gerl.evaluate.comparison import compare, tasks_of
-        from gerl.evaluate.worker import draw
+        from gerl.evaluate.worker import sample
 
     tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
@@ -140,7 +140,7 @@ def run(request: Request) -> Evaluation:
     rows: list[ScoredRow] = []
     try:
         with machines as cluster, Progress(total, disable=not config.logger.progress, unit="image") as progress:
-            for part in draw(config, request.loras, request.images, prompts, cluster):
+            for part in sample(config, request.loras, request.images, prompts, cluster):
                 rows += part
                 progress.update(len(part))
                 if config.reward.on_error == "stop":
@@ -155,7 +155,7 @@ def run(request: Request) -> Evaluation:
 
 
 def _prompts(request: Request) -> list[Prompt]:
-    """The prompts to draw, all of them fit for the scorers."""
+    """The prompts to sample, checked with the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
     if pinned is None:
@@ -249,8 +249,8 @@ def report(request: Request, found: Evaluation) -> None:
     from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # these import torch
 
     prompts = len({row.prompt_id for row in found.rows})
-    drawn = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
-    lines = ["", table(found.results), "", drawn, *([few] if (few := too_few_prompts(found.results)) else [])]
+    counts = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
+    lines = ["", table(found.results), "", counts, *([few] if (few := too_few_prompts(found.results)) else [])]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")

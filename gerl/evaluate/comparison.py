@@ -11,7 +11,7 @@ import numpy as np
 
 from gerl.algorithms.planning import validation_seed
 from gerl.errors import DataError
-from gerl.evaluate.names import BASE, COLUMNS
+from gerl.evaluate.loras import BASE, COLUMNS
 from gerl.evaluate.suites import Column, PinnedSuite, Suite
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.total import TOTAL, distinct_columns, score_row
@@ -20,7 +20,7 @@ from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
-# --- Variants of a model on the same prompts and noise: what is drawn, and how far its scores are apart
+# --- Variants of a model on the same prompts and noise: the images to sample, and the differences of their scores
 
 FEW_PROMPTS = 20  # with fewer the percentile interval is clearly too narrow
 WIDTH = 384  # pixels, to which a wider picture is reduced
@@ -28,7 +28,7 @@ WIDTH = 384  # pixels, to which a wider picture is reduced
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Image number `index` of a prompt, drawn by `variant` from the noise of `seed`; `picture` is a data URI.
+    """Image number `index` of a prompt, sampled by `variant` from the noise of `seed`; `picture` is a data URI.
 
     values: column -> score, None where there is none; `failure` says why. given: files of the prompt's own pictures.
     """
@@ -45,7 +45,7 @@ class ScoredRow:
 
     @property
     def label(self) -> str:
-        """How a message calls it."""
+        """Its name in messages."""
         return f"the image of {self.variant} for {self.prompt!r}"
 
 
@@ -62,13 +62,13 @@ class Result:
 
 
 Results = dict[str, dict[str, Result]]  # column -> variant -> result
-Task = tuple[str, list[Sample]]  # a variant and the micro-batch that it draws
+Task = tuple[str, list[Sample]]  # a variant and the micro-batch that it samples
 
 
 def plan(batch: Sequence[Sample], variants: Sequence[str], images: int, each: int = 1) -> list[Task]:
-    """The images to draw for a micro-batch of the trainer's validation: `images` of each prompt with every variant.
+    """The images to sample for a micro-batch of the trainer's validation: `images` of each prompt with every variant.
 
-    each: how many images of a prompt the validation draws, which have its noise and, in their micro-batch, its
+    each: how many images of a prompt the validation samples, which have its noise and, in their micro-batch, its
     neighbours: the last bits of an image depend on both. Images of different variants are no group.
     """
     tasks = []
@@ -131,7 +131,7 @@ HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "vs base", "95 
 
 
 def table(results: Results) -> str:
-    """The results for the eye: a block for each column, or for several that are the same."""
+    """The results as text: a block for each column, or for several equal ones."""
     blocks: dict[str, list[str]] = {}
     width = max(len(variant) for variants in results.values() for variant in variants)
     for column, variants in results.items():
@@ -141,7 +141,7 @@ def table(results: Results) -> str:
 
 
 def too_few_prompts(results: Results) -> str | None:
-    """The sentence for intervals over too few prompts to be believed, None where there are enough."""
+    """The warning for intervals over too few prompts to be reliable; None where there are enough."""
     count = min(result.mean.count for result in results[TOTAL].values())
     if count >= FEW_PROMPTS:
         return None
@@ -157,7 +157,7 @@ def _line(variant: str, result: Result, width: int) -> str:
 
 
 def _cells(result: Result) -> list[str]:
-    """Mean, difference to the base and wins, each with its interval; the last two empty for the base itself."""
+    """Mean, difference from the base and wins, each with its interval; the last two empty for the base itself."""
     cells = [show(result.mean.mean), interval(result.mean)]
     if result.difference is None or result.win_rate is None:
         return [*cells, "", "", "", ""]
@@ -213,12 +213,12 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
     """
     labels = distinct_columns(rows)
     places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]
-    drawn: dict[tuple[int, int], dict[str, ScoredRow]] = {}
+    by_variant: dict[tuple[int, int], dict[str, ScoredRow]] = {}
     for row in rows:
-        drawn.setdefault((row.prompt_id, row.index), {})[row.variant] = row
+        by_variant.setdefault((row.prompt_id, row.index), {})[row.variant] = row
     note = (
-        f"{len(drawn)} row{'' if len(drawn) == 1 else 's'}: the same prompt and the same noise for all. Click a "
-        "LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
+        f"{len(by_variant)} row{'' if len(by_variant) == 1 else 's'}: the same prompt and the same noise for all. "
+        "Click a LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
         f"order.{' ' + few if (few := too_few_prompts(results)) else ''}"
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
@@ -228,30 +228,30 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
         if column in labels
         for variant, result in variants.items()
     ]
-    cards = [_card(row, places, labels) for row in drawn.values()]
+    cards = [_card(row, places, labels) for row in by_variant.values()]
     return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets)
 
 
-def _card(drawn: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
+def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
     """The row of a prompt and image, the pictures that were given with the prompt first."""
-    base = drawn[BASE]
+    base = by_variant[BASE]
     pictures = [
         Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")
         for path in base.given
     ]
-    for variant, row in drawn.items():
-        gain = None if variant == BASE else _value(drawn, TOTAL, variant)
+    for variant, row in by_variant.items():
+        gain = None if variant == BASE else _value(by_variant, TOTAL, variant)
         shown, trend = "" if gain is None else show(gain, "+"), "" if not gain else "up" if gain > 0 else "down"
         alt = f"{variant}: {row.prompt}"
         scores = {label: row.values[name] for name, label in labels.items() if name in row.values}
         pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=scores))
-    values = [_value(drawn, column, variant) for column, variant in places]
+    values = [_value(by_variant, column, variant) for column, variant in places]
     return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
 
 
-def _value(drawn: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
+def _value(by_variant: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
     """The score of the base, or how much that of another variant is above it."""
-    own, base = (drawn[name].values.get(column) for name in (variant, BASE))
+    own, base = (by_variant[name].values.get(column) for name in (variant, BASE))
     return own if variant == BASE else None if own is None or base is None else own - base
 
 
@@ -349,13 +349,13 @@ def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, s
 
 
 def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:
-    """The parts of the suite that `rows` lack: prompts not drawn, tasks without any, images without a score."""
+    """The parts of the suite that `rows` lack: prompts not sampled, tasks without any, images without a score."""
     wanted = pinned.suite.prompts
     assert wanted is not None  # it is not missing
-    drawn = {row.prompt_id for row in rows}
-    found = [] if len(drawn) == wanted.count else [f"{len(drawn)} of {wanted.count} prompts"]
+    sampled = {row.prompt_id for row in rows}
+    found = [] if len(sampled) == wanted.count else [f"{len(sampled)} of {wanted.count} prompts"]
     if pinned.suite.tasks is not None:
-        without = [task for task in pinned.suite.tasks.names if task not in {tasks[prompt] for prompt in drawn}]
+        without = [task for task in pinned.suite.tasks.names if task not in {tasks[prompt] for prompt in sampled}]
         found += [f"no prompt of {', '.join(without)}"] if without else []
     for name, column in pinned.suite.columns.items():
         scored = sum(row.values.get(name) is not None for row in rows)
@@ -365,7 +365,7 @@ def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[
 
 
 def remarks(results: SuiteResults) -> list[str]:
-    """All that has to be said with the numbers: the protocol, and all that differs from it."""
+    """The remarks on the numbers: the protocol, and all deviations from it."""
     pinned, suite = results.pinned, results.pinned.suite
     lines = [f"{suite.title} ({suite.source})"]
     if pinned.protocol is not None:

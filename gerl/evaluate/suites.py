@@ -48,7 +48,7 @@ class PromptFile:
     """The prompts of a suite: `file` in `source`, or beside the suite, known by the SHA-256 of its bytes.
 
     git_blob: in its place, the name that git gives to a file with these bytes. key: the column of the prompts.
-    distinct: the file repeats its prompts, and each is drawn as if it stood there once. gather: all rows with the same
+    distinct: the file repeats its prompts, and each is sampled as if it were there once. gather: all rows with the same
     value in this column are one prompt, whose `questions` are these rows. count: of the prompts then.
     """
 
@@ -70,7 +70,7 @@ class PromptFile:
 
     @property
     def digest(self) -> str:
-        """The digest that the file must have, in words."""
+        """The digest that the file must have, as text."""
         return f"the SHA-256 {self.sha256}" if self.sha256 is not None else f"the git blob {self.git_blob}"
 
     def digest_of(self, content: bytes) -> str:
@@ -80,7 +80,7 @@ class PromptFile:
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
     def arrange(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts to draw, of all rows of the file; raises `DataError` for a row without the column `gather`."""
+        """The prompts to sample, of all rows of the file; raises `DataError` for a row without the column `gather`."""
         if self.distinct:
             return list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
         if self.gather is None:
@@ -128,7 +128,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How images are drawn: `images` of each prompt with `keys` of the configuration, for models of these names."""
+    """How images are sampled: `images` of each prompt with `keys` of the configuration, for models of these names."""
 
     __pydantic_config__ = FORBID
 

@@ -1,4 +1,4 @@
-"""Drawing with the base model and with LoRAs, on the workers of a cluster."""
+"""Sampling with the base model and with LoRAs, on the workers of a cluster."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
-from gerl.evaluate.names import BASE
+from gerl.evaluate.loras import BASE
 from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
 from gerl.model.errors import check_backend, model_errors
@@ -34,7 +34,7 @@ logger = logging.getLogger("gerl")
 
 
 class EvaluationWorker:
-    """A worker that draws with the base model or one of the LoRAs as the trainer's validation does."""
+    """A worker that samples with the base model or one of the LoRAs as the trainer's validation does."""
 
     def __init__(self, config: Config, loras: Mapping[str, Path], device: str, threads: int) -> None:
         self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
@@ -66,8 +66,8 @@ class EvaluationWorker:
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
         if remote:
             pass_on_logs("gerl", logging.INFO, self.notes.append)
-        unheeded = unguided(type(pipe), sampling)
-        return notes + ([] if unheeded is None else [unheeded])
+        ignored = unguided(type(pipe), sampling)
+        return notes + ([] if ignored is None else [ignored])
 
     def take_notes(self) -> list[str]:
         """The sentences that were logged since the last time."""
@@ -79,20 +79,20 @@ class EvaluationWorker:
         with model_errors("validation"):
             return self.rollout.cut_prompts(prompts, like, None)
 
-    def draw(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
-        """Draw a micro-batch with `variant`."""
+    def sample(self, task_id: int, variant: str, samples: Sequence[Sample]) -> Images:
+        """Sample a micro-batch with `variant`."""
         start = time.perf_counter()
         switch(self.rollout.policy.pipe, None if variant == BASE or self.loras[variant].is_dir() else variant)
         self.weights.switch(variant)
         return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
 
 
-def draw(
+def sample(
     config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
 ) -> Iterator[list[ScoredRow]]:
-    """Draw and score; yields the rows of a few prompts at a time, with all their images and variants.
+    """Sample and score; yields the rows of a few prompts at a time, with all their images and variants.
 
-    loras: files by name; the base model is drawn with too. images: of each prompt.
+    loras: files by name; the base model takes part too. images: of each prompt.
     """
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
@@ -110,26 +110,26 @@ def draw(
         notes = workers.run(EvaluationWorker.setup, workers.remote)[0]
     texts = list(dict.fromkeys(prompt.text for prompt in prompts))
     cut = workers.submit(0, EvaluationWorker.cut_prompts, texts, prompts[0]).result()
-    said = set[str]()
+    logged = set[str]()
     for sentence in [*notes, *sentences(cut, texts)]:
         logger.info("%s", sentence)
     for start in range(0, len(batches), count):
         tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images, each)]
-        found = _draw_tasks(tasks, workers, manager, count)
+        found = _sample_tasks(tasks, workers, manager, count)
         for note in dict.fromkeys(note for noted in workers.run(EvaluationWorker.take_notes) for note in noted):
-            if note not in said:
+            if note not in logged:
                 logger.warning("%s", note)
-                said.add(note)
+                logged.add(note)
         yield found
 
 
-def _draw_tasks(
+def _sample_tasks(
     tasks: Sequence[Task], workers: WorkerGroup[EvaluationWorker], manager: RewardManager, count: int
 ) -> list[ScoredRow]:
-    """The rows of tasks, each a variant and a micro-batch, drawn by `count` workers in turn and scored."""
+    """The rows of tasks, each a variant and a micro-batch, sampled by `count` workers in turn and scored."""
 
     def submit(i: int) -> Pending[Images]:
-        return workers.submit(i % count, EvaluationWorker.draw, i, *tasks[i])
+        return workers.submit(i % count, EvaluationWorker.sample, i, *tasks[i])
 
     dispatch = RoundRobin(submit, count, len(tasks))
     rollouts = PendingRollout(manager, [samples for _, samples in tasks], dispatch)

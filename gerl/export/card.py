@@ -38,7 +38,7 @@ from gerl.run.validation import (
 from gerl.utils.files import reason
 from gerl.web.pages import grid, still
 
-# --- Facts of the base model for a model card, as far as they are at hand: its class, its licence, its name
+# --- Facts of the base model for a model card, as far as they are available: its class, its licence, its name
 
 logger = logging.getLogger("gerl")
 PATIENCE = 10.0  # seconds for the hub's answer
@@ -58,7 +58,7 @@ class BaseModel:
 
 
 def base_model(base: Base) -> BaseModel:
-    """Look the base up in its folder, or on the hub; what cannot be found out is None, which the log says."""
+    """Look the base up in its folder, or on the hub; what is not found is None, with a warning."""
     hub_id = base.path if is_hub_id(base.path) else None
     fields = _licence_entry(base.path, hub_id)
     shipped = base.path in SHIPPED
@@ -87,7 +87,7 @@ def _pipeline(path: str) -> str | None:
     try:
         return str(diffusers.DiffusionPipeline.load_config(resolve(path)).get("_class_name"))
     except (ModelError, OSError, ValueError, httpx.TransportError) as error:
-        logger.warning("the base model %s is not available: the card says less about it (%s)", path, reason(error))
+        logger.warning("the base model %s is not available: its card has fewer facts (%s)", path, reason(error))
         return None
 
 
@@ -218,7 +218,7 @@ def _paths(given: Any) -> list[str]:
 
 
 def _sources(given: Any) -> str:
-    """The sources in words, with their weights."""
+    """The sources as text, with their weights."""
     if not _paths(given):
         return "unknown prompts"
     found = sources(given, "data.train")
@@ -279,7 +279,7 @@ def _program(run: RunFacts, repository: str) -> str:
     drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
     text = program(run.config, Path(repository), validation, replace(drawing, lora_lines=lines))
-    if (path := get(run.config, "model", "path")) in SHIPPED:  # its folder lies in the package
+    if (path := get(run.config, "model", "path")) in SHIPPED:  # its folder is in the package
         text = text.replace(repr(str(ASSETS / str(path))), f'str(Path(gerl.__file__).parent / "assets/{path}")')
         text = f"from pathlib import Path\n\nimport gerl\n{text}"
     return without_paths(text)
@@ -371,7 +371,7 @@ def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
     training, held_out = series(rows, "reward/mean"), series(rows, "val/reward/mean")
     if not any(np.isfinite(values).any() for _, values in (training, held_out)):
         return None
-    from matplotlib.figure import Figure  # in here: a wrong argument is said before it is imported
+    from matplotlib.figure import Figure  # in here: it takes seconds, and arguments are checked first
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot()

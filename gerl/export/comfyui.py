@@ -1,4 +1,4 @@
-"""Workflows for ComfyUI, in the format of its API, that draw with a LoRA.
+"""Workflows for ComfyUI, in the format of its API, that sample with a LoRA.
 
 Source of nodes, file names, shifts and schedules: ComfyUI's own templates (github.com/Comfy-Org/workflow_templates,
 templates/default.json at commit 01d7404, flux_dev_full_text_to_image.json at 0de266f, image_qwen_image.json at 099db66,
@@ -7,9 +7,12 @@ templates/default.json at commit 01d7404, flux_dev_full_text_to_image.json at 0d
 here it is those in bf16, from the same repository.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 Node = dict[str, Any]
 Link = list[str | int]  # the name of a node and the number of its output
@@ -26,7 +29,7 @@ class Family:
 
     loads: Literal["checkpoint", "parts"]
     model: str
-    text_encoders: tuple[str, ...] = ()
+    text_encoders: Sequence[str] = ()
     kind: str | None = None  # of the text encoders, for the loaders of one or two of them
     vae: str | None = None
     latents: str = "EmptySD3LatentImage"
@@ -34,67 +37,23 @@ class Family:
     guidance: str = "guidance_scale"  # the argument of the pipeline
     above: float = 0.0
     shift: float | None = None
-    sampler: tuple[str, str] = ("euler", "simple")
+    sampler: Sequence[str] = ("euler", "simple")
 
 
-SD3_ENCODERS = ("clip_l.safetensors", "clip_g.safetensors", "t5xxl_fp16.safetensors")
-DDIM = ("ddim", "ddim_uniform")
-# by the class of the pipeline in diffusers
-FAMILIES = {
-    "StableDiffusionPipeline": Family(
-        "checkpoint", "v1-5-pruned-emaonly-fp16.safetensors", latents="EmptyLatentImage", sampler=DDIM
-    ),
-    "StableDiffusionXLPipeline": Family(
-        "checkpoint", "sd_xl_base_1.0.safetensors", latents="EmptyLatentImage", sampler=DDIM
-    ),
-    "StableDiffusion3Pipeline": Family(
-        "checkpoint", "sd3.5_medium.safetensors", SD3_ENCODERS, sampler=("euler", "sgm_uniform")
-    ),
-    "FluxPipeline": Family(
-        "parts",
-        "flux1-dev.safetensors",
-        ("clip_l.safetensors", "t5xxl_fp16.safetensors"),
-        "flux",
-        "ae.safetensors",
-        guided="embedded",
-    ),
-    "QwenImagePipeline": Family(
-        "parts",
-        "qwen_image_bf16.safetensors",
-        ("qwen_2.5_vl_7b.safetensors",),
-        "qwen_image",
-        "qwen_image_vae.safetensors",
-        guidance="true_cfg_scale",
-        shift=3.1,
-    ),
-    "ZImagePipeline": Family(
-        "parts",
-        "z_image_bf16.safetensors",
-        ("qwen_3_4b.safetensors",),
-        "lumina2",
-        "ae.safetensors",
-        above=1.0,
-        shift=3.0,
-    ),
-}
-# what the base is called on the hub, where its file is not the family's usual one
-FILES = {
-    "stabilityai/stable-diffusion-3-medium-diffusers": "sd3_medium.safetensors",
-    "stabilityai/stable-diffusion-3.5-large": "sd3.5_large.safetensors",
-    "Tongyi-MAI/Z-Image-Turbo": "z_image_turbo_bf16.safetensors",
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("comfyui.yaml").read_text())
+FAMILIES = {pipeline: Family(**values) for pipeline, values in TABLE["families"].items()}
 LOADERS = {1: "CLIPLoader", 2: "DualCLIPLoader", 3: "TripleCLIPLoader"}
 
 
 def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str, Any]) -> dict[str, Node] | None:
-    """The graph that draws `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
+    """The graph that samples `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
 
     pipeline: its class in diffusers. base: its hub id or name. call: the arguments of the pipeline's call.
     """
     family = FAMILIES.get(pipeline)
     if family is None:
         return None
-    nodes, model, clip, vae = _loaders(family, FILES.get(base, family.model))
+    nodes, model, clip, vae = _loaders(family, TABLE["files"].get(base, family.model))
     nodes["lora"] = _node("LoraLoaderModelOnly", model=model, lora_name=lora, strength_model=1.0)
     model = ["lora", 0]
     if family.shift is not None:

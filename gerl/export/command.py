@@ -84,7 +84,7 @@ def run(request: Request) -> list[Path]:
     """Check everything that can be checked, then write; returns the files, which are there completely or not at all.
 
     Raises:
-        GerlError: the checkpoint, the base model or the folder does not fit what is asked for.
+        GerlError: the checkpoint, the base model or the folder does not fit the request.
     """
     request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
@@ -107,7 +107,7 @@ def run(request: Request) -> list[Path]:
     # Here and not above: these import torch, which takes seconds, and the keys and files come first.
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
-        from gerl.export.whole import extract, whole_pipeline
+        from gerl.export.full_weights import extract, whole_pipeline
         from gerl.model.denoisers import quiet_libraries
 
     quiet_libraries()
@@ -145,7 +145,7 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
 
 
 def resolve_push(request: Request) -> Request:
-    """The request with the format that `push` implies; raises `ConfigError` for keys that do not go together."""
+    """The request with the format that `push` implies; raises `ConfigError` for contradictory keys."""
     if request.push is None:
         if request.out is None:
             raise ConfigError("out is missing: give out=folder for the files, or push=owner/name; --help shows all")
@@ -161,7 +161,7 @@ def resolve_push(request: Request) -> Request:
 
 
 def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lora]", base: Base) -> list[Path]:
-    """Write the folder of a model repository, and upload it if that is asked for; returns the files in `out`."""
+    """Write the folder of a model repository, and upload it with `push`; returns the files in `out`."""
     from gerl.export.files import write_files  # they import torch
     from gerl.export.hub import hub_files
 
@@ -184,7 +184,7 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
 
 def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
     """Write the denoisers of a run that trained the weights themselves."""
-    from gerl.export.whole import write_denoisers
+    from gerl.export.full_weights import write_denoisers
 
     written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]

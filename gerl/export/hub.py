@@ -38,7 +38,7 @@ def hub_files(
     """The files of the repository, by name.
 
     repository: `owner/name`, or the name of the folder. Files for ComfyUI are left out, which log and card say, where
-    kohya's layout of the base is not known or the base is not at hand.
+    kohya's layout of the base is not known or the base is not available.
     """
     _, config = read_config(run_dir / "config.yaml")
     run, model = read_run(run_dir, step, config), base_model(base)
@@ -54,7 +54,7 @@ def hub_files(
 
 
 def header(run: RunFacts, weights: str) -> dict[str, str]:
-    """Facts for the header of the safetensors files, besides the base model."""
+    """Facts for the header of the safetensors files, apart from the base model."""
     scorers = get(run.config, "reward", "scorers") or {}
     reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
     return {

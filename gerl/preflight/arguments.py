@@ -38,7 +38,7 @@ class Options:
         unit="an integer percentage, from 1 to 100",
         low=1,
     )
-    anew: bool = key("recompute what hardware needs to know about a recipe, even if it is on record", False)
+    anew: bool = key("recompute the facts that hardware needs about a recipe, even if they are on record", False)
     out: Path | None = key("the report for machines, a .json file, in addition to the one on the terminal")
 
 
@@ -82,7 +82,7 @@ def preflight(arguments: list[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
-    """The configuration and the command's own keys; raises `ConfigError` for what cannot be."""
+    """The configuration and the command's own keys; raises `ConfigError` for contradictory keys."""
     options, overrides = PARSER.parse(arguments)
     config, out, signal = compose_run(overrides).config, options.out, options.signal
     if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):

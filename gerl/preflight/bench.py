@@ -33,7 +33,7 @@ SIDE = 512  # pixels of a made-up picture, where the configuration names no size
 
 
 class TooLarge(GerlError):
-    """The GPU's memory does not hold what was asked for."""
+    """The GPU's memory is too small for a micro-batch."""
 
     def __init__(self, phase: str, size: int) -> None:
         what = f"the {phase} of a micro-batch of {size}" if size else "the pipeline"
@@ -49,7 +49,7 @@ def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[
     try:
         return measured(device, work)
     except (torch.OutOfMemoryError, MemoryFull):
-        pass  # what is raised below must not hold on to it: its traceback keeps the tensors
+        pass  # the error raised below must not refer to it: its traceback keeps the tensors
     release(device)
     raise TooLarge(phase, size)
 
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def smallest(self) -> int:
-        """Images of the smallest micro-batch that the algorithm can draw."""
+        """Images of the smallest micro-batch that the algorithm can sample."""
         return self.config.algorithm.needs.sampled_images(self.config.rollout.n)
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
@@ -76,9 +76,9 @@ class Bench:
         return max(tasks, key=lambda task: rows_of(task.segments))
 
     def run(self, rollout: int, actor: int) -> Run:
-        """Draw a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
+        """Sample a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
         worker = self.worker
-        worker.rollout.format.divides = worker.actor.divides = False  # what does not fit is what is looked for
+        worker.rollout.format.divides = worker.actor.divides = False  # the aim is to find what does not fit
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
         give_reward(algorithm, worker.device, {})  # whose memory counts, where it is differentiated
         task = self.task(algorithm)
@@ -127,7 +127,7 @@ class Bench:
 
 
 def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
-    """The gradient of a task that was drawn, as a worker accumulates it before the optimizer step."""
+    """The gradient of a sampled task, as a worker accumulates it before the optimizer step."""
     algorithm = worker.config.algorithm
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         kl_to_base(worker, task.id)
@@ -136,10 +136,10 @@ def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs:
 
 
 def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:
-    """The smallest micro-batch, with made-up pictures in `folder` where the pipeline does not draw without.
+    """The smallest micro-batch, with synthetic pictures in `folder` where the pipeline requires some.
 
-    An argument of a pipeline may be needed although it has a default, so it is tried. Where a file of prompts with
-    pictures is still to come, they are made up at once.
+    An argument of a pipeline may be needed although it has a default, so it is tried. Without a prompt file,
+    pictures are synthesised at once if it may have some.
     """
     config, prompt, pipe = bench.config, bench.prompt, bench.worker.policy.pipe
     accepted = inspect.signature(type(pipe).__call__).parameters
@@ -168,7 +168,7 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
 
 
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:
-    """`prompt` with a grey picture for each of `names`, a white one for a mask, as large as the images to draw."""
+    """`prompt` with a grey picture for each of `names`, a white one for a mask, as large as the images to sample."""
     metadata = dict(prompt.metadata)
     for name in names:
         colour = (255, 255, 255) if "mask" in name else (127, 127, 127)
@@ -206,7 +206,7 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
     larger = 2 * actor if run.trained == first.trained else actor
     drawn = max(larger, 2 * rollout if run.drawn == first.drawn else rollout)
     room, peak = capacity(worker.device), max(run.rollout.peak or 0, run.update.peak or 0)
-    # a GPU says when its memory is full, a CPU's process is killed
+    # a full GPU raises an error; a process with too little main memory is killed
     if (drawn, larger) == (rollout, actor) or (worker.device == "cpu" and (room is None or room < 2 * peak)):
         return [run]
     try:

@@ -1,6 +1,6 @@
 """Examine a run before it is started, in the time of a few steps.
 
-One prompt is drawn and trained on in this process, as a worker of the run would do it; the rewards are made up.
+One prompt is sampled and trained on in this process, as by a worker of the run; the rewards are synthetic.
 """
 
 import logging
@@ -66,7 +66,7 @@ def run(config: Config, out: Path | None = None) -> Report:
 
 
 def examine(config: Config, report: Report, folder: Path) -> None:
-    """Fill `report`; made-up pictures lie in `folder`. Raises `GerlError` for what makes it impossible to go on."""
+    """Fill `report`; `folder`: for synthetic pictures. Raises `GerlError` for a problem that ends the preflight."""
     machines = Cluster(config.cluster)  # not entered: nothing is started
     report.device, report.workers = machines.device, machines.num_workers
     prompts = read_prompts(config, report)

@@ -1,10 +1,11 @@
-"""The findings of a preflight: seconds and memory measured, the forecast of a step, and what is wrong with them."""
+"""The findings of a preflight: measured seconds and memory, the forecast of a step, problems and warnings."""
 
 import contextlib
 import gc
 import json
 import platform
 import re
+import resource
 import textwrap
 import time
 from collections import Counter
@@ -23,11 +24,6 @@ from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.utils.files import finite, reason
 
 # --- Seconds and memory of a piece of work on a GPU or a CPU, and how the memory grows with its size
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 PROC = Path("/proc")
@@ -65,16 +61,16 @@ def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
 
 
 def release(device: str) -> None:
-    """Give back what was freed, after work that ran out of memory."""
+    """Return freed memory to the device, after work that ran out of it."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 def capacity(device: str) -> int | None:
-    """Bytes that this process could have, with what it has: of the GPU, or of main memory; None if not known.
+    """Bytes that this process can use in total, of the GPU or of main memory; None if not known.
 
-    On a CPU that is what the kernel calls available, and at most the limit of the container.
+    On a CPU: its own and those that the kernel calls available, at most the limit of the container.
     """
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
@@ -99,17 +95,15 @@ def _read(path: Path) -> str:
 
 
 def _reset_peak() -> None:
-    """Let the peak begin anew; where that is not possible it stays that of the whole process."""
+    """Reset the peak; where that is not possible it remains that of the whole process."""
     with contextlib.suppress(OSError):
         (PROC / "self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _peak() -> int | None:
+def _peak() -> int:
     peak = _kilobytes(PROC / "self/status", "VmHWM")
-    if peak is None and resource is not None:
-        unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak
+    unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
 class Line(NamedTuple):
@@ -139,7 +133,7 @@ SPARE = 0.1  # share of the memory that is left free: allocators cannot use all 
 
 @dataclass(frozen=True)
 class Run:
-    """A micro-batch that was drawn and trained on."""
+    """A micro-batch that was sampled and trained on."""
 
     images: int
     drawn: int  # rows denoised together
@@ -179,7 +173,7 @@ class Memory:
     update: float | None
     largest_rollout: int | None  # micro-batch that fits; 0: none does
     largest_update: int | None
-    validation: float | None  # drawing a micro-batch of held-out prompts
+    validation: float | None  # sampling a micro-batch of held-out prompts
 
 
 def sized(config: Config, rollout: int, actor: int) -> Config:
@@ -198,10 +192,7 @@ def rows_of(segments: Sequence[Segment]) -> int:
 
 def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
     """Images of the worker that has most of them, when micro-batches are dealt out in turn by their ids."""
-    images: Counter[int] = Counter()
-    for task in tasks:
-        images[task.id % workers] += len(task.samples)
-    return max(images.values())
+    return max(sum(len(task.samples) for task in tasks if task.id % workers == rank) for rank in range(workers))
 
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
@@ -221,7 +212,7 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 def forecast_memory(
     config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
 ) -> Memory:
-    """A worker that draws `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
+    """A worker that samples `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
 
     All trajectories of a step are held until its end. `sizes`: those that a micro-batch may have. `capacity`: bytes
     that a worker can have.
@@ -248,7 +239,7 @@ def forecast_memory(
     return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
 
 
-# --- The components of a pipeline, and where its LoRA is
+# --- The components of a pipeline, and its LoRA
 
 
 @dataclass(frozen=True)
@@ -286,7 +277,7 @@ def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.
         lora_parameters=sum(p.numel() for p in lora.values()),
         lora_modules=len(layers),
         linear_layers=len(linear),
-        targets=tuple(dict.fromkeys(_without_numbers(layer) for layer in layers)),
+        targets=tuple(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", layer) for layer in layers)),
     )
 
 
@@ -300,11 +291,7 @@ def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, tor
     return {key.removeprefix(f"{component}."): p for key, p in lora.items() if key.startswith(f"{component}.")}
 
 
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-# --- The findings of a preflight: its numbers, sentences on what is wrong with them, and the text on the terminal
+# --- The report of a preflight: its numbers, problems and warnings, and the text on the terminal
 
 NOT_KNOWN = "not known"
 WIDTH = 118  # characters of a line of the text
@@ -313,7 +300,7 @@ INDENT = 10
 
 @dataclass
 class Report:
-    """Filled as far as the preflight comes. Seconds and bytes; None: not known or not applicable."""
+    """Filled step by step. Seconds and bytes; None: not known or not applicable."""
 
     model: str
     algorithm: str
@@ -328,7 +315,7 @@ class Report:
     load_peak: int | None = None
     run: Run | None = None  # of the configured micro-batch, or of the largest that fitted
     probe: SamplingProbe | None = None
-    stock_difference: float | None = None  # of images drawn without noise to the pipeline's own, relative
+    stock_difference: float | None = None  # of images sampled without noise to the pipeline's own, relative
     parts_difference: float | None = None  # of the gradients of parts of a micro-batch to that of all, relative
     clip: float | None = None  # of the ratio, the nearer bound
     max_ratio_deviation: float | None = None
@@ -353,8 +340,8 @@ class Report:
                 lines += self._memory(self.memory, self.seconds.images_per_worker, self.run.unit)
                 lines += self._projection(self.seconds, self.run.unit, config)
         kinds = {"problem": self.problems, "warning": self.warnings, "note": self.notes}
-        said = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
-        lines += ["", *said] if said else []
+        remarks = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
+        lines += ["", *remarks] if remarks else []
         return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
 
     def _model(self) -> Iterator[str]:

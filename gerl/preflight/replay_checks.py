@@ -1,6 +1,6 @@
-"""Whether rollouts and updates do what the pipeline does: checks of the pipeline itself, whatever trains it.
+"""Checks that rollouts and updates compute what the pipeline does, whatever the algorithm.
 
-A pipeline may draw, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
+A pipeline may sample, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
 replay.
 """
 
@@ -38,7 +38,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
             images = []
             for stock in (True, False):
                 generators = sample_generators([sample.seed for sample in part])
-                with torch.random.fork_rng():  # for what is drawn without a generator
+                with torch.random.fork_rng():  # for random numbers without a generator
                     torch.manual_seed(0)
                     if stock:
                         given = generators[0] if form.text else generators
@@ -60,7 +60,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
 def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
     """How far the gradients of single samples of a micro-batch, added up, are from that of all: norms, relative.
 
-    0 where the pipeline draws one sample a call.
+    0 where the pipeline takes one sample per call.
     """
     rollout, policy = worker.rollout, worker.policy
     tape = rollout.draw(task)[1][0]

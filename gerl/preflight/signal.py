@@ -1,4 +1,4 @@
-"""Where the signal of the reward is: the gradients of independent batches, step by step, and how far they agree."""
+"""The signal of the reward: how far gradients of independent batches agree, step by step."""
 
 import logging
 import math
@@ -104,7 +104,7 @@ def cosine(products: torch.Tensor) -> Cosine | None:
 
 
 def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
-    """How many times as many images a batch needs for gradients that agree by `wanted`; None if no number is enough."""
+    """The factor by which a batch needs more images for gradients that agree by `wanted`; None if none is enough."""
     if cosine <= 0:
         return None
     return (1 / cosine - 1) / (1 / wanted - 1) if cosine < 1 else 0.0
@@ -145,7 +145,7 @@ class Weighting:
 
     @property
     def times_images(self) -> str:
-        """In words, how many times as many images a batch needs for a cosine of `WANTED`."""
+        """The factor by which a batch needs more images for a cosine of `WANTED`, as text."""
         found = self.cosine
         if found is None:
             return "-"
@@ -227,9 +227,9 @@ def format_cosine(cosine: Cosine | None) -> str:
     return f"{cosine.mean:.3f}" + (f" +- {cosine.error:.3f}" if cosine.error is not None else "")
 
 
-# --- Where the signal of the reward is: the gradients of independent batches, step by step, and how far they agree.
+# --- The signal of the reward: how far gradients of independent batches agree, step by step.
 #
-# Batches are drawn, scored and credited as those of a run, by its workers and scorers; no optimizer step is taken.
+# Batches are sampled, scored and credited as those of a run, by its workers and scorers; no optimizer step is taken.
 
 logger = logging.getLogger("gerl")
 Gradients = dict[int, torch.Tensor]  # step -> [P]
@@ -237,7 +237,7 @@ Gradients = dict[int, torch.Tensor]  # step -> [P]
 
 @dataclass(frozen=True)
 class BatchGradients:
-    """A batch that was drawn, scored and differentiated."""
+    """A batch that was sampled, scored and differentiated."""
 
     images: int
     gradients: Gradients
@@ -245,7 +245,7 @@ class BatchGradients:
 
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
-    """Measure with so many `batches`, log the report and write it to `out`."""
+    """Measure `batches` batches, log the report and write it to `out`."""
     if config.data.train_on == "files":
         raise ConfigError(
             "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
@@ -393,7 +393,7 @@ def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candid
 
 
 def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candidate]:
-    """Windows that end earlier, with the configured weights, as far as the configuration allows them."""
+    """Windows that end earlier, with the configured weights, where the configuration allows them."""
     sampling = config.sampling
     if sampling.window_size is not None:  # another window would be other steps, too
         return

@@ -16,7 +16,7 @@ PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "valid
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
-    """Build every scorer and let it look at all prompts, without loading model weights of gerl's scorers.
+    """Build every scorer and let it check all prompts, without loading model weights of gerl's scorers.
 
     Raises:
         RewardError: a scorer is unknown, not installed, or wrongly configured.
@@ -34,7 +34,7 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """The prompts that `given`, the value of `key`, stands for, or at most `most` of them, all fit for the scorers.
+    """Read the prompts of `given`, the value of `key`, at most `most` of them, and check them with the scorers.
 
     arrange: makes the prompts of those that the file has in its rows.
     """
@@ -68,22 +68,22 @@ def read_regularising(config: Config) -> list[Prompt]:
     try:
         return images_to_imitate(load(given, config.data, key))
     except DataError as error:
-        said = str(error)
-        raise DataError(said if said.startswith(key) else f"{key}={source_names(given)}: {said}") from None
+        text = str(error)
+        raise DataError(text if text.startswith(key) else f"{key}={source_names(given)}: {text}") from None
 
 
 def without_people(config: RewardConfig) -> RewardConfig:
-    """The reward without people, who are asked while a run trains and never else.
+    """The reward without people, who are asked only while a run trains.
 
     Raises `ConfigError` if no scorer with a weight is left.
     """
-    asked = [name for name, scorer in config.scorers.items() if scorer.path is None and asks_people(name)]
-    if not asked:
+    people = [name for name, scorer in config.scorers.items() if scorer.path is None and asks_people(name)]
+    if not people:
         return config
-    scorers = {name: scorer for name, scorer in config.scorers.items() if name not in asked}
+    scorers = {name: scorer for name, scorer in config.scorers.items() if name not in people}
     if not any(scorer.weight for scorer in scorers.values()):
         raise ConfigError(
-            f"reward.scorers.{asked[0]}: people vote in training only; use a measuring scorer instead, such as "
+            f"reward.scorers.{people[0]}: people vote in training only; use a measuring scorer instead, such as "
             "reward.scorers.clipscore.weight=1"
         )
     return replace(config, scorers=scorers)

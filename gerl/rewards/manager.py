@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Start:
-    """A process that starts: until when room for it is waited for; None: it has room and builds its scorers."""
+    """A process that starts. `until`: when waiting for room ends; None: it has room and builds its scorers."""
 
     process: int
     until: float | None = None
@@ -68,7 +68,7 @@ class Pool:
     died: set[int] = field(default_factory=set)  # while they started, the last time
 
     def start(self, process: int, until: float | None = None) -> None:
-        """Have a new process build its scorers, as soon as it has room."""
+        """Let a new process build its scorers as soon as it has room."""
         if not self.workers.remote:
             self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
@@ -76,20 +76,20 @@ class Pool:
         self.starting[self.workers.submit(process, RewardWorker.ping)] = Start(process, until)
 
     def start_all(self) -> None:
-        """Start all processes anew: the Ray that had them is gone."""
+        """Start all processes again after Ray was restarted."""
         self.idle, self.starting, self.died = [], {}, set()
         self.workers.forget()
         for process in range(len(self.workers)):
             self.renew(process)
 
     def renew(self, process: int, until: float | None = None) -> None:
-        """End a process, whatever it does, and start another in its place."""
+        """End a process, even if it is working, and start another in its place."""
         self.idle = [other for other in self.idle if other != process]
         self.workers.restart(process)
         self.start(process, until)
 
     def started(self, pending: Pending[None]) -> None:
-        """Give a process whose scorers are built to work; one that died meanwhile is started once more.
+        """Make a process available whose scorers are built; one that died meanwhile is started once more.
 
         Raises `RewardError` if it could not build them, or died again.
         """
@@ -120,7 +120,7 @@ class Pool:
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
     def check_room(self) -> None:
-        """Go on without processes for which there was no room in time; they join the others when there is some.
+        """Go on without processes for which there was no room in time; they join the others later.
 
         Raises `RewardError` if no process has room.
         """
@@ -146,7 +146,7 @@ class Pool:
             self.started(pending[0])
 
     def _starts_slowly(self, pending: Pending[None], process: int) -> bool:
-        """Wait longer for a process that has room, but has not started: its Python may lie on a network disk."""
+        """Wait longer for a process that was placed but has not started: its Python may be on a network disk."""
         if not self.workers.has_room(process):
             return False
         logger.info("%s %d has been scheduled but not started yet: waiting", self.workers.name, process)
@@ -171,7 +171,7 @@ class Call:
     started: float
 
 
-# --- The work of a scorer since it was last asked for
+# --- The work of a scorer since the last report
 
 
 @dataclass
@@ -199,7 +199,7 @@ class ScorerLoad:
         }
 
 
-# --- Groups that people are asked about: what each was sampled for, and when they are asked about it again
+# --- Requests to people: what they are about, and when they are repeated
 
 SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
 
@@ -243,7 +243,7 @@ class FeedbackQueue(list[Job]):
 
 
 def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[Any]]:
-    """Those of the `pending` calls that have ended, when one has or so many seconds are over."""
+    """The `pending` calls that have ended, as soon as one has or after `seconds`."""
     if not pending and seconds is not None:  # nothing but people is waited for
         time.sleep(seconds)
     return set(wait_any(pending, seconds))
@@ -266,7 +266,7 @@ def feedback_requests(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> d
 #
 # Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
 # fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager
-# only scores: whoever samples adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
+# only scores: the caller adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
 
 SHOWN = 3  # prompts named in a warning
 
@@ -331,7 +331,7 @@ class RewardManager:
         return ScoringRound(self, samples, scorers)
 
     def give_up(self) -> None:
-        """Drop all rounds: calls that are at work end for nothing."""
+        """Drop all rounds: the results of running calls are discarded."""
         self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of what is dropped
         self.feedback_queue.clear()
         for pool in self.distinct_pools:
@@ -341,7 +341,7 @@ class RewardManager:
         self.timeline.forget()
 
     def start_all(self) -> None:
-        """Start all processes anew, when nothing is under way any more: the Ray that had them is gone."""
+        """Start all processes again, with no call under way, after Ray was restarted."""
         self.running.clear()
         self.failure = None
         for pool in self.distinct_pools:
@@ -385,7 +385,7 @@ class RewardManager:
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
-        """Take what has `ended` of the awaited, and restart the processes of calls that take too long.
+        """Process the calls and starts that have `ended`, and restart the processes of calls that take too long.
 
         Raises `RewardError` if a process has no room, cannot start or build its scorers, and what sampling raised.
         """
@@ -469,7 +469,7 @@ class RewardManager:
 
 
 class ScoringRound:
-    """Micro-batches on their way through the scorers; what is added is scored while the next ones are sampled."""
+    """Micro-batches in scoring; those that were added are scored while the next ones are sampled."""
 
     def __init__(
         self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], scorers: Mapping[str, ScorerConfig]
@@ -553,7 +553,7 @@ class ScoringRound:
         for i in {i for i, _ in job.places}:
             try:
                 self.images[i].result()
-            except Exception as error:  # noqa: BLE001 - raised by whoever asks
+            except Exception as error:  # noqa: BLE001 - the caller raises it
                 return error
         return None
 
@@ -577,7 +577,7 @@ class ScoringRound:
 
 # --- The trial of the scorers: each is called once on grey images, before a model is loaded and anything is written.
 #
-# It happens in the process that will score later, so whatever a scorer loads is there when it is needed. Over Ray a
+# It happens in the process that will score later, so what a scorer loads stays loaded. Over Ray a
 # scorer that hangs or dies is ended with its process; in this process a time-out interrupts its Python code.
 
 GREY, SIZE = 128, 512  # pixel value; pixels, where the pipeline's own size is not known yet
@@ -592,11 +592,11 @@ def try_scorers(
 ) -> None:
     """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
 
-    Those that look at validation only get rows of `held_out`.
+    Scorers of the validation only get rows of `held_out`.
 
     The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
-    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked, only
-    whether they can be is looked at.
+    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked; only the
+    connection to their service is checked.
 
     Raises:
         RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.

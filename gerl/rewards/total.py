@@ -23,12 +23,12 @@ def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
 
 
 def active_scorers(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
-    """The scorers that look at the images of a `part` of a run (`reward.scorers.NAME.during`)."""
+    """The scorers of the images of a `part` of a run (`reward.scorers.NAME.during`)."""
     return {name: scorer for name, scorer in scorers.items() if scorer.during in ("both", part)}
 
 
 def with_all_active(config: RewardConfig) -> RewardConfig:
-    """The reward where nothing is trained, as in `gerl.score`: every scorer looks at all images."""
+    """The reward where nothing is trained, as in `gerl.score`: every scorer scores all images."""
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
@@ -140,7 +140,7 @@ def check_columns(reward: RewardConfig, columns: Collection[str]) -> None:
 
 
 def stop_at_failure(rows: Iterable[Row]) -> None:
-    """Raise `RewardError` for the first row without a total, as `reward.on_error=stop` asks for."""
+    """Raise `RewardError` for the first row without a total, for `reward.on_error=stop`."""
     for row in rows:
         if row.values[TOTAL] is None:
             raise RewardError(

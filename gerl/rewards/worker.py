@@ -32,7 +32,7 @@ FRAMES = 8  # of a video are shown to a scorer that knows images only
 class Answer:
     """The result of a call for images [B]: a row each, its seconds, the reasons of its retries, its warnings.
 
-    `waiting`: people have not answered yet, so there are no rows; "", or what is wrong meanwhile.
+    `waiting`: people have not answered yet, so there are no rows; "", or the problem with the service.
     """
 
     rows: list[Row]
@@ -63,7 +63,7 @@ class RewardWorker:
         self.scorers: dict[str, Scorer] = {}
 
     def ping(self) -> None:
-        """Say that there is room for this process: it runs."""
+        """Return, which shows that this process has been placed."""
 
     def build(self) -> None:
         """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
@@ -118,21 +118,21 @@ class RewardWorker:
         occasion: FeedbackRequest,
         *images: Images,
     ) -> Answer:
-        """As `score`, by people and of one group; what they said, or that they have not answered yet."""
+        """As `score`, by people and of one group: their scores, or that they have not answered yet."""
         start, scorer = time.perf_counter(), self._people(name)
 
         def pictures() -> list[Any]:
             return [shown for i, row in places for shown in _to_pil(images[i].pixels[row], whole=True)]
 
         try:
-            said = scorer.ask(pictures, prompts[0], copy.deepcopy(metadata[0]), occasion)
+            answer = scorer.ask(pictures, prompts[0], copy.deepcopy(metadata[0]), occasion)
         except Exception as error:
             log.debug("scorer %s raised", name, exc_info=True)
             failure = ScorerFailure(name, _reason(error, scorer))
             return Answer([{name: failure} for _ in places], time.perf_counter() - start, [], [])
-        if isinstance(said, str):
-            return Answer([], time.perf_counter() - start, [], [], said)
-        rows: list[Row] = [{name: _validated(name, value, "")} for value in said]
+        if isinstance(answer, str):
+            return Answer([], time.perf_counter() - start, [], [], answer)
+        rows: list[Row] = [{name: _validated(name, value, "")} for value in answer]
         return Answer(rows, time.perf_counter() - start, [], [])
 
     def reach(self, name: str) -> str:
@@ -145,7 +145,7 @@ class RewardWorker:
         return scorer
 
     def _attempt(self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[Metadata]) -> list[Row]:
-        """Call a scorer once; whatever goes wrong is a `ScorerFailure` of the images concerned.
+        """Call a scorer once; an error becomes a `ScorerFailure` of the images concerned.
 
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
         """
@@ -177,8 +177,8 @@ def _reason(error: BaseException, scorer: Scorer) -> str:
     """Why a call failed, in one line, and where in the user's own code."""
     if isinstance(error, ReturnError):
         return f"{error}{scorer.place()}"
-    said = " ".join(str(error).split())
-    what = f"it called sys.exit({said})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {said}"
+    text = " ".join(str(error).split())
+    what = f"it called sys.exit({text})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {text}"
     return f"{what}{scorer.place(error)}"
 
 

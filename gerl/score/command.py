@@ -45,7 +45,7 @@ HEAD = ("column", "weight", "images", "mean", "std", "min", "median", "max", "mi
 
 @dataclass(frozen=True)
 class ScoredImage:
-    """An image: its file and how it is called, prompt, thumbnail, value in each column, and why some lack."""
+    """An image: its file and name, prompt, thumbnail, value in each column, and why some lack."""
 
     path: Path
     name: str
@@ -56,7 +56,7 @@ class ScoredImage:
 
     @property
     def label(self) -> str:
-        """How a message calls it."""
+        """Its name in messages."""
         return str(self.path)
 
 
@@ -143,7 +143,7 @@ TABLES = (".jsonl", ".csv")
 
 @dataclass(frozen=True)
 class Item:
-    """An image file, how it is called, and the prompt it was drawn for."""
+    """An image file, its name, and its prompt."""
 
     path: Path
     name: str
@@ -239,7 +239,7 @@ def groups_of(items: Sequence[Item]) -> list[list[int]]:
 
 
 def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scorers: Collection[str]) -> None:
-    """Say in the log which images `scorers`, which are groupwise, compare; warn where it is none."""
+    """Log which images the groupwise `scorers` compare; warn where they compare none."""
     by_text: dict[str, list[dict[str, object]]] = {}
     for item in items:
         by_text.setdefault(item.prompt.text, []).append(item.prompt.metadata)
@@ -346,7 +346,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Request, Config]:
-    """The command line as a request and the configuration; raises `ConfigError` for what cannot be.
+    """The command line as a request and the configuration; raises `ConfigError` for contradictory keys.
 
     Without `experiment` only the scorers that are named take part, or `ocr` if there are none.
     """

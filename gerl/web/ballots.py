@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from gerl.errors import GerlError, RewardError
 from gerl.utils.files import reason, write_file, writing
 
-# --- A group that people are asked about, as the run describes it, with the votes on it
+# --- A group to be voted on, as the run describes it, with its votes
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
 MOST = 256  # images of a group, and groups of a step: more is no work for people
@@ -104,7 +104,7 @@ class Ballot:
     sources: list[str] = field(default_factory=list)
     votes: dict[str, Vote] = field(default_factory=dict)
     taken: bool = False  # the run has the scores
-    seen: float = field(default_factory=time.monotonic)  # when the run asked the last time
+    seen: float = field(default_factory=time.monotonic)  # when the run last requested its scores
     holder: str | None = None  # the voter to whom it is shown
     until: float = 0.0  # as long as nobody else is
 
@@ -129,10 +129,10 @@ def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind:
 
 # --- The state of a vote service: which groups are to be voted on, who looks at which, and the votes.
 #
-# Everything is in the journal before it is answered, so a service that starts anew knows what the one before it knew.
+# Everything is in the journal before it is answered, so a restarted service continues where the one before it ended.
 
 logger = logging.getLogger("gerl")
-HERE = 60.0  # seconds without a sign after which a voter, or who asks about a group, counts as gone
+HERE = 60.0  # seconds without a sign after which a voter, or a run that requests a group, counts as gone
 UNASKED = 600.0  # seconds after which groups that the run announced and did not ask about are waited for no longer
 
 
@@ -144,7 +144,7 @@ class VoteRefused(GerlError):
 class Rules:
     """votes: on a group, of different people, before it counts. lease: seconds for which a group is one voter's alone.
 
-    undo: seconds after the last vote of a step in which it can be taken back. steps: of the run, if they are known.
+    undo: seconds for which the last vote of a step can be undone. steps: of the run, if they are known.
     """
 
     votes: int = 1
@@ -165,7 +165,7 @@ class Ballots:
     def __post_init__(self) -> None:
         self.journal = Journal(self.folder)
         self.ballots: dict[str, Ballot] = {}  # by id, in the order in which they came
-        self.newest: dict[str, str] = {}  # key -> id: a group drawn anew with other pixels takes its place
+        self.newest: dict[str, str] = {}  # key -> id: a group sampled again with other pixels takes its place
         self.last: dict[str, list[str]] = {}  # voter -> ids voted on, the newest last
         self.voters: dict[str, float] = {}  # when there was a sign of the page of each
         self.active: dict[str, float] = {}  # and of the person
@@ -176,7 +176,7 @@ class Ballots:
             self._apply(row)
 
     def _apply(self, row: dict[str, Any]) -> None:
-        """Do what a line of the journal says; raises `GerlError` for a line that cannot be."""
+        """Apply a line of the journal; raises `GerlError` for an inconsistent one."""
         try:
             match row["kind"]:
                 case "group":
@@ -220,10 +220,10 @@ class Ballots:
     def ask(
         self, group: VoteRequest, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()
     ) -> list[float] | str:
-        """The scores `[B]` of a group, or what is waited for: "images" or "votes".
+        """The scores `[B]` of a group, or what is missing: "images" or "votes".
 
-        Scores are given out when all groups that are asked about together have theirs: until then votes can be taken
-        back. Raises `GerlError` if something cannot be written.
+        Scores are returned once all groups of the same request have theirs; until then votes can be undone.
+        Raises `GerlError` if something cannot be written.
         """
         self.asking, self.step = self.clock(), group.step
         if group.id not in self.ballots:
@@ -250,7 +250,7 @@ class Ballots:
         return ballot.taken or len(ballot.votes) >= self.rules.votes
 
     def _complete(self, group: VoteRequest) -> bool:
-        """Whether all groups that `group` is asked about with have their votes, and none is to be taken back."""
+        """Whether all groups of the same request have their votes, and none can be undone any more."""
         known = [self.newest.get(key) for key in group.together]
         now, since = self.clock(), self.voted
         if any(name is not None and not self._decided(self.ballots[name]) for name in known):
@@ -327,7 +327,7 @@ class Ballots:
         return self.ballots[given[-1]] if given else None
 
     def undo(self, voter: str) -> None:
-        """Take the last vote of a voter back, who is shown the group again; raises `VoteRefused` if it is too late."""
+        """Undo the last vote of a voter and show them the group again; raises `VoteRefused` if it is too late."""
         ballot = self.last_vote(voter)
         if ballot is None:
             raise VoteRefused("there is no vote to undo")
@@ -390,13 +390,13 @@ class Ballots:
             return None
 
 
-# --- The journal of a vote service: what happened, a line each, on disk before anybody is told of it
+# --- The journal of a vote service: a line for each event, on disk before the answer is sent
 
 NAME = "journal.jsonl"
 
 
 class Journal:
-    """Lines of JSON in `folder`, which is made with the first one; a service that starts anew reads them."""
+    """Lines of JSON in `folder`, which is created with the first one; a restarted service reads them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
@@ -446,13 +446,13 @@ class Journal:
             self._file = None
 
 
-# --- Ranks that people give, from 1 for the best, and the scores they stand for
+# --- Ranks from 1 for the best, and their scores
 
 SKIPPED = 0.5  # the score of all images where they are all equal
 
 
 def normalised_ranks(ranks: Sequence[int], count: int) -> list[int]:
-    """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for what is none."""
+    """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for invalid ranks."""
     if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
         raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")
     levels = sorted(set(ranks))

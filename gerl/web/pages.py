@@ -45,7 +45,7 @@ class Card:
 class Line:
     """A line of the table, whose name is a button that sorts the cards; `first` of those that belong together.
 
-    A cell of numbers is shown as a histogram: so many values of the column lie in each of equal parts.
+    A cell of numbers is shown as a histogram: the counts in equal parts of the range.
     """
 
     name: str

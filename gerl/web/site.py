@@ -38,7 +38,7 @@ def is_run(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Folders:
-    """All run folders below `root`, by their path from there; `chosen` is the one that was asked for."""
+    """All run folders below `root`, by their path from there; `chosen` is the requested one."""
 
     root: Path
     chosen: str | None = None
@@ -79,14 +79,14 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Tells pages what has changed: one thread looks at the files of a run, for however many pages
+# --- Changes of a run: one thread watches its files for any number of pages
 
 PAUSE = 0.5  # seconds between looks
 ALIVE = 15.0  # seconds after which a stream without news has a line all the same: who reads it may be gone
 
 
 class Watcher:
-    """Looks at a run while there are pages that want to know."""
+    """Watches a run while it has pages."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -151,7 +151,7 @@ class Unknown(Exception):
 
 
 class Site:
-    """The runs below a folder, and what is asked of them."""
+    """The runs below a folder, and cached answers about them."""
 
     def __init__(self, folders: Folders) -> None:
         self.folders = folders
@@ -168,7 +168,7 @@ class Site:
             watcher.wake()
 
     def run(self, name: str) -> RunData:
-        """The run of this name, which `Folders` found: no path is made from what a request says."""
+        """The run of this name, which `Folders` found: no path is built from a request."""
         if name not in self._runs:
             found = self.folders.found()
             if name not in found:
@@ -177,7 +177,7 @@ class Site:
         return self._runs[name]
 
     def watcher(self, name: str) -> Watcher:
-        """Who looks at a run for all of its pages."""
+        """The watcher of a run, shared by all of its pages."""
         run = self.run(name)
         with self._lock:
             return self._watchers.setdefault(name, Watcher(run))
@@ -206,7 +206,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
     """The ASGI application, and what ends its streams."""
     site = Site(folders)
 
-    def asks(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def endpoint_of(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
                 found = await run_in_threadpool(work, request)
@@ -219,22 +219,18 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         return endpoint
 
     def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
-        """JSON about a run, made anew when any of its files has changed."""
+        """JSON about a run, recomputed when any of its files has changed."""
 
         def work(request: Request) -> Response:
             run = site.run(request.query_params.get("run", ""))
             key, now = f"{path}?{request.url.query}", tuple(run.signatures().values())
             return Response(site.answer(key, now, lambda: make(run, request)), media_type="application/json")
 
-        return Route(path, asks(work), methods=["GET"])
+        return Route(path, endpoint_of(work), methods=["GET"])
 
     def other(run: RunData, request: Request) -> Any:
         name = request.query_params.get("other")
         return run.settings(site.run(name) if name else None)
-
-    def series(run: RunData, request: Request) -> Any:
-        names = request.query_params.get("names", "").split(",")[:200]
-        return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
 
     def held_out(request: Request) -> Response:
         return _image(_run(site, request).picture(query_int(request, "step"), query_int(request, "row")))
@@ -244,9 +240,9 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         Route("/", _asset(render("live.html.j2"), "text/html"), methods=["GET"]),
         Route("/page.css", _asset(assets["style"], "text/css"), methods=["GET"]),
         Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
-        Route("/api/runs", asks(lambda _: site.runs()), methods=["GET"]),
+        Route("/api/runs", endpoint_of(lambda _: site.runs()), methods=["GET"]),
         of_run("/api/run", lambda run, _: run.overview()),
-        of_run("/api/series", series),
+        of_run("/api/series", _series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
         of_run("/api/prompt", lambda run, request: found_or_404(run.prompt(query_int(request, "row")))),
         of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
@@ -254,10 +250,10 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         of_run("/api/warnings", lambda run, _: run.warnings()),
         of_run("/api/settings", other),
         of_run("/api/log", lambda run, _: run.log()),
-        Route("/trace.json", asks(lambda request: _trace(_run(site, request))), methods=["GET"]),
-        Route("/lora.safetensors", asks(lambda request: _lora(_run(site, request))), methods=["GET"]),
-        Route("/held_out", asks(held_out), methods=["GET"]),
-        Route("/sheet", asks(lambda r: _image(_run(site, r).sheet(query_int(r, "step")))), methods=["GET"]),
+        Route("/trace.json", endpoint_of(lambda request: _trace(_run(site, request))), methods=["GET"]),
+        Route("/lora.safetensors", endpoint_of(lambda request: _lora(_run(site, request))), methods=["GET"]),
+        Route("/held_out", endpoint_of(held_out), methods=["GET"]),
+        Route("/sheet", endpoint_of(lambda r: _image(_run(site, r).sheet(query_int(r, "step")))), methods=["GET"]),
         Route("/api/events", partial(_events, site), methods=["GET"]),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
@@ -266,7 +262,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
 
 
 def _admit(token: str | None, request: Request) -> Visit | Response:
-    """Let in who sends the token, as a cookie, a bearer token, or where the page is opened in its address."""
+    """Admit requests with the token, as a cookie, a bearer token, or where the page is opened in its address."""
     path, headers = request.scope["path"], {}
     given = [request.cookies.get(COOKIE), bearer(request.headers)]
     if request.method == "GET" and path == "/" and "token" in request.query_params:
@@ -292,6 +288,11 @@ def found_or_404(found: Any) -> Any:
     if found is None:
         raise Unknown("there is no such step or prompt in this run")
     return found
+
+
+def _series(run: RunData, request: Request) -> Any:
+    names = request.query_params.get("names", "").split(",")[:200]
+    return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
 
 
 def _run(site: Site, request: Request) -> RunData:

@@ -195,7 +195,7 @@ LOOK = 0.2  # seconds
 
 
 def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], None], server: threading.Thread) -> None:
-    """Run `gerl train` with `arguments` to its end; `ended` is told how that was, in words for voters.
+    """Run `gerl train` with `arguments` to its end; `ended` gets the outcome, as a message for voters.
 
     A signal that ends this command ends the run as well, in order, before `Interrupted` goes on. Raises `TrainingError`
     if the run fails, or the `server` ends before it.

@@ -7,8 +7,6 @@ id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"erro
 """
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import json
 import logging
@@ -33,6 +31,7 @@ from starlette.responses import RedirectResponse
 
 from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
+from gerl.rewards.scorers.http import decode_base64
 from gerl.rewards.scorers.remote import VERSION
 from gerl.rewards.scorers.vote import NAME
 from gerl.utils.files import reason, writing
@@ -50,7 +49,7 @@ LINK = re.compile(r"^/vote/([^/]+)/([^/]+)(/.*)?$")
 
 @dataclass
 class Tokens:
-    """Tokens of the run and of voters by name; without any, whoever reaches this machine's loopback is let in."""
+    """Tokens of the run and of voters by name; without any, everyone on this machine is admitted."""
 
     folder: Path
     loopback: bool = True
@@ -97,7 +96,7 @@ class Tokens:
         return {name: f"{url}/vote/{name}/{token}/" for name, token in self.voters.items()}
 
     def admit(self, request: Request) -> Visit | Response:
-        """Let the run in by its token, and voters by their links, whose paths are those of the page behind them."""
+        """Admit the run by its token, and voters by their links, whose paths are those of the page behind them."""
         path: str = request.scope["path"]
         if path.startswith("/v1/"):
             if self.run is None or is_token(bearer(request.headers), self.run):
@@ -126,7 +125,7 @@ logger = logging.getLogger("gerl")
 PAGE = ASSETS / "vote"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
 CLOSING = 2.0  # seconds for requests under way when the service ends
-LOOK = 5.0  # seconds after which a page is told what has changed by time alone
+LOOK = 5.0  # seconds after which a page is updated even without news
 PNG = b"\x89PNG\r\n\x1a\n"
 Strict = ConfigDict(extra="forbid", strict=True)
 
@@ -231,7 +230,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
-    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be taken back."""
+    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be undone."""
     current, following = ballots.next(voter)
     last = ballots.last_vote(voter)
     return {
@@ -267,13 +266,9 @@ async def _stream(ballots: Ballots, voter: str, pages: set[Subscriber]) -> Async
 
 
 def _decode(images: list[str], kind: str = "image") -> list[bytes]:
-    files = []
-    for i, text in enumerate(images):
-        try:
-            files.append(base64.b64decode(text, validate=True))
-        except (binascii.Error, ValueError):
-            raise RewardError(f"{kind} {i} of {len(images)} is not base64: encode the bytes of its file") from None
-        if not files[-1].startswith(PNG):
+    files = decode_base64(images, kind)
+    for i, content in enumerate(files):
+        if not content.startswith(PNG):
             raise RewardError(f"{kind} {i} of {len(images)} is not a PNG: send it as one")
     return files
 
@@ -298,19 +293,19 @@ async def _failed(status: int, _: Request, problem: Exception) -> Response:
     return refused(status, str(problem))
 
 
-TOLD = 0.3  # seconds in which pages hear that the run is over
+FAREWELL = 0.3  # seconds in which pages receive the end of the run
 
 
 @contextlib.contextmanager
 def voting(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
-    """Serve at `listener` while the context lasts; pages are told of `ballots.ended` before it ends."""
+    """Serve at `listener` while the context lasts; pages receive `ballots.ended` before it ends."""
     try:
         with serving(build_app(ballots, tokens), listener, CLOSING) as thread:
             try:
                 yield thread
             finally:
                 if ballots.ended:
-                    time.sleep(TOLD)
+                    time.sleep(FAREWELL)
     finally:
         ballots.write_preferences()
         ballots.journal.close()

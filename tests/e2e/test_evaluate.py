@@ -24,7 +24,7 @@ import gerl
 from gerl.errors import RewardError
 from gerl.evaluate.command import main, parse
 from gerl.evaluate.comparison import ScoredRow
-from gerl.evaluate.names import BASE
+from gerl.evaluate.loras import BASE
 from gerl.model.paths import SHIPPED
 from gerl.run.validation import load_validation
 

@@ -63,9 +63,8 @@ def test_a_voter_who_prefers_red_raises_held_out_redness(
     assert [row["val/failures"] for row in run.metrics if "val/failures" in row] == [0, 0, 0]
     assert "4 held-out prompts are sampled; no scorer with a weight scores them" in caplog.text
     assert all(row["reward/vote/mean"] == pytest.approx(0.5) for row in run.metrics[1:])
-    assert len(set(voter.votes)) == len(voter.votes) == 30 and {b.asked.step for b in ballots.ballots.values()} == set(
-        range(1, 11)
-    )
+    assert len(set(voter.votes)) == len(voter.votes) == 30
+    assert {ballot.request.step for ballot in ballots.ballots.values()} == set(range(1, 11))
     rows = parquet.read_table(tmp_path / "votes" / "preferences.parquet").to_pylist()
     assert len(rows) == 30 and all(row["used"] and sorted(row["ranks"]) == list(range(1, 9)) for row in rows)
     assert all((tmp_path / "votes" / path).is_file() for row in rows for path in row["images"])

@@ -1,4 +1,4 @@
-"""Parts, memory and work of a run, whatever it runs on: found on shapes without values, or on record."""
+"""Components, memory and work of a run on any hardware: traced on shapes without values, or on record."""
 
 import importlib
 import inspect
@@ -45,7 +45,7 @@ from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
 from gerl.workers.worker import PolicyWorker
 
-# --- Parts, memory and work of a run, whatever it runs on: found by drawing and training a micro-batch on shapes
+# --- Components, memory and work of a run on any hardware, traced by sampling and training a micro-batch on shapes
 
 logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
@@ -64,7 +64,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: what is outside of these."""
+    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: all outside of blocks."""
 
     name: str
     kind: str  # denoiser, encoder or decoder
@@ -113,21 +113,21 @@ class Facts:
         return any(part.masters for part in self.parts)
 
     def trained_bytes(self) -> int:
-        """Of the trained weights, their gradient, two moments and the averages, all fp32.
+        """Bytes of the trained weights, their gradient, two moments and the averages, all fp32.
 
         The weights themselves are those of the denoiser where there is no LoRA, and counted with it.
         """
         return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
-        """Of an image: drawn, decoded and trained on."""
+        """Operations for an image: sampled, decoded and trained on."""
         return (self.rollout.total + self.updates[checkpointing].total) / self.images
 
 
 def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16, both: bool = True) -> Facts:
-    """Draw and train a micro-batch of `config` on shapes, with gradient checkpointing and without, or as configured.
+    """Sample and train a micro-batch of `config` on shapes, with gradient checkpointing and without, or as configured.
 
-    Made-up pictures lie in `folder`. Raises `ModelError` for a model that is not known, or does not run on shapes.
+    `folder`: for synthetic pictures. Raises `ModelError` for an unknown model, or one that does not run on shapes.
     """
     stage, steps = Stage(), _Steps()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
@@ -143,7 +143,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         ways = _ways(worker, both)
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
         worker.sample(task)
-        stage.tallies["rollout"].restart()  # the first one looked at the pipeline's structure as well
+        stage.tallies["rollout"].restart()  # the first one also explored the structure of the pipeline
         steps.begin("rollout, measured")
         images = worker.sample(task)
         for p in worker.policy.trained.values():
@@ -204,7 +204,7 @@ def teachers_parts(policy: Policy) -> list[Part]:
 
 
 def count_loras(teachers: Sequence[Teacher]) -> int:
-    """How many LoRAs teach, which are taken to be as large as the trained one."""
+    """The number of LoRAs that teach, which are assumed to be as large as the trained one."""
     return len({teacher.lora for teacher in teachers if teacher.lora is not None})
 
 

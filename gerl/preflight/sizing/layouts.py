@@ -2,12 +2,12 @@
 
 Predictions, of weights that are sharded, quantised or kept elsewhere:
 
-* sharded over G ranks: a G-th of a component, and while it runs what is outside of its blocks and two blocks whole,
-  the second one fetched ahead; what an encoder does not divide is on every rank;
+* sharded over G ranks: a G-th of a component, and while it runs its weights outside of blocks and two whole blocks,
+  the second one prefetched; what an encoder does not divide is on every rank;
 * quantised: the linear layers of the repeated blocks, as `quantised_bytes` has them, the largest one in bf16 while it
   runs;
 * offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser one block as
-  well; of what is sharded nothing but the blocks that run, each rank brings its part of them.
+  well; of a sharded component only the running blocks, of which each rank uploads its part.
 """
 
 import itertools
@@ -55,7 +55,7 @@ class Layout:
         return " ".join([*words, f"model.gradient_checkpointing={str(self.checkpointing).lower()}"])
 
     def is_sharded(self, part: Part) -> bool:
-        """Whether a rank holds but a part of the weights of `part`."""
+        """Whether a rank holds only its share of the weights of `part`."""
         return part.kind in {"none": (), "denoiser": ("denoiser",), "all": ("denoiser", "encoder")}[self.shard]
 
     def is_gathered(self, part: Part) -> bool:
@@ -82,7 +82,7 @@ class Layout:
         return self._stored(part, part.weights.total, *inside)
 
     def computing(self, part: Part, blocks: int) -> float:
-        """Bytes of what is outside of the blocks of `part`, and of so many blocks."""
+        """Bytes of the weights of `part` outside of its blocks, and of `blocks` of these."""
         block = part.block
         return part.root.total + blocks * self._stored(part, block.total, block.elements, block.rows, block.linear)
 
@@ -102,7 +102,7 @@ class Layout:
         return self.computing(part, 1) if on_cpu else size
 
     def fetched(self, part: Part) -> float:
-        """Bytes of weights that come besides while `part` runs."""
+        """Bytes of weights that are added while `part` runs."""
         came = self.size(part) if self.is_away(part) else 0.0
         if self.is_gathered(part):
             gathered = self.computing(part, 2) - part.whole
@@ -121,7 +121,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank; `phases`: the peak of each, with what is there all the time."""
+    """Bytes of a rank. `phases`: the peak of each, including what is resident."""
 
     weights: float
     lora: float
@@ -175,7 +175,7 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
 
 
 def layouts(gpus: int, together: int, whole: bool = False) -> Iterator[Layout]:
-    """All that `ModelConfig` takes, with denoiser and encoders quantised alike, or the encoders in int8 alone.
+    """All that `ModelConfig` accepts, with denoiser and encoders quantised alike, or the encoders in int8 alone.
 
     `whole`: the denoisers' own weights are trained.
     """
@@ -207,8 +207,8 @@ class Choice:
 def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, share: float) -> Choice | None:
     """The layout with the fewest seconds an image that fits; None where none does.
 
-    Weights as they are go before quantised ones, then micro-batches as configured before halves of them: these are
-    halved until something fits, down to `smallest` images in the rollout and one in the update.
+    Unquantised weights are preferred to quantised ones, then configured micro-batches to smaller ones: these are halved
+    until a layout fits, down to `smallest` images in the rollout and one in the update.
     """
     candidates = [
         layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates

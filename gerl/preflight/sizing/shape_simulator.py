@@ -1,4 +1,4 @@
-"""A pipeline whose components are shapes without values, that draws and trains, and a ledger of its operations."""
+"""A pipeline whose components are shapes without values, that samples and trains, and a ledger of its operations."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import BatchEncoding, Cache
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-# --- A pipeline whose components are shapes without values, that draws and trains all the same.
+# --- A pipeline whose components are shapes without values, that samples and trains all the same.
 #
 # The pipeline, gerl's engine and its algorithms run as they are, on real latents and embeddings, which are small. Where
 # a component of the pipeline is called, it runs under `FakeTensorMode`, which tells what it would allocate and compute;
@@ -36,7 +36,7 @@ METHODS = ("decode", "encode", "get_image_features", "get_text_features", "gener
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor that a call hands on; a tensor would count as alive."""
+    """The shape of a tensor that a call returns; a tensor would count as alive."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -44,14 +44,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Argument:
-    """One of its arguments that a call hands on: their leaf of this position."""
+    """An argument that a call returns: the leaf at this position."""
 
     position: int
 
 
 @dataclass
 class Cost:
-    """Of a call: floating-point operations of forward and backward."""
+    """Floating-point operations of a call, forward and backward."""
 
     forward: int = 0
     backward: int = 0
@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass
 class Tally:
-    """Of a phase: operations by component, and the most bytes that were alive while it ran, weights aside."""
+    """A phase: operations by component, and the most bytes that were alive while it ran, without weights."""
 
     flops: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # backward passes as well
@@ -115,7 +115,7 @@ class _Node(torch.autograd.Function):
 
 
 class Stage:
-    """Runs components as shapes. `phase` names what is going on; `tallies` has what each phase took."""
+    """Runs components as shapes. `phase`: the name of the current one; `tallies`: the work of each."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -171,7 +171,7 @@ class Stage:
                     values[name] = self.fake(value)
 
     def _answer_repeats(self, block: torch.nn.Module) -> None:
-        """Let `block` answer without gradient what a block of the same structure has answered to the same shapes."""
+        """Reuse the output of a block of the same structure for the same shapes, in calls without gradient."""
         original = block.forward
         structure = (type(block), tuple((n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()))
 
@@ -306,17 +306,17 @@ def _describe(value: Any) -> Any:
 
 
 def _switches(module: torch.nn.Module) -> tuple[bool, ...]:
-    """In which mode each part of `module` is: mixtures of experts compute otherwise in training mode."""
+    """The mode of each submodule: mixtures of experts compute differently in training mode."""
     return tuple(part.training for part in module.modules())
 
 
 def _sums(tree: Any) -> list[float]:
-    """A number for each tensor, which tells inputs apart."""
+    """A number for each tensor, to tell inputs apart."""
     return [float(v.sum()) for v in tree_leaves(tree) if isinstance(v, torch.Tensor)]
 
 
 def _signature(tree: Any) -> object:
-    """All of a call that decides its cost: shapes, the values of integers, and everything else."""
+    """Everything in a call that decides its cost: shapes, the values of integers, and other arguments."""
 
     def describe(value: Any) -> object:
         if not isinstance(value, torch.Tensor):
@@ -380,7 +380,7 @@ class Ledger(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, which is not reused while it is here
 
     def reset(self) -> None:
-        """Begin a new peak, and count operations from 0; what is alive stays so."""
+        """Begin a new peak, and count operations from 0; live storages stay counted."""
         self.peak, self.flops = self.live, 0
 
     def leave_out(self, tensors: object) -> None:
@@ -453,7 +453,7 @@ class Ledger(TorchDispatchMode):
         return not dtype.is_floating_point and not dtype.is_complex and kwargs.get("device") != torch.device("meta")
 
 
-# --- Stand-ins for tokenizers that are not at hand: texts become as many tokens as texts of their length usually do
+# --- Stand-ins for missing tokenizers: a text becomes as many tokens as texts of its length usually do
 
 CHARACTERS = 4  # of English text in a token
 PLACE = "<|image_pad|>"  # where a text has a picture
@@ -483,7 +483,7 @@ class Picture:
 
 
 class Tokens:
-    """Takes the calls that pipelines make of a tokenizer or a processor, and answers with token ids that mean nothing.
+    """Answers the calls of a tokenizer or a processor with meaningless token ids.
 
     `model_max_length`: to which length a padded text without `max_length` comes. `end`: the id of the last token.
     `picture`: of a processor that takes pictures.

@@ -100,7 +100,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """As `build_scorer`, in a process that only asks about the scorer, which may lack what `config.env` brings.
+    """As `build_scorer`, in a process that does not score and may lack the packages of `config.env`.
 
     Where a package is missing here and the scorer has an environment, it is an `RemoteOnlyScorer`.
     """

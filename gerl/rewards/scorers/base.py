@@ -47,7 +47,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
-        """Scores [B], a list of floats, for images [B] drawn for prompts [B] with metadata [B].
+        """Scores [B], a list of floats, for images [B] of prompts [B] with metadata [B].
 
         Or several such lists by name, of which the first is the score and the others are watched. The type is `object`
         because a user's own function may return anything; `columns_of` and the reward worker check it.
@@ -80,7 +80,7 @@ class Scorer(ABC):
 
 
 class PeopleScorer(Scorer):
-    """Asks people, who take their time: only about groups of training, and again and again until they have answered."""
+    """Asks people, about groups of training only; the request is repeated until they have answered."""
 
     groupwise = True
     takes_frames = True
@@ -89,14 +89,14 @@ class PeopleScorer(Scorer):
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """Scores [B] of the `images` of a group; a text while there are none: "", or what is wrong meanwhile.
+        """Scores [B] of the `images` of a group; while there are none a text: "", or the problem with the service.
 
-        Returns at once. Raises `RewardError` for what waiting does not mend.
+        Returns at once. Raises `RewardError` for a problem that waiting does not solve.
         """
 
     @abstractmethod
     def reach(self) -> str:
-        """ "" if people can be asked, else what is wrong meanwhile; raises `RewardError` as `ask` does."""
+        """ "" if people can be asked, else the problem with the service; raises `RewardError` as `ask` does."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         raise NotImplementedError("people are asked about groups: call ask")
@@ -105,8 +105,8 @@ class PeopleScorer(Scorer):
 class RemoteOnlyScorer(Scorer):
     """A scorer that can be built only in the environment of its processes; of `kind`, if it is one of gerl.
 
-    Its prompts are looked at when they are scored. A function of the user's is taken to be neither groupwise nor to
-    take frames, which its process checks.
+    Its prompts are checked when they are scored. A user's function counts as neither groupwise nor taking frames, which
+    its process checks.
     """
 
     def __init__(self, kind: type[Scorer] = Scorer) -> None:
@@ -123,7 +123,7 @@ class ReturnError(TypeError):
 def columns_of(returned: object, name: str) -> dict[str, list[object]]:
     """The values that the scorer `name` returned, as lists by column; one list alone is the column `name`.
 
-    Raises `ReturnError` for what is neither a list nor a dict of lists.
+    Raises `ReturnError` for anything but a list or a dict of lists.
     """
     columns: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {name: returned}
     wrong = next((f"{kind}{_of(column, returned)}" for column, v in columns.items() if (kind := _no_list(v))), None)
@@ -136,7 +136,7 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
 
 
 def _no_list(values: object) -> str | None:
-    """In words, why `values` are no list with a number per image; None if they are one."""
+    """The kind of `values` where they are no list with a number per image, else None."""
     shape = getattr(values, "shape", None)
     if isinstance(values, str | bytes | bytearray | Mapping | Set):
         return f"a {type(values).__name__}"
@@ -152,7 +152,7 @@ def _of(column: object, returned: object) -> str:
 
 
 def _idea(returned: object) -> str:
-    """A remedy for a return value that is no list, if it tells one."""
+    """A remedy for a return value that is no list, if one is known."""
     shape = getattr(returned, "shape", ())
     if returned is None:
         return ": is a return missing?"
@@ -168,7 +168,7 @@ def _idea(returned: object) -> str:
 
 
 def number_of(score: object) -> float | None:
-    """A score as a float; None for text, which float() would parse, and whatever else is not one number."""
+    """A score as a float; None for text, which float() would parse, and everything else that is not one number."""
     try:
         return None if isinstance(score, str | bytes) else float(score)  # type: ignore[arg-type]  # it is tried
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -186,7 +186,7 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-# --- Pictures that a prompt's row names and a scorer looks at: a reference, the source of an edit
+# --- Pictures in a prompt's row that a scorer needs: a reference, the source of an edit
 
 Reference: TypeAlias = Path | Image.Image
 

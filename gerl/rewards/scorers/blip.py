@@ -248,8 +248,8 @@ class BlipVqa(NetworkScorer):
             )
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
-        asked = {prompt: [question(phrase) for phrase in self.phrases(prompt)] for prompt in dict.fromkeys(prompts)}
-        pairs = [(i, text) for i, prompt in enumerate(prompts) for text in asked[prompt]]
+        questions = {prompt: [question(phrase) for phrase in self.phrases(prompt)] for prompt in set(prompts)}
+        pairs = [(i, text) for i, prompt in enumerate(prompts) for text in questions[prompt]]
         scores = [1.0] * len(images)
         for start in range(0, len(pairs), self.batch_size):
             batch = pairs[start : start + self.batch_size]

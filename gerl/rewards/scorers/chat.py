@@ -31,7 +31,7 @@ READ = 10**5  # characters at the end of an answer that are searched for a JSON 
 
 
 class Unreadable(RewardError):
-    """A judge answered, but not with what was asked for."""
+    """A judge's answer does not have the requested form."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ChatScorer(HttpScorer):
     """Asks `model` at the chat completions of `base_url` (such as http://127.0.0.1:8000/v1), at temperature 0.
 
     `extra_body` are further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}; they
-    replace gerl's own, and null removes one. An answer that cannot be read is asked for `answer_retries` times again.
+    replace gerl's own, and null removes one. An answer that cannot be read is requested again, `answer_retries` times.
     Images are reduced to at most `image_size` pixels a side.
     """
 
@@ -69,7 +69,7 @@ class ChatScorer(HttpScorer):
     ) -> Answer:
         """The value that `read` finds in the model's answer to `text` behind `images` (PNG in base64), in their order.
 
-        `prompt` is what the last image was drawn for, for messages; `body` are further fields of the request.
+        `prompt` is that of the last image, for messages; `body` are further fields of the request.
 
         Raises `RewardError` if the request failed, or no answer could be read.
         """
@@ -129,7 +129,7 @@ def within(value: JSON, limits: tuple[float, float], text: str) -> float:
 def text_of(choice: Choice) -> str:
     """The text of a finished answer, empty if it has none; raises `Unreadable` for a part of one, which is no verdict.
 
-    Whatever stands in an answer that was cut off, the judge may have gone on to say something else.
+    The judge may have gone on to another verdict in the part that was cut off.
     """
     match choice:
         case {"message": {"content": str() as text}}:
@@ -170,7 +170,7 @@ def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: 
 
 
 def probability_of(top: Sequence[tuple[str, float]], words: Collection[str]) -> float:
-    """The probability that the first token is one of `words`, in whatever case and with whatever space before it."""
+    """The probability that the first token is one of `words`, whatever its case and the space before it."""
     wanted = set(map(bare, words))
     return math.fsum(math.exp(logprob) for token, logprob in top if bare(token) in wanted)
 
@@ -195,7 +195,7 @@ def _entry(entry: JSON) -> tuple[str, float]:
 
 
 def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
-    """The last JSON object in `text` that has all `keys`; whatever stands around it does not matter."""
+    """The last JSON object in `text` that has all `keys`; the text around it does not matter."""
     found = None
     text = text[-READ:]
     decoder = json.JSONDecoder()

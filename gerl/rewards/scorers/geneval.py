@@ -209,7 +209,7 @@ def _canonical(name: str) -> str:
     return SYNONYMS.get(_plain(name), _plain(name))
 
 
-# --- What a prompt asks for, and the verdict on what was found
+# --- The requirements of a prompt, and the verdict on the detections
 
 Colour = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
 Relation = Literal["left of", "right of", "above", "below"]
@@ -243,7 +243,7 @@ def _none_is_empty(value: object) -> object:
 
 @dataclass(frozen=True)
 class Row:
-    """The demands of GenEval's metadata of a prompt: all of `include`, and fewer than each of `exclude`."""
+    """GenEval's metadata of a prompt: it requires all of `include`, and fewer than each of `exclude`."""
 
     tag: str
     include: Annotated[tuple[Clause, ...], BeforeValidator(_none_is_empty)] = ()
@@ -257,11 +257,11 @@ class Row:
                 raise ValueError(f"include.{i}.position must name an earlier clause than {clause.position[1]}")
         for limit in self.exclude:
             if any(clause.name == limit.name and clause.count >= limit.count for clause in self.include):
-                raise ValueError(f"it asks for {limit.name} and excludes the same number")
+                raise ValueError(f"it requires and excludes the same number of {limit.name}")
 
     @property
     def classes(self) -> set[str]:
-        """Every class that is asked for or excluded."""
+        """Every class that is required or excluded."""
         return {clause.name for clause in self.include} | {limit.name for limit in self.exclude}
 
 
@@ -286,7 +286,7 @@ def parse_row(metadata: Metadata) -> Row:
 class Verdict:
     """How an image meets its row.
 
-    score: the mean over all that is asked for, at most 1. strict: all of it is exactly so. benchmark: GenEval's own
+    score: the mean over all requirements, at most 1. strict: all are met exactly. benchmark: GenEval's own
     verdict, for which objects beyond the best `count` do no harm unless they are excluded.
     """
 
@@ -299,7 +299,7 @@ def relations(box: Box, other: Box, margin: float = 0.1) -> set[Relation]:
     """Where `box` lies relative to `other`: none, one or two relations.
 
     The offset of the centres counts from `margin` times the summed widths (or heights) on; an axis has a relation if
-    what is left of it there is more than half of the length of the offset.
+    its remainder is more than half of the length of the offset.
     """
     offset = [(box[i] + box[i + 2] - other[i] - other[i + 2]) / 2 for i in (0, 1)]
     sizes = [abs(box[i + 2] - box[i]) + abs(other[i + 2] - other[i]) for i in (0, 1)]
@@ -315,7 +315,7 @@ def relations(box: Box, other: Box, margin: float = 0.1) -> set[Relation]:
 
 
 def judge(row: Row, found: dict[str, list[Detection]], colours: list[list[str]], margin: float = 0.1) -> Verdict:
-    """Compare what was found with what is asked for.
+    """Compare the detections with the requirements.
 
     found: the detections of each class of the row, best first. colours: for each include clause with a colour the
     colours of the first `count` detections of its class, if there are as many.
@@ -411,7 +411,7 @@ class GenEvalScorer(NetworkScorer):
             find_label(name, detector_labels(self.model))
         most = max((clause.count for clause in row.include), default=0)
         if most > self.max_objects:
-            raise DataError(f"it asks for {most} objects of a class: raise max_objects={self.max_objects}")
+            raise DataError(f"it requires {most} objects of a class: raise max_objects={self.max_objects}")
 
     def _find(self, images: list[Image.Image], rows: list[Row]) -> list[dict[str, list[Detection]]]:
         """For each image the detections that count of each class of its row, best first."""

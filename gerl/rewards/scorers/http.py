@@ -1,144 +1,63 @@
-"""The base of scorers that ask a service: a JSON client with time-outs and retries, tokens, images as text."""
+"""The base of scorers that call a service: a JSON client with time-outs and retries, tokens, images as text."""
 
 import base64
-import contextlib
 import io
 import json
 import logging
 import math
 import os
 import random
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import responses
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 from PIL import Image
 from pydantic import Field
 from requests.adapters import HTTPAdapter
-from urllib3 import PoolManager
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
 
-# --- Connections whose whole exchange, from the first byte sent to the last one read, ends at a deadline.
-#
-# The time-outs of requests and sockets are for each piece: a service that sends a byte now and then never exceeds them.
-
-_OF_THREAD = threading.local()  # its `deadline`, if there is one: an exchange runs in one thread from begin to end
-
-
-class Deadline:
-    """Within this context the connection that this thread uses is ended `seconds` after it began.
-
-    `passed` says whether that happened: whoever was reading sees a connection that the other side seems to have closed.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.passed = False
-        self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
-
-    def __enter__(self) -> Self:
-        _OF_THREAD.deadline = self
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        _OF_THREAD.deadline = None
-
-    def hold(self, connected: socket.socket | None) -> None:
-        """Watch this socket: http.client forgets its own where the answer ends with the connection."""
-        with self._lock:
-            self._socket = connected
-            if self.passed:
-                self._shut()
-
-    def _end(self) -> None:
-        with self._lock:
-            self.passed = True
-            self._shut()
-
-    def _shut(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                # Not the method of an SSLSocket, which would drop what the reading thread is using.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-
-class WatchedAdapter(HTTPAdapter):
-    """Connections of requests, to a service or its proxy, that a `Deadline` of the thread can end."""
-
-    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
-        super().init_poolmanager(*arguments, **options)
-        _watch(self.poolmanager)
-
-    def proxy_manager_for(self, proxy: str, **options: Any) -> PoolManager:
-        manager: PoolManager = super().proxy_manager_for(proxy, **options)
-        _watch(manager)
-        return manager
-
-
-class _Watched(HTTPConnection):
-    def connect(self) -> None:
-        super().connect()
-        self._hold()
-
-    def request(self, *arguments: Any, **options: Any) -> None:
-        self._hold()  # one that was kept open is not connected again
-        super().request(*arguments, **options)
-
-    def _hold(self) -> None:
-        deadline: Deadline | None = getattr(_OF_THREAD, "deadline", None)
-        if deadline is not None and self.sock is not None:
-            deadline.hold(self.sock)
-
-
-class _WatchedTLS(_Watched, HTTPSConnection):
-    pass
-
-
-class _Pool(HTTPConnectionPool):
-    ConnectionCls = _Watched
-
-
-class _PoolTLS(HTTPSConnectionPool):
-    ConnectionCls = _WatchedTLS
-
-
-def _watch(manager: PoolManager) -> None:
-    manager.pool_classes_by_scheme = {"http": _Pool, "https": _PoolTLS}
-
-
-# --- The base of scorers that ask a service: a JSON client with time-outs and retries, tokens, images as text
+# --- A JSON client with time-outs and retries, tokens, images as text
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
-LONGEST_WAIT = 60.0  # seconds between two attempts; a service that asks for more is out of order or out of quota
+LONGEST_WAIT = 60.0  # seconds between two attempts; a service that names more is out of order or out of quota
 MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
+_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded ones
+
+_NO_TOKEN = "the service requires a token, set token_file to its file or token_env to its environment variable"
+_WRONG_NAME = "correct the address and the name of the model or scorer"
+_OVERLOADED = "the service is overloaded, lower concurrency"
+REMEDIES = {
+    401: _NO_TOKEN,
+    403: _NO_TOKEN,
+    404: _WRONG_NAME,
+    405: _WRONG_NAME,
+    408: _OVERLOADED,
+    413: "the images are too large for the service, lower image_size (and batch_size if there is one)",
+    429: _OVERLOADED,
+}
+REJECTED = "the service rejects such a request, correct the kwargs"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Transient(RewardError):
-    """A request failed in a way that may pass; `wait` is the number of seconds the service asked for."""
+    """A request failed in a way that may pass; `wait` is the seconds that the service wants the client to wait."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -147,13 +66,13 @@ class Transient(RewardError):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpScorer(Scorer):
-    """The kwargs of every scorer that asks a service.
+    """The kwargs of every scorer that calls a service.
 
     `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
     in no configuration; driver and reward workers read it. `timeout` is the number of seconds an attempt may take, from
     connecting to the last byte of the answer, `concurrency` the requests in flight of one reward worker, `retries` how
     often a request is repeated after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff`
-    seconds, then twice as many each time, or after what the service asks for in `Retry-After`. The proxy settings of
+    seconds, then twice as many each time, or as long as the service says in `Retry-After`. The proxy settings of
     the environment apply, except to this machine itself.
     """
 
@@ -176,7 +95,7 @@ def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]
     """The bearer token in `file` or in the environment variable `variable`, and the key that named it; None for none.
 
     Raises:
-        RewardError: both are given, or what is named holds no token; the message does not show it.
+        RewardError: both are given, or the source holds no token; the message does not show it.
     """
     if file is not None and variable is not None:
         raise RewardError(f"token_file={file} and token_env={variable} are both given: keep one of them")
@@ -208,7 +127,7 @@ class Client:
     `config` gives time-out, retries and concurrency; `source` says where `token` is from. No message shows the token.
 
     Raises:
-        RewardError: from every method, for a request that failed: what was asked, what came, and what to do.
+        RewardError: from every method, for a request that failed, with the answer and the remedy.
     """
 
     def __init__(self, url: str, config: HttpScorer, token: str | None = None, source: str = "") -> None:
@@ -220,7 +139,7 @@ class Client:
         self._session = requests.Session()
         self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, WatchedAdapter(pool_maxsize=config.concurrency))
+            self._session.mount(scheme, HTTPAdapter(pool_maxsize=config.concurrency))
 
     def __enter__(self) -> Self:
         return self
@@ -253,7 +172,7 @@ class Client:
                 if attempt == self.config.retries:
                     raise Transient(f"{error} ({attempt + 1} attempts)") from None
                 if error.wait > LONGEST_WAIT:
-                    raise RewardError(f"{error} (it asks to wait {error.wait:.0f} s, which is too long)") from None
+                    raise RewardError(f"{error} (Retry-After is {error.wait:.0f} s, which is too long)") from None
                 # Scattered, so that requests refused together do not come back together.
                 pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
                 pause = max(error.wait, min(pause, LONGEST_WAIT))
@@ -263,32 +182,43 @@ class Client:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _once(self, url: str, body: bytes) -> JSON:
-        asked = f"POST {url}"
-        with Deadline(self.config.timeout) as deadline:
-            try:
-                response, content = self._exchange(asked, url, body)
-                late = deadline.passed  # then the answer may be cut off
-            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
-                late = deadline.passed or isinstance(error, requests.Timeout)
-                if not late and isinstance(error, requests.exceptions.SSLError):
-                    raise RewardError(f"{asked}: no secure connection ({_cause(error)}): correct the address") from None
-                if not late:
-                    raise Transient(
-                        f"{asked}: the connection failed or was broken ({_cause(error)}): start the service or "
-                        "correct the address"
-                    ) from None
-            except requests.Timeout:
-                late = True
-            except requests.RequestException as error:
-                raise RewardError(f"{asked} cannot be requested ({_cause(error)}): correct the address") from None
-        if late:
+        request = f"POST {url}"
+        try:
+            response, content = self._in_time(lambda: self._exchange(request, url, body))
+        except (TimeoutError, requests.Timeout, ReadTimeoutError):
             raise Transient(
-                f"{asked} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
+                f"{request} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
                 "if the service is overloaded"
-            )
-        return self._answer(asked, response, content)
+            ) from None
+        except requests.exceptions.SSLError as error:
+            message = f"{request}: no secure connection ({_cause(error)}): correct the address"
+            raise RewardError(message) from None
+        except (requests.ConnectionError, HTTPError) as error:
+            raise Transient(
+                f"{request}: the connection failed or was broken ({_cause(error)}): start the service or "
+                "correct the address"
+            ) from None
+        except requests.RequestException as error:
+            raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
+        return self._answer(request, response, content)
 
-    def _exchange(self, asked: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
+    def _in_time(self, exchange: Callable[[], Result]) -> Result:
+        """The result of `exchange`, in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
+
+        The time-outs of requests are for each piece: a service that sends a byte now and then never exceeds them.
+        """
+        future: Future[Result] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(exchange())
+            except Exception as error:  # noqa: BLE001 - it is raised in the caller
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="scorer-exchange", daemon=True).start()
+        return future.result(self.config.timeout)
+
+    def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
         """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
         with self._session.post(
             url,
@@ -303,55 +233,43 @@ class Client:
             coding = response.headers.get("Content-Encoding", "identity").strip().lower()
             if coding not in ("", "identity"):
                 raise RewardError(
-                    f"{asked} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
+                    f"{request} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
                     "disable compression in the service or its proxy"
                 )
-            content = bytearray()
-            for chunk in response.iter_content(1 << 16):
+            content, until = bytearray(), time.monotonic() + self.config.timeout
+            while chunk := response.raw.read1(1 << 16, decode_content=False):
                 content += chunk
+                if time.monotonic() > until:  # nobody waits for it any more
+                    raise TimeoutError
                 if len(content) > MAX_ANSWER:
                     raise RewardError(
-                        f"{asked} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
+                        f"{request} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
                         "the log of the service"
                     )
             return response, bytes(content)
 
-    def _answer(self, asked: str, response: requests.Response, content: bytes) -> JSON:
+    def _answer(self, request: str, response: requests.Response, content: bytes) -> JSON:
         status, text = response.status_code, self.shown(content.decode(errors="replace"))
         if 200 <= status < 300:
             try:
                 return json.loads(content)
             except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
                 raise RewardError(
-                    f"{asked} answered {status} without JSON: {text}: correct the address, or check the log of the "
+                    f"{request} answered {status} without JSON: {text}: correct the address, or check the log of the "
                     "service"
                 ) from None
         remedy = self._remedy(status, response.headers.get("Location", ""))
-        message = f"{asked} answered {status} {responses.get(status, '')}: {text}: {remedy}"
+        message = f"{request} answered {status} {responses.get(status, '')}: {text}: {remedy}"
         if status in (408, 429) or status >= 500:
             raise Transient(message, _retry_after(response.headers.get("Retry-After", "")))
         raise RewardError(message)
 
     def _remedy(self, status: int, location: str) -> str:
-        match status:
-            case 401 | 403 if self._source:
-                return f"the token of {self._source} is rejected, correct it"
-            case 401 | 403:
-                return (
-                    "the service requires a token, set token_file to its file or token_env to its environment variable"
-                )
-            case 404 | 405:
-                return "correct the address and the name of the model or scorer"
-            case 413:
-                return "the images are too large for the service, lower image_size (and batch_size if there is one)"
-            case 408 | 429:
-                return "the service is overloaded, lower concurrency"
-            case _ if 300 <= status < 400:
-                return f"use the address it redirects to, {self.shown(location)}"
-            case _ if status >= 500:
-                return "check the log of the service"
-            case _:
-                return "the service rejects such a request, correct the kwargs"
+        if status in (401, 403) and self._source:
+            return f"the token of {self._source} is rejected, correct it"
+        if 300 <= status < 400:
+            return f"use the address it redirects to, {self.shown(location)}"
+        return REMEDIES.get(status, "check the log of the service" if status >= 500 else REJECTED)
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
@@ -375,9 +293,6 @@ class Client:
         return text if self._token is None else text.replace(self._token, "[token]")
 
 
-_SCATTER = random.Random()  # a separate generator: retries must not disturb seeded draws
-
-
 def png_base64(image: Image.Image) -> str:
     """The image as a PNG file, RGB, in base64."""
     buffer = io.BytesIO()
@@ -389,6 +304,17 @@ def png_base64(image: Image.Image) -> str:
 def to_base64(content: bytes) -> str:
     """A file as text."""
     return base64.b64encode(content).decode()
+
+
+def decode_base64(texts: Sequence[str], kind: str = "image") -> list[bytes]:
+    """Files of a request; raises `RewardError` for one that is not base64."""
+    files = []
+    for i, text in enumerate(texts):
+        try:
+            files.append(base64.b64decode(text, validate=True))
+        except ValueError:
+            raise RewardError(f"{kind} {i} of {len(texts)} is not base64: encode the bytes of its file") from None
+    return files
 
 
 def at_most(image: Image.Image, size: int | None) -> Image.Image:

@@ -76,7 +76,7 @@ class RemoteScorer(ServiceScorer):
         return self.columns(self.scorer, images, prompts, metadata)
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        """Refuses only what cannot be sent; the service is asked nothing, as it need not run yet."""
+        """Refuse only what cannot be sent; the service is not called, as it need not run yet."""
         _check_json(prompt, metadata)
 
 

@@ -112,7 +112,7 @@ class Colour(Scorer):
     """1 minus the distance of the image's median colour from the one that the prompt names first, in [0, 1].
 
     `named`, a column that is watched: 1 where the median is nearer to that colour than to all others, else 0. The
-    median is that of the ground, whatever is written on it. A prompt that names no colour asks for none: both are 1.
+    median is that of the ground, whatever is written on it. For a prompt that names no colour both are 1.
     `colours`: name -> RGB, 0 to 255, or a name or code as CSS has it; by default eleven basic colours.
     """
 
@@ -141,10 +141,10 @@ class Colour(Scorer):
 
     def _score(self, image: Image.Image, prompt: str) -> tuple[float, float]:
         outside = re.sub(r'["\u201c\u201d\u201e].*?["\u201c\u201d\u201e]', " ", prompt.lower())  # not the text to write
-        asked = [word for word in re.findall(r"\w+", outside) if word in self._table]
-        if not asked:
+        named = [word for word in re.findall(r"\w+", outside) if word in self._table]
+        if not named:
             return 1.0, 1.0
         median = np.median(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0) / 255
         distances = {name: float(np.linalg.norm(median - rgb)) for name, rgb in self._table.items()}
         nearest = min(distances, key=lambda name: distances[name])
-        return 1 - distances[asked[0]] / np.sqrt(3), float(nearest == asked[0])
+        return 1 - distances[named[0]] / np.sqrt(3), float(nearest == named[0])

@@ -44,7 +44,7 @@ class VlmJudge(ChatScorer):
 
     regex: the number that `pattern` finds in the answer, divided by `scale`. yes_no: the probability of yes against no
     as the first word, in [0, 1], with `yes` and `no` the words that count. rubric: a number for each of `aspects`
-    (name: question), divided by `scale`, as columns behind their mean, asked for in one request or, with `one_request`
+    (name: question), divided by `scale`, as columns behind their mean, in one request or, with `one_request`
     false, one by one. A number outside `limits` counts as no answer. Images are reduced to at most `image_size` pixels
     a side. `max_tokens` is by default 1 for yes_no, else 512.
 
@@ -52,7 +52,7 @@ class VlmJudge(ChatScorer):
     a path (absolute, or from the current directory), a PIL image, or a list of them.
 
     `template` may use {prompt}, the row's other columns, {low} and {high} (the limits), and in a rubric {aspects} and
-    {keys}, or {question} where aspects are asked for one by one.
+    {keys}, or {question} where each aspect is a request.
     """
 
     mode: Literal["regex", "yes_no", "rubric"] = "regex"
@@ -192,7 +192,7 @@ ASPECTS = ("alignment", "coherence", "style")
 class UnifiedReward(ChatScorer):
     """The kwargs of both versions.
 
-    `template` may use {prompt} and the row's other columns: a checkpoint grades best when asked in the words it was
+    `template` may use {prompt} and the row's other columns: a checkpoint grades best with the wording it was
     trained with, which are on its model card. `model` is the name under which the endpoint serves it.
     """
 

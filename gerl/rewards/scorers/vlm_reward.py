@@ -218,9 +218,9 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
     return heads
 
 
-# --- Scorers on such a model. Theirs grade well only in the very words that they were trained with, which are their
-# authors' and not part of gerl. These are read from the authors' code, which is parsed and never run: their packages
-# need versions of others that do not go with gerl.
+# --- Scorers on such a model. It grades well only with the instruction that it was trained with, which is its authors'
+# and not part of gerl. The wording is read from the authors' code, which is parsed and never run: their
+# packages need versions of others that conflict with gerl's.
 
 
 @dataclass(frozen=True, kw_only=True)

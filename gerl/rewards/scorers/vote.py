@@ -4,7 +4,7 @@ The protocol is that of reward services with two additions. `POST {url}/v1/score
 [PNG in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests
 [B], together}}, with images also "sources": [PNG of a picture that the prompt comes with], if there are any. It answers
 200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202 {"waiting": "images" |
-"votes", "version": "1"}: images are sent when they are asked for. Who waits, asks again.
+"votes", "version": "1"}: images are sent when they are requested. The client polls.
 `POST {url}/v1/hello` answers {"scorers": ["vote"], "version": "1"}: the service is there, and the token is right.
 """
 
@@ -46,7 +46,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
     fps: Annotated[float, Field(gt=0)] = FPS
     sources: list[str] | None = None
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    retries: Annotated[int, Field(ge=0)] = 0  # it is asked again anyway
+    retries: Annotated[int, Field(ge=0)] = 0  # it is polled anyway
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,13 +61,13 @@ class VoteScorer(PeopleScorer, HttpScorer):
 
     @cached_property
     def _digests(self) -> dict[str, list[str]]:
-        """Of the images of the groups that are waited for, by key, so that they are computed once."""
+        """Digests of the images of pending groups, by key, so that they are computed once."""
         return {}
 
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """The scores of a group; "" while nobody has voted, and what is wrong with the service while it is down."""
+        """The scores of a group; "" while nobody has voted, and the problem with the service while it is down."""
         if len(occasion.seeds) < 2:
             return [0.5]  # there is nothing to choose from
         if occasion.key not in self._digests:
@@ -106,7 +106,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
         return files
 
     def reach(self) -> str:
-        """ "" if the service is there; raises `RewardError` if it is none, or refuses the token."""
+        """ "" if the service is there; raises `RewardError` if it is another service, or rejects the token."""
         try:
             with self.client(self.url) as client:
                 checked_answer(client, client.post("/v1/hello", {"scorer": NAME}))

@@ -38,7 +38,7 @@ class QuestionScorer(ChatScorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "{question}" not in self.template:
-            raise RewardError("template has no {question}, so the judge would not know what is asked: add it")
+            raise RewardError("template has no {question}, so the judge would not see the question: add it")
 
     def questions(self, prompt: str, metadata: Metadata) -> Any:
         """The questions of a row; raises `DataError` if there are none, or their form is another."""
@@ -51,14 +51,16 @@ class QuestionScorer(ChatScorer):
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
         self.questions(prompt, metadata)
 
-    def answers(self, images: list[Image.Image], prompts: list[str], asked: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """The answers to the questions `asked` about each of the images [B]."""
+    def answers(
+        self, images: list[Image.Image], prompts: list[str], questions: Sequence[Sequence[Any]]
+    ) -> list[list[Any]]:
+        """The answers to the `questions` about each of the images [B]."""
         pngs = [self.png(image) for image in images]
-        pairs = [(i, question) for i, questions in enumerate(asked) for question in questions]
+        pairs = [(i, question) for i, row in enumerate(questions) for question in row]
         with self.client(self.base_url) as client:
             found = client.map(lambda pair: self.answer(client, pngs[pair[0]], prompts[pair[0]], pair[1]), pairs)
         left = iter(found)
-        return [[next(left) for _ in questions] for questions in asked]
+        return [[next(left) for _ in row] for row in questions]
 
     def _no_questions(self, prompt: str, metadata: Metadata, form: str) -> DataError:
         return DataError(
@@ -156,7 +158,7 @@ def score(questions: Mapping[int, Question], answers: Mapping[int, bool]) -> flo
     return fmean(counted.values())
 
 
-# --- GenEval 2: questions about what a prompt asks for, part by part.
+# --- GenEval 2: a question about each part of a prompt.
 #
 # Source: "GenEval 2" (arXiv 2512.16853) and its code (github.com/facebookresearch/GenEval2, commit a6e82d2,
 # evaluation.py, lines 30 to 53, 73 to 100 and 131 to 190): Soft-TIFA, the probability of the right answer as the first
@@ -176,7 +178,7 @@ class GenEval2(QuestionScorer):
     They are a list of pairs of a question and its answer, which is a number for one that begins with "How many", and
     else yes. `mean`: geometric, the benchmark's for prompts, near 0 where one thing is wrong; or arithmetic, which
     rises with each. The other one is a further column, as is `correct`, the share of answers that were right. An answer
-    is asked for again where all words that could be one have together less than the probability `min_mass`.
+    is requested again where all possible ones together have less than the probability `min_mass`.
     """
 
     metadata_key: str = "vqa_list"
@@ -187,8 +189,8 @@ class GenEval2(QuestionScorer):
     label = "geneval2"
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
-        asked = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
-        rows = self.answers(images, prompts, asked)
+        questions = [self.questions(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
+        rows = self.answers(images, prompts, questions)
         columns = {
             "geometric": [geometric_mean([p for p, _ in row]) for row in rows],
             "arithmetic": [fmean(p for p, _ in row) for row in rows],

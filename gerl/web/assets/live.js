@@ -1,5 +1,5 @@
 "use strict";
-// The page of a run. Texts from a run only ever become text (textContent), never HTML.
+// The page of a run. Texts from a run are inserted as text (textContent), never as HTML.
 
 const SVG = ["http:", "", "www.w3.org", "2000", "svg"].join("/");
 const $ = (id) => document.getElementById(id);
@@ -21,10 +21,10 @@ const SIGNALS = [
   ["KL weight set by the guard", "guard/kl_coef"],
   ["rollbacks by the guard", "guard/rollbacks"],
 ];
-// a report has its data in it; the page of `gerl watch` asks for them
+// a report embeds its data; the page of `gerl watch` requests them
 const FROZEN = $("frozen") ? JSON.parse($("frozen").textContent) : null;
 
-// --- small things
+// --- helpers
 
 function make(tag, options = {}, ...children) {
   const node = document.createElement(tag);
@@ -70,7 +70,7 @@ function tell(sentence) {
   $("message").hidden = !sentence;
 }
 
-// --- where the data come from
+// --- data
 
 async function get(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
@@ -91,7 +91,7 @@ function sheetAt(live) {
   return `sheet?${new URLSearchParams({ run: state.run, step: live.step, v: state.signatures.live })}`;
 }
 
-// --- an image, large
+// --- full-size images
 
 let album = []; // the images of a part of the page: [node, caption]
 let leaf = 0;
@@ -123,7 +123,7 @@ function picture(address, alt) {
 
 // --- charts
 
-const drawn = new Map(); // figure -> how to draw it again
+const drawn = new Map(); // figure -> function that redraws it
 const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => drawn.get(target)?.()));
 
 function shown(figure, paint) {
@@ -143,7 +143,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-/** The labels of ticks, with as many digits as tell neighbours apart. */
+/** Labels of ticks, with enough digits to tell neighbours apart. */
 function tickLabels(values) {
   const largest = Math.max(...values.map(Math.abs));
   if (!largest) return values.map(String);
@@ -297,8 +297,8 @@ const state = {
   row: null, place: null, order: "most improved", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
   liveStep: null, // the step whose training images were chosen; null: the latest
 };
-let lost = false; // whether the page says that it could not be brought up to date
-const busy = new Map(); // part -> whether it has to be looked at once more
+let lost = false; // whether the page shows that an update failed
+const busy = new Map(); // part -> whether it has to be updated again
 
 async function once(part, work) {
   if (busy.has(part)) return busy.set(part, true);
@@ -314,8 +314,8 @@ async function once(part, work) {
     lost = false;
   } catch (error) {
     lost = true;
-    state.signatures = {}; // the next news bring all that is missing
-    tell(`The page could not be brought up to date: ${error.message || error}`);
+    state.signatures = {}; // the next event brings everything that is missing
+    tell(`The page could not be updated: ${error.message || error}`);
   } finally {
     busy.delete(part);
   }
@@ -448,7 +448,7 @@ function showFigures() {
   showAgo();
 }
 
-/** How long ago the last step ended. A report, which is read at any time, says when. */
+/** The age of the last step; in a report, which may be read at any time, its date. */
 function showAgo() {
   const node = $("ago"), then = state.overview?.time && new Date(state.overview.time);
   if (!node || !then) return;
@@ -532,7 +532,7 @@ async function showAll() {
   for (const name of names.filter((one) => !/^val\/.+\/gain(_low|_high)?$/.test(one))) chart(figureIn($("all-charts"), name, name), [{ name, colour: COLOURS[0], ...curve(name), pale: true }]);
 }
 
-/** The newest signal of the guard of each kind, and since which step there were such. `rows`: the newest first. */
+/** The newest signal of the guard of each kind, and the first step with one. `rows`: the newest first. */
 function latest(rows) {
   const kinds = new Map();
   for (const row of rows) {
@@ -562,7 +562,7 @@ async function showWarnings() {
 
 const rewardOf = (i, row) => state.heldOut.rewards[i]?.[row] ?? null;
 
-/** Which of the images of its prompt a held-out image is, and how many there are; null where it is the only one. */
+/** The index of a held-out image among those of its prompt, and their number; null if it is the only one. */
 function placeOf(row) {
   const { ids } = state.heldOut;
   if (!ids?.length) return null;
@@ -786,11 +786,11 @@ async function showRuns() {
   if (!found.runs.some((run) => run.name === state.run)) state.run = found.chosen || found.runs[0]?.name || "";
   const options = found.runs.map((run) => [run.name, `${run.alive ? "● " : ""}${run.name}`]);
   if (JSON.stringify(options) !== $("run").dataset.shown) {
-    $("run").dataset.shown = JSON.stringify(options); // not while somebody chooses, where nothing is new
+    $("run").dataset.shown = JSON.stringify(options); // not while the menu is open, unless something changed
     $("run").replaceChildren(...options.map(([value, text]) => make("option", { value, text })));
   }
   $("run").value = state.run;
-  if (!found.runs.length) tell("there is no run here yet: the page shows the first one as soon as it has begun");
+  if (!found.runs.length) tell("there is no run yet: the page shows the first one as soon as it starts");
   showOthers();
 }
 
@@ -822,7 +822,7 @@ async function refreshOthers() {
   showCompare();
 }
 
-/** The latest held-out images of this run and of the other one that was chosen last, prompt by prompt. */
+/** The latest held-out images of this run and of the other run chosen last, prompt by prompt. */
 async function showSide() {
   const names = [...state.others.keys()], other = names[names.length - 1], run = state.run, own = state.heldOut;
   const found = other && own?.steps.length ? await get("held_out", { run: other }) : null;
@@ -885,7 +885,7 @@ async function showLog() {
   if (end) node.scrollTop = node.scrollHeight;
 }
 
-// --- what changes, and who tells
+// --- updates
 
 const WORK = {
   metrics: ["metrics", showMetrics], alive: ["overview", showOverview], control: ["overview", showOverview], validation: ["validation", showHeldOut],
@@ -961,7 +961,7 @@ function begin() {
   for (const id of ["first", "now"]) {
     const image = make("img", { alt: "", on: { load: () => {
       image.classList.toggle("smooth", image.naturalWidth > 256);
-      $("extreme-list").style.setProperty("--shape", `${image.naturalWidth} / ${image.naturalHeight}`); // of those still to be loaded
+      $("extreme-list").style.setProperty("--shape", `${image.naturalWidth} / ${image.naturalHeight}`); // for the images that are still loading
     } } });
     $(id).prepend(image);
   }

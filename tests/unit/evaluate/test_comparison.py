@@ -29,7 +29,7 @@ from gerl.evaluate.comparison import (
     too_few_prompts,
     write_files,
 )
-from gerl.evaluate.names import BASE
+from gerl.evaluate.loras import BASE
 from gerl.evaluate.suites import Column, PinnedSuite, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
 from gerl.rewards.total import TOTAL

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gerl.errors import ConfigError, ModelError
-from gerl.evaluate.names import config_of, find_lora, name_loras
+from gerl.evaluate.loras import config_of, find_lora, name_loras
 
 
 def test_loras_are_called_by_the_end_of_their_path() -> None:

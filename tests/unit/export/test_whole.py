@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gerl.export import whole
-from gerl.export.whole import low_rank_factors
+from gerl.export import full_weights as whole
+from gerl.export.full_weights import low_rank_factors
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -223,7 +223,7 @@ def test_two_voters_see_different_groups_and_a_lost_service_is_said(browser: Any
         settled(ben, "prompt 2")
         anna.keyboard.press("1")
         anna.wait_for_selector("#rest:not([hidden])")
-        assert anna.locator("#state").inner_text() == "The others have the rest"
+        assert anna.locator("#state").inner_text() == "Other voters have the rest"
         assert "2 voters" in ben.locator("#people").inner_text()
     ben.wait_for_function("() => document.querySelector('#state').textContent.includes('does not answer')")
     port = int(url.rsplit(":", 1)[1])

@@ -1,4 +1,4 @@
-// What needs no page: ranks from an order, and how many columns show images largest.
+// Functions without a page: ranks from an order, and the number of columns that shows images largest.
 
 /** Ranks [count] from the order of some images, the best first; the others share the last rank. */
 export function ranksOf(order, count) {
@@ -7,7 +7,7 @@ export function ranksOf(order, count) {
   return ranks;
 }
 
-/** Columns and width of `count` images, of which height / width is `ratio`, in a space: as large as they all fit. */
+/** Columns and width of `count` images, of which height / width is `ratio`, in a space: the largest at which all fit. */
 export function layout(count, ratio, width, height, gap, least) {
   let best = {columns: 1, size: 0};
   for (let columns = 1; columns <= count; columns++) {

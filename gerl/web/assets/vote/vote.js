@@ -1,18 +1,18 @@
-// The page of a voter. The service sends the state after each change; what is clicked is posted, and the answer shown.
+// The page of a voter. The service sends the state after each change; clicks are posted, and the answer is rendered.
 import {layout, ranksOf} from "./order.js";
 
 const $ = (id) => document.getElementById(id);
-const SETTLE = 220; // ms in which keys and clicks are not yet meant for images that just appeared
-const TOUCH = 20000; // ms between two signs that somebody is here
+const SETTLE = 220; // ms for which keys and clicks are ignored after new images appeared
+const TOUCH = 20000; // ms between two signs of activity
 const HOLD = 260; // ms after which a finger drags and no longer scrolls
-const FAR = 8; // pixels from which a press is a drag
+const FAR = 8; // pixels of movement that turn a press into a drag
 
 let state = null; // as the service sent it
 let shown = null; // the group on the page
 let order = []; // images that have a rank, the best first
 let ranking = localStorage.getItem("gerl-vote-mode") === "rank";
-let ready = 0; // when the images had appeared
-let busy = false; // a vote is on its way
+let ready = 0; // time at which the images appeared
+let busy = false; // a vote is being sent
 let touched = 0;
 let pointed = 0; // the image under the pointer, or with the focus
 
@@ -65,7 +65,7 @@ function touch() {
   fetch("touch", {method: "POST", headers: {"Content-Type": "application/json"}, body: "{}"}).catch(() => {});
 }
 
-// --- what is shown
+// --- rendering
 
 function progress(p) {
   const of = p.steps ? ` of ${p.steps}` : "";
@@ -81,7 +81,7 @@ function progress(p) {
 
 function words(p) {
   if (p.ended) return [p.ended, `${p.votes} ${p.votes === 1 ? "vote is" : "votes are"} kept in the run folder.`];
-  if (p.waiting) return ["The others have the rest", "All groups that are left of this step are shown to other voters."];
+  if (p.waiting) return ["Other voters have the rest", "The remaining groups of this step are shown to other voters."];
   if (p.step === 0) return ["The run is starting", "The model is loading; the first images come next."];
   if (p.groups && p.decided >= p.groups && p.step === p.steps) return ["Learning from the votes", "These were the last images. The run ends when the step is trained."];
   if (p.groups && p.decided >= p.groups) return ["Learning from the votes", "The next images come as soon as the step is trained."];
@@ -108,7 +108,7 @@ async function show(group) {
   if (shown !== group) return;
   pointed = 0;
   $("large").close();
-  $("prompt").textContent = group.prompt; // as text, whatever is in it
+  $("prompt").textContent = group.prompt; // as text, never as HTML
   $("stage").replaceChildren(...all);
   $("rest").hidden = true;
   $("ballot").hidden = false;
@@ -152,7 +152,7 @@ function large(i) {
   if (!$("large").open) $("large").showModal();
 }
 
-/** A picture that the prompt comes with, such as the one that is edited: as large as the images, and no choice. */
+/** A picture of the prompt, such as the one that is edited: as large as the images, but not a choice. */
 function before(url, i, all) {
   const figure = document.createElement("figure"), image = new Image();
   image.src = url;
@@ -250,7 +250,7 @@ async function undo() {
   if (busy || state === null || state.undo === null) return;
   const answer = await post("undo");
   if (answer === null) return;
-  say("The last vote is taken back.");
+  say("The last vote was undone.");
   receive(answer);
 }
 
@@ -311,7 +311,7 @@ function release() {
   c.classList.remove("dragging");
   c.style.transform = "";
   addEventListener("click", (e) => { e.stopPropagation(); e.preventDefault(); }, {capture: true, once: true});
-  setTimeout(() => dispatchEvent(new Event("click")), 0); // takes the listener off where no click follows
+  setTimeout(() => dispatchEvent(new Event("click")), 0); // removes the listener if no click follows
   if (!ranking) setRanking(true);
   order = cards().map((other) => Number(other.dataset.image));
   marks();

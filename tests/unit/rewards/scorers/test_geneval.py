@@ -168,7 +168,7 @@ def test_metadata_are_read_as_genevals_files_and_parquet_have_them() -> None:
         (row(DOG | {"colour": "red"}), "include.0.colour: Unexpected keyword argument"),
         (row(DOG | {"position": ["near", 0]}), "include.0.position.0"),
         (row(CAT_LEFT), "include.0.position must name an earlier clause than 0"),
-        (row(TWO_DOGS, exclude=({"class": "dog", "count": 2},)), "it asks for dog and excludes the same number"),
+        (row(TWO_DOGS, exclude=({"class": "dog", "count": 2},)), "it requires and excludes the same number of dog"),
     ],
 )
 def test_wrong_metadata_are_one_sentence(metadata: dict[str, Any], message: str) -> None:

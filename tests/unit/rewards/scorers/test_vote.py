@@ -35,7 +35,7 @@ def test_images_are_sent_once_and_ranks_come_back_as_scores(tmp_path: Path) -> N
         scorer, drawn = VoteScorer(url=url), Drawn(IMAGES)
         assert [scorer.ask(drawn, "a", {}, occasion()) for _ in range(3)] == ["", "", ""] and drawn.calls == 2
         (ballot,) = ballots.ballots.values()
-        assert (ballot.text, ballot.asked.step, ballot.asked.prompt, ballot.asked.run) == ("a", 3, 7, "signs/now")
+        assert (ballot.text, ballot.request.step, ballot.request.prompt, ballot.request.run) == ("a", 3, 7, "signs/now")
         found = [np.asarray(Image.open(tmp_path / path)) for path in ballot.images]
         assert all((np.asarray(image) == pixels).all() for image, pixels in zip(IMAGES, found, strict=True))
         Voter(f"{url}/").post("vote", group=ballot.id, ranks=[4, 3, 2, 1])
