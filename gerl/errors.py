@@ -1,6 +1,7 @@
 """The exceptions gerl raises: each message is one sentence that says what was expected, what came and what to do."""
 
 import signal
+from collections.abc import Iterator
 
 
 class GerlError(Exception):
@@ -76,3 +77,10 @@ class Stopped(Interrupted):
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
         return type(self), (self.step,)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, its cause, the cause of that, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

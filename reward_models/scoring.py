@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import math
-import struct
 import sys
 import zlib
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ from PIL import Image
 from gerl.errors import DataError, GerlError, RewardError
 from gerl.rewards.scorers import Scorer, columns_of, number_of
 from gerl.rewards.scorers.base import JSON, Columns, Metadata, ReturnError
+from gerl.utils.condition_images import BROKEN
 
 log = logging.getLogger(__name__)
 
 FORMATS = ("PNG", "JPEG")
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error)  # what Pillow raises for a bad file
 SHOWN = 500  # characters of what a scorer raised that an answer quotes
 MEGAPIXEL = 10**6
 WARM_PROMPT = 'a photo of a sign that reads "ready"'
@@ -86,7 +85,7 @@ def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
                 own = image.width * image.height
         except Image.DecompressionBombError:
             own = sys.maxsize
-        except BROKEN:
+        except (*BROKEN, zlib.error):
             return Refusal(422, f"image {i} of {len(images)} is neither a PNG nor a JPEG file: send one of these")
         if own > limits.max_image_megapixels * MEGAPIXEL:
             return Refusal(
@@ -113,7 +112,7 @@ def decode(images: Sequence[bytes]) -> list[Image.Image] | Refusal:
             image.load()
             # A conversion would be a second copy; another mode's first one is dropped before the next is decoded.
             pictures.append(image if image.mode == "RGB" else image.convert("RGB"))
-        except (*BROKEN, Image.DecompressionBombError) as error:
+        except (*BROKEN, zlib.error) as error:
             reason = " ".join(str(error).split())[:SHOWN]
             return Refusal(422, f"image {i} of {len(images)} is a broken file ({reason}): send the complete file")
     return pictures

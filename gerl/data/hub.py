@@ -28,7 +28,7 @@ from PIL import Image
 from gerl.commandline.progress import waiting
 from gerl.config.blocks import HubParts, hub_parts
 from gerl.data.tables import MOST_ROWS, Row, split_row
-from gerl.errors import DataError
+from gerl.errors import DataError, causes
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import BROKEN
 from gerl.utils.files import reason, write_file
@@ -236,17 +236,17 @@ def _save_image(content: bytes, where: str) -> str:
 def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
     """The cause and the remedy, where the data set cannot be read."""
     hub = constants.ENDPOINT
-    causes = list(_causes(first))
+    chain = list(causes(first))
     said = " ".join(str(last or first).split())
-    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
         return (
             "it does not fit on the disk: free up space, set HF_HOME to a folder on a larger disk, or set data.stream"
         )
-    if any(isinstance(cause, GatedRepoError) for cause in causes) or "is a gated dataset" in said:
+    if any(isinstance(cause, GatedRepoError) for cause in chain) or "is a gated dataset" in said:
         return f"it is gated: accept its terms at {hub}/datasets/{parts.path}, then log in with 'hf auth login'"
-    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+    if any(isinstance(cause, RevisionNotFoundError) for cause in chain):
         return f"it has no revision {parts.revision}: correct the part after the @"
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in chain):
         return f"{hub} has no such data set, or a private one: correct the name, or log in with 'hf auth login'"
     if isinstance(first, OfflineModeIsEnabled):
         return "it is not in this machine's cache, and HF_HUB_OFFLINE is set: unset it, or use a file"
@@ -265,9 +265,3 @@ def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -
 
 def _example(parts: HubParts, names: str) -> str:
     return f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 
 from gerl.commandline.progress import waiting
-from gerl.errors import GerlError, ModelError
+from gerl.errors import GerlError, ModelError, causes
 from gerl.model.paths import INDEX
 from gerl.utils.files import reason
 
@@ -117,21 +117,18 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
     """The cause and the remedy, where the value of `key` is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     given = f"{key}={path!r}"
-    causes: list[BaseException] = []
-    cause: BaseException | None = unreached or error
-    while cause is not None:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in causes):
+    first = unreached or error
+    chain = list(causes(first))
+    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
         return (
             f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
             "on a larger disk"
         )
-    if any(isinstance(cause, GatedRepoError) for cause in causes):
+    if any(isinstance(cause, GatedRepoError) for cause in chain):
         return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in chain):
         return f"{given}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
-    status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), None)
+    status = next((cause.response.status_code for cause in chain if isinstance(cause, HfHubHTTPError)), None)
     if status in (401, 403):
         return (
             f"{given}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
@@ -145,12 +142,12 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
             f"{absent}, and {hub} cannot be reached ({_words(unreached)}): connect this machine to it, or download "
             f"it on another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
         )
-    if any(isinstance(cause, EntryNotFoundError) for cause in causes):
+    if any(isinstance(cause, EntryNotFoundError) for cause in chain):
         return (
             f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
             "in diffusers format"
         )
-    if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in causes):
+    if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in chain):
         return (
             f"{given}: the download from {hub} was interrupted ({_words(error)}): start again, completed files are kept"
         )

@@ -150,12 +150,15 @@ class RewardWorker:
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
         """
         scorer = self.scorers[name]
-        frames = scorer.takes_frames
-        owners = [i for i, p in enumerate(pixels) for _ in range(1 if frames or p.ndim == 3 else _count_frames(p))]
         # Copies, so that no scorer changes what another one, or a retry, gets to see.
-        pictures = [picture for p in pixels for picture in _to_pil(p, whole=frames)]
+        shown = [_to_pil(p, whole=scorer.takes_frames) for p in pixels]
+        owners = [i for i, pictures in enumerate(shown) for _ in pictures]
         try:
-            returned = scorer(pictures, [prompts[i] for i in owners], [copy.deepcopy(metadata[i]) for i in owners])
+            returned = scorer(
+                [picture for pictures in shown for picture in pictures],
+                [prompts[i] for i in owners],
+                [copy.deepcopy(metadata[i]) for i in owners],
+            )
             columns = columns_of(returned, name)
         # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the
         # driver drops the group or stops, as `reward.on_error` says. sys.exit belongs to scripts.
@@ -188,12 +191,8 @@ def _to_pil(pixels: np.ndarray, whole: bool) -> list[Any]:
         return [Image.fromarray(pixels.copy())]
     if whole:
         return [[Image.fromarray(frame.copy()) for frame in pixels]]
-    chosen = np.linspace(0, len(pixels) - 1, _count_frames(pixels)).round().astype(int)
+    chosen = np.linspace(0, len(pixels) - 1, min(len(pixels), FRAMES)).round().astype(int)
     return [Image.fromarray(pixels[k].copy()) for k in chosen]
-
-
-def _count_frames(video: np.ndarray) -> int:
-    return min(len(video), FRAMES)
 
 
 def _by_image(

@@ -25,7 +25,7 @@ from gerl.commandline.composition import compose_run, shipped
 from gerl.config import Config
 from gerl.config.algorithms import Teacher
 from gerl.data.sources import may_have_pictures
-from gerl.errors import GerlError, ModelError
+from gerl.errors import GerlError, ModelError, causes
 from gerl.model.denoisers import default_dtype, find_denoisers
 from gerl.model.loading import prepare
 from gerl.model.lora import ADAPTER, add_lora
@@ -249,7 +249,7 @@ def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
     try:
         yield
     except (GerlError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if dependent := next((e for e in _causes(error) if isinstance(e, NEEDS_VALUES)), None):
+        if dependent := next((e for e in causes(error) if isinstance(e, NEEDS_VALUES)), None):
             raise ModelError(
                 f"{kind} cannot be sized: its computation depends on the values of its activations "
                 f"({dependent.func}), which do not exist without weights; use a preflight without hardware, which "
@@ -259,12 +259,6 @@ def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
             raise
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(f"{kind} cannot be sized, since it does not run without weights: {first}") from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_module(component: object) -> bool:
