@@ -28,9 +28,9 @@ def pipeline_call(
 
 
 def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
-    """Raise `ModelError` if pipelines of class `kind` do not take an argument that a rollout gives them.
+    """Raise `ModelError` if pipelines of class `kind` do not take an argument of a rollout.
 
-    `overrides`: further ones, None where they are not given.
+    `overrides`: further arguments; None is not passed.
     """
     _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
 
@@ -49,7 +49,7 @@ def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, objec
 
 
 def _check_prompt(pipe: DiffusionPipeline) -> None:
-    """Raise `ModelError` if the pipeline takes no prompt, and say which of the pipelines that it is made of does."""
+    """Raise `ModelError` if the pipeline takes no prompt, naming the pipelines inside it."""
     from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
 
     if "prompt" in inspect.signature(type(pipe).__call__).parameters:
@@ -74,7 +74,7 @@ def _check_names(kind: type, names: Iterable[str]) -> None:
 
 
 def unguided(kind: type, sampling: SamplingConfig) -> str | None:
-    """A sentence where the pipeline has a scale of true guidance above 1 and no negative prompt, which it needs."""
+    """A warning if the pipeline's scale of true guidance is above 1 without the negative prompt that it needs."""
     parameters, name = inspect.signature(kind.__call__).parameters, "true_cfg_scale"
     if name not in parameters or any(sampling.call.get(k) is not None for k in parameters if "negative_prompt" in k):
         return None
@@ -89,13 +89,13 @@ def unguided(kind: type, sampling: SamplingConfig) -> str | None:
 
 
 def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
-    """The noise levels `sampling.sigmas` asks the pipeline for, before its scheduler's shift; None: its own."""
+    """The noise levels of `sampling.sigmas`, before the scheduler's shift; None: the scheduler's own."""
     n = sampling.num_inference_steps
     return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
 
 
 def check_sigmas(scheduler: SchedulerMixin, sampling: SamplingConfig) -> None:
-    """Raise `ModelError` if `sampling.sigmas` asks `scheduler` for noise levels that are none of its own."""
+    """Raise `ModelError` if `scheduler` does not support the noise levels of `sampling.sigmas`."""
     if training_sigmas(sampling) is not None and family(scheduler) not in (*FLOW, "flow_map"):
         raise ModelError(
             f"sampling.sigmas={sampling.sigmas} requires flow matching, whose noise levels are in [0, 1]: this "

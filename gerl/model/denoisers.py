@@ -30,8 +30,8 @@ TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # a
 def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
 
-    The blocks have linear layers (a vocoder's have none). Autoencoders and ControlNets are none. A pipeline may have
-    several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
+    The blocks have linear layers (a vocoder's do not); autoencoders and ControlNets are excluded. There may be several:
+    Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
     unconditional prediction. Raises `ModelError` if there is none.
     """
     for name, component in pipe.components.items():
@@ -50,7 +50,7 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
 
 
 def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
-    """Those of a pipeline's components that get a LoRA, see `find_denoisers`; skeletons will do."""
+    """Those of a pipeline's components, or skeletons of them, that get a LoRA, see `find_denoisers`."""
     models = {
         name: component
         for name, component in components.items()
@@ -102,9 +102,9 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
 
 
 def check_plain(name: str, denoiser: torch.nn.Module) -> None:
-    """Raise `ModelError` unless `denoiser`, the component `name`, computes what its class does with its weights.
+    """Raise `ModelError` if `denoiser`, the component `name`, has adapters, fused projections or caches.
 
-    A LoRA trained on anything else (other adapters, fused projections, caches) fits no plain pipeline.
+    A LoRA trained on it would not fit a plain pipeline.
     """
     adapters = [type(m).__module__ for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
     if kinds := sorted({name.split(".")[2] for name in adapters if name.startswith("peft.tuners.")}):
@@ -132,11 +132,11 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
 
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:
-    """Whether an adapter of PEFT is on it, trained or not: a LoRA or any other kind."""
+    """Whether it has an adapter of PEFT of any kind."""
     return any(isinstance(module, BaseTunerLayer) for module in denoiser.modules())
 
 
-# --- The denoisers of a pipeline without their weights: what can be known about layers before anything is loaded
+# --- The denoisers of a pipeline without their weights, to know their layers before anything is loaded
 
 
 def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) -> ModelMixin:
@@ -154,10 +154,7 @@ def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) 
 
 
 def skeletons(folder: str) -> dict[str, ModelMixin] | None:
-    """The models of diffusers among the components of a pipeline; None if it comes with code of its own.
-
-    Autoencoders are left out, for which building takes time and which are no denoisers.
-    """
+    """Skeletons of the diffusers models of a pipeline, except autoencoders; None if it has custom code."""
     index = DiffusionPipeline.load_config(folder)
     parts = [name for name, entry in index.items() if isinstance(entry, list)]
     if "_class_name" in parts or any(list((Path(folder) / name).glob("*.py")) for name in parts):
@@ -189,9 +186,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# --- The libraries that models come from: their warnings about a user's input reach the run's log, once each
+# --- Warnings of the model libraries about a user's input: passed to the run's log, once each
 
-# warnings about how gerl itself calls the libraries, or that it gives in a sentence of its own
+# warnings about gerl's own calls, or that gerl gives itself
 NOISE = re.compile(
     "was truncated because|sequence length is longer than"  # gerl.model.prompts counts them over all prompts
     "|true_cfg_scale is passed as"  # gerl.model.call.unguided names the keys

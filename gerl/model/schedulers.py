@@ -75,10 +75,10 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
 
 
 class SameSigmas(FlowMatchEulerDiscreteScheduler):
-    """Euler steps along the noise levels, and at the timesteps, of another flow-matching scheduler.
+    """Euler steps along the noise levels and timesteps of another flow-matching scheduler, which computes them.
 
-    The other scheduler computes them: solvers differ in their first noise level and in how they space the rest, which
-    no configuration of `FlowMatchEulerDiscreteScheduler` reproduces.
+    Solvers differ in their first noise level and in their spacing, which no configuration of
+    `FlowMatchEulerDiscreteScheduler` reproduces.
     """
 
     original: SchedulerMixin
@@ -134,9 +134,9 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
     def step(
         self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, *args: object, **kwargs: object
     ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
-        """Euler's, also at integer timesteps: some pipelines (SkyReels V2 by diffusion forcing) truncate them to such.
+        """Euler's step, also at integer timesteps, to which some pipelines truncate (SkyReels V2, diffusion forcing).
 
-        The other solvers' timesteps are integers anyway; Euler refuses them for fear of numbers of steps.
+        Euler refuses integers, which could be step numbers.
         """
         stepped: SchedulerOutput | tuple[torch.Tensor, ...] = super().step(
             model_output, torch.as_tensor(timestep).to(torch.float32), sample, *args, **kwargs
@@ -207,11 +207,11 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
         )  # fmt: skip
 
 
-# --- Models that were distilled: to few denoising steps, or to take their guidance as an input
+# --- Distilled models: to few denoising steps, or with guidance as an input
 
-# schedulers that only models of few steps come with: consistency models and flow maps
+# schedulers of few-step models only: consistency models and flow maps
 SCHEDULERS = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "FlowMatchLCMScheduler", "FlowMapEulerDiscreteScheduler")
-# what such models are called; FLUX.2 klein is one, its base is not, nor is a model whose distillation was undone
+# names of such models; FLUX.2 klein is one, its base is not, nor is a de-distilled model
 NAMES = re.compile(
     r"(?<![a-z])(turbo|schnell|lightning|lcm|tcd|dmd2?|tdm|sprint|hyper-?(?:sd|flux)|(?<!\d)[1-8]-?steps?"
     r"|(?<!de-)(?<!guidance-)(?<!cfg-)distill(?:ed|ation)?|klein(?!-base))(?![a-z])",
@@ -221,10 +221,7 @@ EXCESS = ("flow_sde", "dance_sde")  # kernels that leave more noise in late step
 
 
 def few_steps(path: str, scheduler: str) -> str | None:
-    """Why the pipeline of `path` counts as one of few steps, in words; None where it does not.
-
-    `scheduler`: the class of the one that it came with.
-    """
+    """Why the pipeline of `path` counts as a few-step model, or None; `scheduler`: the class of its original one."""
     if scheduler in SCHEDULERS:
         return f"it comes with {scheduler}"
     found = NAMES.search(re.split(r"[/\\]", path.rstrip("/\\"))[-1].replace("_", "-"))
@@ -232,7 +229,7 @@ def few_steps(path: str, scheduler: str) -> str | None:
 
 
 def distilled_warnings(config: Config, scheduler: str) -> list[str]:
-    """Sentences where a model of few steps is trained in a way that is known to harm it; `scheduler` as above."""
+    """Warnings about harmful ways to train a few-step model; `scheduler`: as above."""
     algorithm, path = config.algorithm, config.model.path
     reason = few_steps(path, scheduler)
     if reason is None:
@@ -253,7 +250,7 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
 
 
 def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
-    """A sentence for each denoiser that takes the guidance scale as an input."""
+    """A note for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
     return [
         f"the guidance of {name} is one of its inputs, by distillation: there is one pass per step, and "

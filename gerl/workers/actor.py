@@ -123,7 +123,7 @@ def expected_state(
     for name, p in lora.items():
         moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in keys}
         if config.optimizer == "adamw8bit" and any(f"{key}/{name}" in found for key in QUANTISED):
-            blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package makes of it
+            blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package makes
             moments |= {key: p.to(torch.uint8) for key in ("state1", "state2")}
             moments |= {key: torch.zeros(256) for key in ("qmap1", "qmap2")}
             moments |= {key: torch.zeros(blocks) for key in ("absmax1", "absmax2")}
@@ -272,7 +272,7 @@ class Actor:
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """The gradient that `accumulate` adds for `batches`, by trained step, each one vector on the CPU.
 
-        A gradient that was accumulated before is dropped, and none is left.
+        Accumulated gradients are dropped.
         """
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
@@ -398,7 +398,7 @@ class Actor:
         self.policy.version = numbers.policy_version
         taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
         rates = [base * rule(taken) for base, rule in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-        # the rules are functions, made anew by the constructor: None leaves them
+        # the rules are functions, made by the constructor: None keeps them
         position = {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates, "lr_lambdas": [None]}
         schedule.load_state_dict(schedule.state_dict() | position)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
@@ -468,7 +468,7 @@ class Snapshots:
         self._copy, self.step = self._executor.submit(rest), step
 
     def take(self, step: int) -> tuple[Tensors, WorkerState]:
-        """The state after `step`, the last that was finished: copied now if that was not begun."""
+        """The state after `step`, the last finished one; copied now if `begin` was not called."""
         self.begin(step)
         assert self._copy is not None
         return self._copy.result()

@@ -1,4 +1,4 @@
-"""Load the policy of a worker, and check beforehand what can be checked without its weights."""
+"""Load the policy of a worker, and check it before its weights are loaded."""
 
 import inspect
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ from gerl.workers.collective import Ranks
 def check_start(config: Config, device: str) -> None:
     """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
 
-    A pipeline of the hub is fetched into its cache. Raises `ClusterError` if torch cannot compute on the device at all.
+    Fetches a pipeline of the Hub into its cache. Raises `ClusterError` if torch cannot compute on the device.
     """
     start_device(device)
     check_quantisation(config.model, device)
@@ -68,7 +68,7 @@ def encoded_folder(config: Config, device: str) -> Path | None:
 def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     """Load the policy on `device`; `ranks`: those in lockstep with this one.
 
-    Where the ranks hold parts of the text encoders, they have to call them equally often, so nothing is kept.
+    Ranks with sharded text encoders have to call them equally often, so encoded prompts are not cached.
     """
     model, data = config.model, config.data
     mesh = None if ranks is None or model.shard == "none" else ranks.mesh
@@ -124,10 +124,7 @@ def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Funct
 
 
 def without_decoder(algorithm: Algorithm) -> None:
-    """Let `algorithm` differentiate a function of the latents in place of a reward, if it needs one.
-
-    For a model without weights, of which only the denoiser is run.
-    """
+    """Let `algorithm` differentiate a function of the latents instead of a reward, for a model without weights."""
     if isinstance(algorithm, RewardGradient):
         algorithm.decode = lambda pipe, tape, latents: latents
         algorithm.reward = lambda images, prompts: images.reshape(len(prompts), -1).mean(1)

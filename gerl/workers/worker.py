@@ -125,13 +125,13 @@ class PolicyWorker:
         return model_facts(self.policy, self.config, notes)
 
     def join(self, address: str, rank: int, world_size: int) -> None:
-        """Meet the other processes, as number `rank` of them, before the model is loaded; a collective call."""
+        """Join the process group as `rank`, before the model is loaded; a collective call."""
         self.meeting.join(address, rank, world_size, self.device)
         if self.config.lockstep:
             self.ranks = Ranks(self.device, self.config.lockstep_ranks, self.config.cluster.context)
 
     def leave(self) -> None:
-        """Give up what was begun of a step, and leave the process group."""
+        """Abandon the current step, and leave the process group."""
         self.meeting.leave()
         if hasattr(self, "actor"):
             self.clear()
