@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gerl.cluster import folders
+from gerl.cluster import local_ray as folders
 from gerl.errors import ClusterError, Interrupted
 
 
