@@ -71,7 +71,7 @@ class TapeHead:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.device = tape.steps[0].x.device
+        self.device = tape.steps[0].x.device if tape.steps else torch.device("cpu")
         self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
         self.start: dict[int, Tree] = {}  # answers in place of recorded ones, by position
         self.looped = tape.looped_components()
