@@ -44,7 +44,7 @@ from sections import write_section
 from gerl.algorithms import batches_of, count_pairs
 from gerl.errors import GerlError
 from gerl.model.denoisers import quiet_libraries
-from gerl.model.errors import REFUSALS
+from gerl.model.errors import PIPELINE_ERRORS
 from gerl.preflight.bench import TEXT, Bench, attempt
 from gerl.preflight.findings import Usage, measured, rows_of
 from gerl.preflight.sizing.facts import Facts
@@ -59,7 +59,7 @@ RESULTS, README = HERE / "results" / "gpu.json", HERE / "README.md"
 BEGIN, END = "<!-- gpu: begin, written by python benchmarks/gpu.py --table -->", "<!-- gpu: end -->"
 GOALS = {"rollout": 0.55, "update": 0.45}  # of the GPU's published peak
 WARMUPS = 2  # kernels are chosen and compiled; the second one finds the moments of the optimizer as they stay
-FAILURES = (GerlError, MemoryError, ImportError, OSError, *REFUSALS)
+FAILURES = (GerlError, MemoryError, ImportError, OSError, *PIPELINE_ERRORS)
 LONGEST = 300  # characters of a reason
 UNUSABLE = "the device does not compute any more since an earlier variant failed; run this one alone with --variants"
 NOT_COMPILED = "torch.compile reached its recompile_limit, so some calls of blocks ran uncompiled"

@@ -8,6 +8,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from gerl.algorithms import every_exclusion
+from gerl.config.exclusions import as_markdown
+
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r'\]\(\s*([^)\s#]+)[^)]*\)|(?:src|href)="([^"#]+)')
 CELL = re.compile(r"<td.*?</td>", re.S)
@@ -40,6 +43,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The reference has the table of keys that exclude each other."""
+    return markdown.replace("<!-- exclusions -->", as_markdown(every_exclusion()))
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -209,7 +209,7 @@ EXPERIMENTS = [
         "algorithm=awm and algorithm.name=flow_grpo ", "keep one"),
     row("two experiments", "train experiment=signs experiment=plain", "experiment=signs and experiment=plain ", "keep one"),
     row("algorithm of a run's file", "train experiment=RUN/config.yaml algorithm=crd", "algorithm=crd: ", "remove it"),
-    row("key of another algorithm", "train algorithm.mix=1", "algorithm.mix=1: ", "only diffusion_nft"),
+    row("key of another algorithm", "train algorithm.mix=1", "algorithm.mix=1: ", "only crd, diffusion_nft"),
     row("missing file", "train experiment=mien.yaml", "experiment=mien.yaml: there is no such file", r"'mine\.yaml'"),
     row("broken file", "train experiment=broken.yaml", "experiment=broken.yaml: line 2, column 1: ", "correct"),
     row("key twice in a file", "train experiment=twice.yaml", "experiment=twice.yaml: line 5, column 1: ", "key trainer"),

@@ -7,6 +7,7 @@ from gerl.algorithms.base import Algorithm, Batch, KLWeight, Rewards, batches_of
 from gerl.algorithms.forward_process import SFT, ForwardProcess, regularising
 from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
+from gerl.config.exclusions import EXCLUSIONS, MODEL, SAMPLING, Exclusion
 from gerl.config.registry import ALGORITHMS
 
 __all__ = [
@@ -20,8 +21,15 @@ __all__ = [
     "batches_of",
     "build_algorithm",
     "count_pairs",
+    "every_exclusion",
     "row_credit",
 ]  # fmt: skip
+
+
+def every_exclusion() -> list[Exclusion]:
+    """Return all rows of keys that exclude each other, those of algorithms last."""
+    own = (row for cls in ALGORITHMS.values() for row in cls.config_class.excludes)
+    return list(dict.fromkeys((*MODEL, *SAMPLING, *EXCLUSIONS, *own)))
 
 
 def build_algorithm(config: Config) -> Algorithm:

@@ -19,6 +19,7 @@ from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig
 from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import LikelihoodWeighting
+from gerl.config.exclusions import Exclusion
 from gerl.config.schema import key
 from gerl.utils.lazy import lazy
 
@@ -44,6 +45,12 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
         "the images of a group get the same noise at each level: their common part then cancels in the gradient, "
         "since their advantages sum to 0",
     )
+
+    excludes = (
+        *ForwardProcessConfig.excludes,
+        Exclusion("actor.updates>1", "algorithm.off_policy=false", "with algorithm.off_policy=false the ratio is 1 "
+                  "even in later updates, which are off-policy", "use 1, or off_policy=true"),
+    )  # fmt: skip
 
     @property
     def needs(self) -> Needs:

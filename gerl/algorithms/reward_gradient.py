@@ -14,6 +14,7 @@ from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import SamplingConfig
+from gerl.config.exclusions import Exclusion
 from gerl.config.schema import key
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
@@ -35,6 +36,20 @@ else:
 class RewardGradientConfig(AlgorithmConfig):
     """Images are decoded with a gradient, and the reward's goes back to the weights."""
 
+    excludes = (
+        Exclusion("algorithm.margin!=null", "algorithm.target!=null", "the loss is measured from algorithm.margin or "
+                  "algorithm.target", "remove one of them"),
+        Exclusion("algorithm.cfg=off", "needs.reward_gradient", "the scored images were sampled with guidance, through "
+                  "which the reward's gradient passes", "use cfg=joint or cfg=detach_uncond"),
+        Exclusion("algorithm.dynamic_sampling>0", "needs.reward_gradient", "there is a gradient even if all rewards of "
+                  "a group are equal", "remove it"),
+        *(
+            Exclusion(f"sampling.{key}!={value}", "needs.reward_gradient", "{algorithm.name} differentiates every step "
+                      "as it was taken", f"use sampling.{key}={value}")
+            for key, value in (("solver", "euler"), ("compression", "1"), ("cache", "none"))
+        ),
+    )  # fmt: skip
+
     margin: float | None = key(
         None, "the loss is the shortfall of the reward below this, 0 above; null: the negative reward"
     )
@@ -48,38 +63,8 @@ class RewardGradientConfig(AlgorithmConfig):
     def needs(self) -> Needs:
         return replace(super().needs, trajectory=True, reward_gradient=True, finished_latents=True, single_images=True)
 
-    def check(self) -> None:
-        super().check()
-        if self.margin is not None and self.target is not None:
-            raise ConfigError(
-                f"algorithm.margin={self.margin} and algorithm.target={self.target}: the loss is measured from one "
-                "of them; remove the other"
-            )
-        if self.cfg == "off":
-            raise ConfigError(
-                "algorithm.cfg=off: the scored images were sampled with guidance, through which the reward's "
-                "gradient passes; use cfg=joint or cfg=detach_uncond"
-            )
-        if self.dynamic_sampling:
-            raise ConfigError(
-                f"algorithm.dynamic_sampling={self.dynamic_sampling}: there is a gradient even if all rewards of a "
-                "group are equal; remove it"
-            )
-
     def check_sampling(self, sampling: SamplingConfig) -> None:
         super().check_sampling(sampling)
-        plain = {"solver": "euler", "compression": 1, "cache": "none"}
-        for name, value in plain.items():
-            if (given := getattr(sampling, name)) != value:
-                raise ConfigError(
-                    f"sampling.{name}={given}: {self.name} differentiates every step as it was taken; use "
-                    f"sampling.{name}={value}"
-                )
-        if self.needs.deterministic and sampling.kernel != "ode":
-            raise ConfigError(
-                f"sampling.kernel={sampling.kernel}: {self.name} is defined for steps without noise; use "
-                "sampling.kernel=ode"
-            )
         if sampling.num_inference_steps < self.needs.min_steps:
             raise ConfigError(
                 f"sampling.num_inference_steps={sampling.num_inference_steps}: {self.name} needs at least "

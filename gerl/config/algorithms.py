@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator, TypeAdapter
 
 from gerl.config.blocks import CfgMode, SamplingConfig
+from gerl.config.exclusions import Exclusion
 from gerl.config.registry import ALGORITHMS, canonical
 from gerl.config.schema import Block, key, main_key, resolved_fields, shown
 from gerl.errors import ConfigError
@@ -164,6 +165,8 @@ def cfg_key(default: CfgMode) -> Any:
 @dataclass(frozen=True)
 class AlgorithmConfig(Block):
     """The keys that every algorithm reads."""
+
+    excludes: ClassVar[tuple[Exclusion, ...]] = ()  # what it does not go with, besides the table of `exclusions`
 
     name: str = main_key(
         "", "the algorithm; `algorithm=NAME` on the command line selects it with its published settings"

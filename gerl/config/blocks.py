@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
+from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -610,19 +611,9 @@ class ModelConfig(Block):
     channels_last: bool = key(False, "store the VAE's convolutions channels-last, which is faster on GPUs")
 
     def check(self) -> None:
-        if self.merge_lora and self.lora is None:
-            raise ConfigError("model.merge_lora=true: there is no model.lora to merge; set one, or use false")
-        if self.merge_lora and self.quantize != "none":
-            raise ConfigError(
-                f"model.quantize={self.quantize}: weights are quantised on loading, so nothing can be merged into "
-                "them; use model.merge_lora=false, or a folder with the merged model as model.path"
-            )
-        if self.train != "lora":
-            self._check_train()
-        if self.offload == "blocks":
-            self._check_blocks()
-        if self.shard != "none":
-            self._check_shards()
+        if not self.train:
+            raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
+        check_exclusions(MODEL, {"model": self})
         self._check_expression("lora_targets", self.lora_targets or "", "null")
         self._check_expression("train", self.train, "lora or full")
 
@@ -634,56 +625,6 @@ class ModelConfig(Block):
             raise ConfigError(
                 f"model.{name}={value!r} is not a valid regular expression ({error}): {hint}, or use {other}"
             ) from None
-
-    def _check_train(self) -> None:
-        given, remedy = f"model.train={self.train}", "or model.train=lora"
-        if not self.train:
-            raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
-        if self.lora_targets is not None:
-            raise ConfigError(
-                f"model.lora_targets={self.lora_targets}: with {given} there is no LoRA; remove it, and select the "
-                f"weights with model.train, {remedy}"
-            )
-        if self.lora is not None and not self.merge_lora:
-            raise ConfigError(
-                f"model.lora={self.lora}: with {given} there is no LoRA to initialise from it; use "
-                f"model.merge_lora=true, {remedy}"
-            )
-        if self.quantize != "none":
-            raise ConfigError(
-                f"model.quantize={self.quantize}: with {given} the weights are trained, which quantised ones do "
-                f"not support; use model.quantize=none, {remedy}"
-            )
-        if self.offload == "blocks":
-            raise ConfigError(
-                f"model.offload=blocks: with {given} the weights change, but not their copies on the CPU; use "
-                f"model.offload=encoders, {remedy}"
-            )
-        if self.compile is not None and (self.dtype != "float32" or self.shard != "none"):
-            raise ConfigError(
-                f"model.compile={self.compile}: with {given} only unsharded float32 weights can be compiled; use "
-                "model.dtype=float32 and model.shard=none, or model.compile=null"
-            )
-
-    def _check_shards(self) -> None:
-        for name, value in (("quantize", self.quantize), ("quantize_encoders", self.quantize_encoders)):
-            if value == "nf4":
-                raise ConfigError(
-                    f"model.{name}=nf4: bitsandbytes stores the scales of a weight separately, so they cannot be "
-                    f"sharded; use model.{name}=int8 or fp8, or model.shard=none"
-                )
-
-    def _check_blocks(self) -> None:
-        if self.quantize != "none":
-            raise ConfigError(
-                f"model.offload=blocks: weights with model.quantize={self.quantize} cannot be moved while a "
-                "gradient needs them; use model.offload=encoders, or model.quantize=none"
-            )
-        if self.compile is not None:
-            raise ConfigError(
-                f"model.offload=blocks: model.compile={self.compile} would compile the denoiser without the moves of "
-                "its blocks; use model.offload=encoders, or model.compile=null"
-            )
 
     def for_resume(self) -> "ModelConfig":
         """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
@@ -754,23 +695,7 @@ class SamplingConfig(Block):
     call: dict[str, Any] = key({}, "further keyword arguments of the pipeline's __call__, such as max_sequence_length")
 
     def check(self) -> None:
-        if self.kernel == "cps" and self.noise_level > 1:
-            raise ConfigError(f"sampling.noise_level={self.noise_level}: cps takes at most 1, which re-noises fully")
-        drawn = self.window_schedule in ("random", "geometric")
-        if not drawn and (self.window_size is None or self.window_per == "group"):
-            raise ConfigError(
-                f"sampling.window_schedule={self.window_schedule}: a moving window needs a sampling.window_size "
-                "and window_per=step"
-            )
-        if self.init_noise_spread > 0 and not self.same_init_noise:
-            raise ConfigError(
-                f"sampling.init_noise_spread={self.init_noise_spread}: it is the distance from a noise that the "
-                "images of a group share; set sampling.same_init_noise=true as well"
-            )
-        if self.compression < 1 and self.solver == "euler":
-            raise ConfigError(
-                f"sampling.compression={self.compression}: longer steps need the second-order sampling.solver=dpm2"
-            )
+        check_exclusions(SAMPLING, {"sampling": self})
         if self.window_range is not None:
             self._check_range(shown(list(self.window_range)))
         if self.window_size is not None:

@@ -1,6 +1,6 @@
 """The whole configuration: a block for each dataclass, what their keys must have in common, and a run in one line."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pydantic import ConfigDict
 
@@ -21,7 +21,8 @@ from gerl.config.blocks import (
     ValidationConfig,
     sources,
 )
-from gerl.config.rules import check_given, check_remedies, check_savings, check_trained
+from gerl.config.exclusions import EXCLUSIONS, check_exclusions
+from gerl.config.rules import check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
 
 # --- The whole configuration: a block for each dataclass, and what keys of several blocks must have in common
@@ -50,19 +51,16 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        if self.rollout.n < 2 and not self.algorithm.needs.single_images:
-            raise ConfigError(
-                f"rollout.n={self.rollout.n}: {self.algorithm.name} compares images of the same prompt, use at least 2"
-            )
         self.algorithm.check_sampling(self.sampling)
-        check_given(self)
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts |= {"needs": self.algorithm.needs, "lockstep": self.lockstep, "has_kl": self.has_kl}
+        check_exclusions((*EXCLUSIONS, *self.algorithm.excludes), parts)
+        if self.data.train_on == "drawn":
+            self.reward.check_weights()
         self._check_batches()
-        self._check_gradients()
-        self._check_data()
-        self._check_ranks()
-        check_trained(self)
-        self._check_staleness()
-        self._check_environments()
+        self._check_sources()
+        self._check_processes()
+        check_teachers(self)
         check_savings(self)
         check_remedies(self)
 
@@ -81,86 +79,22 @@ class Config:
         """How many ranks do so together: those of a worker, or only those that share the tokens of a call."""
         return self.cluster.context if self.model.shard == "none" else self.cluster.ranks_per_worker
 
-    def _check_environments(self) -> None:
-        named = [name for name, scorer in self.reward.scorers.items() if scorer.env]
-        if named and self.cluster.launcher == "local":
+    def _check_processes(self) -> None:
+        cluster, named = self.cluster, [name for name, scorer in self.reward.scorers.items() if scorer.env]
+        if named and cluster.launcher == "local":
             raise ConfigError(
                 f"reward.scorers.{named[0]}.env: a scorer needs its own process for its own environment, and "
                 "cluster.launcher=local has only one; use cluster.launcher=ray, or remove env"
-            )
-
-    def _check_ranks(self) -> None:
-        cluster, shard = self.cluster, self.model.shard
-        if cluster.ranks_per_worker > 1 and cluster.launcher == "local":
-            raise ConfigError(
-                f"cluster.ranks_per_worker={cluster.ranks_per_worker}: ranks are processes, and "
-                "cluster.launcher=local has only one; use cluster.launcher=ray"
             )
         if cluster.ranks_per_worker % cluster.context:
             raise ConfigError(
                 f"cluster.context={cluster.context}: it must divide "
                 f"cluster.ranks_per_worker={cluster.ranks_per_worker}; use a number that does, or 1"
             )
-        if cluster.context > 1 and self.model.compile is not None:
-            raise ConfigError(
-                f"cluster.context={cluster.context}: model.compile={self.model.compile} does not support tokens "
-                "split among ranks yet; use model.compile=null, or cluster.context=1"
-            )
-        if shard != "none" and cluster.ranks_per_worker == 1:
-            raise ConfigError(
-                f"model.shard={shard}: the weights are sharded among the ranks of a worker, of which there is one; "
-                "raise cluster.ranks_per_worker, or use model.shard=none"
-            )
 
-    def _check_gradients(self) -> None:
-        algorithm = self.algorithm
-        if not algorithm.needs.reward_gradient:
-            return
-        if self.actor.updates > 1:
-            raise ConfigError(
-                f"{self.actor.said}: {algorithm.name} backpropagates through the sampling steps, which after an "
-                "update come from outdated weights; use 1"
-            )
-        if self.trainer.staleness:
-            raise ConfigError(
-                f"trainer.staleness={self.trainer.staleness}: {algorithm.name} backpropagates through the sampling "
-                "steps, which come from outdated weights when sampled ahead; use trainer.staleness=0"
-            )
-        if self.cluster.context > 1 and algorithm.needs.latent_gradient:
-            raise ConfigError(
-                f"cluster.context={self.cluster.context}: {algorithm.name} needs the gradient of whole latents, of "
-                "which each rank that shares tokens has only a part; use cluster.context=1, or algorithm=draft "
-                "with last=1"
-            )
-
-    def _check_staleness(self) -> None:
-        given = f"trainer.staleness={self.trainer.staleness}"
-        if not self.trainer.staleness:
-            if getattr(self.algorithm, "decoupled", False) and self.rollout.quantize == "none":
-                raise ConfigError(
-                    "algorithm.decoupled=true: without trainer.staleness the sampling weights are those at the "
-                    "start of a step, so it has no effect; remove it, or set trainer.staleness=1 or "
-                    "rollout.quantize=int8"
-                )
-            return
-        if self.algorithm.dynamic_sampling:
-            raise ConfigError(
-                f"{given}: algorithm.dynamic_sampling={self.algorithm.dynamic_sampling} samples further prompts "
-                "based on the scores of a step, which are not available when the next one is sampled; use one of "
-                "them"
-            )
-        if self.model.train != "lora":
-            raise ConfigError(
-                f"{given}: it keeps the weights of earlier steps, which are whole models with "
-                f"model.train={self.model.train}; use trainer.staleness=0, or model.train=lora"
-            )
-        if getattr(self.algorithm, "rollout_old_after", None) is not None:
-            raise ConfigError(
-                f"{given}: with algorithm.rollout_old_after the old policy samples, which already lags behind; "
-                "remove one"
-            )
-
-    def _check_data(self) -> None:
+    def _check_sources(self) -> None:
+        if self.data.regularise is not None:
+            sources(self.data.regularise, "data.regularise", weighted=False)
         held_out = self.validation.data
         given = sources(self.data.train, "data.train")
         given += [] if held_out is None else sources(held_out, "validation.data")
@@ -191,16 +125,6 @@ class Config:
             raise ConfigError(
                 f"rollout.micro_batch_size={rollout.micro_batch_size}: {algorithm.name} needs the {together} images "
                 f"of a {what} in one micro-batch; raise it"
-            )
-        if algorithm.cfg == "off" and algorithm.needs.trajectory and actor.updates > 1:
-            raise ConfigError(
-                f"{actor.said}: with algorithm.cfg=off the rollout records values of the guided policy, so only "
-                "the first update is on policy; use 1"
-            )
-        if not getattr(algorithm, "off_policy", True) and actor.updates > 1:
-            raise ConfigError(
-                f"{actor.said}: with algorithm.off_policy=false the ratio is 1 even in later updates, which are "
-                "off-policy; use 1, or off_policy=true"
             )
 
 

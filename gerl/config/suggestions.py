@@ -10,14 +10,25 @@ from typing import Any
 from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import ScorerConfig
 from gerl.config.configuration import Config
-from gerl.config.other_programs import FLAG, MEANING, SAID, VALUES, Why, absent, elsewhere, known_as
+from gerl.config.other_programs import (
+    FLAGS,
+    HINTS,
+    MEANING,
+    RULES,
+    VALUES,
+    Given,
+    Why,
+    absent,
+    elsewhere,
+    known_as,
+    plain,
+)
 from gerl.config.registry import ALGORITHMS
-from gerl.config.rules import RULES, Given, plain
 from gerl.config.schema import fits, kind_words, resolved_fields, shown
 
 # --- Keys of other programs, translated: gerl's keys with values that mean the same, or why there are none.
 #
-# The names are in `elsewhere`, the values in `other_values`, and what takes more than a table in `rules`.
+# Names, values and what takes more than a table are in `other_programs`.
 
 OPEN = "VALUE"  # in the place of a value that is not known
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
@@ -63,8 +74,8 @@ def _lines(name: str, value: Any, given: Given, fields: Fields, found: Answer) -
     meaning = (elsewhere(name, fields) or "").split()
     text = str(value).lower()
     result: Any = RULES[end](value, given) if end in RULES else None
-    result = FLAG.get(end, {}).get(text) if result is None else result
-    result = SAID.get(end) if result is None else result
+    result = FLAGS.get(end, {}).get(text) if result is None else result
+    result = HINTS.get(end) if result is None else result
     if isinstance(result, str):
         return dict(line.split("=", 1) for line in re.split(r" (?=[a-z_.]+=)", result) if line)
     if isinstance(result, Why):

@@ -690,7 +690,14 @@ class BatchedReplayer(Replayer):
         probe = probed_call(self.probed, recorded, nth, n, probed)
         places = [p for p, (c, _) in self.gathered.items() if (c, p[1], self.stack[p[0]]) == (name, nth, self.running)]
         calls = [self.gathered[p][1] for p in places]
-        rows = _rows(calls[0], probe.inputs, n, probed)
+        counts: list[int] = []  # rows of each value that has some
+
+        def count(value: Any, dim: Any, *_: object) -> Any:
+            counts.append(value.shape[dim] if isinstance(value, torch.Tensor) else len(value))
+            return value
+
+        map_rows(calls[0], calls[0], probe.inputs, n, probed, count, count)
+        rows = counts[0] if counts else 0
         args, kwargs = _joined(calls, probe.inputs, n, probed, rows)
         output = self.differentiable.run(self.components[name], forward, *args, **kwargs)
         shapes = (recorded.output, probe.output, n, probed)
@@ -717,19 +724,6 @@ class BatchedReplayer(Replayer):
 def is_trained(component: torch.nn.Module) -> bool:
     """Whether any parameter of `component` requires a gradient."""
     return any(p.requires_grad for p in component.parameters())
-
-
-def _rows(value: Any, like: Any, n: int, probed: int) -> int:
-    """Number of rows of the first value with a batch dimension; 0 if there is none."""
-    if isinstance(value, torch.Tensor):
-        dim = batch_dim(value, like, n, probed)
-        return 0 if dim is None else value.shape[dim]
-    if isinstance(value, list | tuple | dict):
-        if isinstance(value, list) and entries(value, like, n, probed):
-            return len(value)
-        found = (_rows(part, other, n, probed) for part, other in pairs(value, like))
-        return next((rows for rows in found if rows), 0)
-    return 0
 
 
 def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:

@@ -104,20 +104,16 @@ def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int 
     everything where `n` is `probed` (1, or 2 where `n` is 1). `graph`: gradients flow.
     """
     copied = _copy if graph else detached_copy
-    if n == probed or not isinstance(full, torch.Tensor | list | tuple | dict):
-        return copied(full)
-    if isinstance(full, torch.Tensor):
-        return _take_tensor(full if graph else full.detach(), probe_value, index, n, probed)
-    if isinstance(full, dict):
-        named = probe_value if isinstance(probe_value, dict) else {}
-        picked = {name: take(value, named.get(name), index, n, probed, graph) for name, value in full.items()}
-        return picked if type(full) is dict else type(full)(**picked)
-    like = probe_value if isinstance(probe_value, list | tuple) else None
-    if multiple := entries(full, like, n, probed):
-        return type(full)(copied(full[j * n + i]) for j in range(multiple) for i in index)
-    parts = like if like is not None and len(like) == len(full) else [None] * len(full)
-    taken = [take(value, part, index, n, probed, graph) for value, part in zip(full, parts, strict=True)]
-    return type(full)(*taken) if hasattr(full, "_fields") else type(full)(taken)
+
+    def rows_of(value: torch.Tensor, dim: int, _: torch.Tensor) -> torch.Tensor:
+        where = torch.as_tensor(list(index), device=value.device)
+        value = value if graph else value.detach()
+        return value.unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)
+
+    def entries_of(value: list[Any], _: list[Any]) -> list[Any]:
+        return type(value)(copied(value[start + i]) for start in range(0, len(value), n) for i in index)
+
+    return copied(full) if n == probed else map_rows(full, full, probe_value, n, probed, rows_of, entries_of, copied)
 
 
 def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
@@ -144,22 +140,23 @@ def map_rows(
     probed: int,
     tensor: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
     listed: Callable[[list[Any], list[Any]], list[Any]],
+    rest: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """An output with other rows than the `recorded` one of `n` samples; gradients flow.
+    """Map `value`, which has the structure of the `recorded` value of `n` samples, to other rows; gradients flow.
 
-    `tensor(value, dim, recorded)` makes it of a tensor whose rows lie in `dim`, `listed(value, recorded)` of a list
-    with entries per sample; `like` and `probed`: see `take`. What has no rows is left as it is.
+    `tensor(value, dim, recorded)` maps a tensor whose rows lie in `dim`, `listed(value, recorded)` a list or tuple with
+    entries per sample, and `rest` values without rows; `like` and `probed`: see `take`.
     """
     if isinstance(value, torch.Tensor):
         dim = batch_dim(recorded, like, n, probed)
-        return value if dim is None else tensor(value, dim, recorded)
-    if isinstance(value, list) and entries(recorded, like, n, probed):
-        return listed(value, recorded)
+        return rest(value) if dim is None else tensor(value, dim, recorded)
+    if isinstance(value, list | tuple) and entries(recorded, like, n, probed):
+        return listed(value, recorded)  # type: ignore[arg-type]
     if not isinstance(value, list | tuple | dict):
-        return value
+        return rest(value)
     values = value.values() if isinstance(value, dict) else value
     matched = zip(values, pairs(recorded, like), strict=True)
-    parts = [map_rows(v, *pair, n, probed, tensor, listed) for v, pair in matched]
+    parts = [map_rows(v, *pair, n, probed, tensor, listed, rest) for v, pair in matched]
     if isinstance(value, dict):
         named = dict(zip(value, parts, strict=True))
         return named if type(value) is dict else type(value)(**named)
@@ -182,14 +179,6 @@ def same(ours: Tree, theirs: Tree) -> bool:
         torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
         for x, y in zip(a, b, strict=True)
     )
-
-
-def _take_tensor(full: torch.Tensor, probe_value: object, index: Sequence[int], n: int, probed: int) -> torch.Tensor:
-    dim = batch_dim(full, probe_value, n, probed)
-    if dim is None:
-        return full.clone()
-    where = torch.as_tensor(list(index), device=full.device)
-    return full.unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)
 
 
 # --- A recorded call

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -22,15 +22,7 @@ from gerl.config.blocks import KernelName, SolverName
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:
-    from diffusers import (
-        DDIMScheduler,
-        EDMEulerScheduler,
-        FlowMapEulerDiscreteScheduler,
-        LCMScheduler,
-        SchedulerMixin,
-        SCMScheduler,
-        TCDScheduler,
-    )
+    from diffusers import SchedulerMixin
 
     from gerl.engine.record import SamplingPlan
 
@@ -581,7 +573,7 @@ class Transitions:
         return kappa, (1 + c_next) * std
 
     def _denoised(
-        self, scheduler: EDMEulerScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+        self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DenoisedRule:
         """A step along the sigmas of EDM, of a preconditioned output (Cosmos 1, Playground 2.5)."""
         i = take_step(scheduler, timestep)
@@ -591,9 +583,7 @@ class Transitions:
         skip, out = (0.0, 1.0) if output_is_clean(scheduler) else edm_scalings(scheduler, sigmas[i])
         return DenoisedRule(c, c_next, kappa, std, skip, out)
 
-    def _lcm(
-        self, scheduler: LCMScheduler | TCDScheduler, timestep: Timestep, stochastic: bool | None, span: Span
-    ) -> DDIMRule:
+    def _lcm(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
         i, config, lcm = take_step(scheduler, timestep), scheduler.config, family(scheduler) == "lcm"
         times = [int(t) for t in self._table(scheduler.timesteps)]
@@ -603,24 +593,14 @@ class Transitions:
         alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
         kappa, std = coefficients(self.plan.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
-        boundary = (0.0, 1.0)
-        if lcm:
-            boundary = scheduler.get_scalings_for_boundary_condition_discrete(times[here])
-        return DDIMRule(
-            sigma=float((1 - alpha) ** 0.5),
-            sigma_next=s_next,
-            sqrt_alpha=float(alpha**0.5),
-            sqrt_alpha_next=float(alpha_next**0.5),
-            direction=kappa,
-            std=std,
-            prediction_type=config.prediction_type,
-            # TCD has the setting and never clips
-            clip_range=config.clip_sample_range if config.clip_sample and lcm else None,
-            boundary=boundary,
-        )
+        clips = config.clip_sample and lcm  # TCD has the setting and never clips
+        rule = _ddim_rule(config, alpha, alpha_next, kappa, std, clips)
+        if not lcm:
+            return rule
+        return replace(rule, boundary=scheduler.get_scalings_for_boundary_condition_discrete(times[here]))
 
     def _flow_map(
-        self, scheduler: FlowMapEulerDiscreteScheduler, timestep: Timestep, stochastic: bool | None, span: Span
+        self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> FlowMapRule:
         """A step of a flow map, always deterministic and of the length that the model was called for."""
         if stochastic or span != ONE_STEP:
@@ -629,7 +609,7 @@ class Transitions:
         sigmas = self._table(scheduler.sigmas)
         return FlowMapRule(sigmas[i], sigmas[i + 1])
 
-    def _trigflow(self, scheduler: SCMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
+    def _trigflow(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
         i = take_step(scheduler, timestep)
         times = self._table(scheduler.timesteps)
@@ -637,19 +617,10 @@ class Transitions:
         s, s_next = math.sin(t), math.sin(t_next)
         kappa, std = coefficients(self.plan.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
         scale = float(scheduler.config.sigma_data)
-        return DDIMRule(
-            sigma=s,
-            sigma_next=s_next,
-            sqrt_alpha=math.cos(t),
-            sqrt_alpha_next=math.cos(t_next),
-            direction=kappa,
-            std=std * scale,
-            prediction_type="v_prediction",
-            clip_range=None,
-            noise_scale=scale,
-        )
+        cosines = math.cos(t), math.cos(t_next)
+        return DDIMRule(s, s_next, *cosines, kappa, std * scale, "v_prediction", None, noise_scale=scale)
 
-    def _ddim(self, scheduler: DDIMScheduler, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
+    def _ddim(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
         kernel, config, timestep = self.plan.kernel, scheduler.config, int(timestep)
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
@@ -657,18 +628,10 @@ class Transitions:
             scheduler.alphas_cumprod[t] if t >= 0 else scheduler.final_alpha_cumprod for t in (here, previous)
         )
         std = noise * scheduler._get_variance(timestep, previous) ** 0.5 if noise else torch.zeros(())
-        return DDIMRule(
-            sigma=float((1 - alpha) ** 0.5),
-            sigma_next=float((1 - alpha_next) ** 0.5),
-            sqrt_alpha=float(alpha**0.5),
-            sqrt_alpha_next=float(alpha_next**0.5),
-            direction=float((1 - alpha_next - std**2).clamp(min=0) ** 0.5),  # 0 but for rounding where alpha is 0
-            std=float(std),
-            prediction_type=config.prediction_type,
-            clip_range=config.clip_sample_range if config.clip_sample else None,
-        )
+        direction = float((1 - alpha_next - std**2).clamp(min=0) ** 0.5)  # 0 but for rounding where alpha is 0
+        return _ddim_rule(config, alpha, alpha_next, direction, float(std), config.clip_sample)
 
-    def _ddim_timestep(self, scheduler: DDIMScheduler, timestep: int, steps: int) -> int:
+    def _ddim_timestep(self, scheduler: SchedulerMixin, timestep: int, steps: int) -> int:
         """The timestep whose noise the latents have `steps` steps after `timestep`; negative at the end."""
         if steps == 0:
             return timestep
@@ -681,6 +644,16 @@ class Transitions:
         if id(schedule) not in self._tables:
             self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
         return self._tables[id(schedule)][1]
+
+
+def _ddim_rule(
+    config: Any, alpha: torch.Tensor, alpha_next: torch.Tensor, direction: float, std: float, clips: bool
+) -> DDIMRule:
+    """The rule of a step between two values of alpha_bar; `config`: of the scheduler."""
+    sigma, sigma_next = float((1 - alpha) ** 0.5), float((1 - alpha_next) ** 0.5)
+    clip_range = config.clip_sample_range if clips else None
+    roots = float(alpha**0.5), float(alpha_next**0.5)
+    return DDIMRule(sigma, sigma_next, *roots, direction, std, config.prediction_type, clip_range)
 
 
 def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
@@ -806,7 +779,7 @@ def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 
 
-def edm_scalings(scheduler: EDMEulerScheduler, c: float) -> tuple[float, float]:
+def edm_scalings(scheduler: SchedulerMixin, c: float) -> tuple[float, float]:
     """`(skip, out)` of `x0h = skip x + out F` at noise level `c`, the fp32 numbers that the scheduler computes with."""
     data, scale = scheduler.config.sigma_data, torch.tensor(c)
     sign = 1 if scheduler.config.prediction_type == "epsilon" else -1
@@ -836,7 +809,7 @@ def scm_clean(timestep: torch.Tensor | float, model_output: torch.Tensor, x: tor
 
 
 def lcm_clean(
-    scheduler: LCMScheduler, timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor
+    scheduler: SchedulerMixin, timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """The clean latents that an `LCMScheduler` returns besides the next ones, shape of `x`."""
     t, config = int(timestep), scheduler.config

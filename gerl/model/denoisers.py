@@ -112,7 +112,14 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
             f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
             "them, or pipe.fuse_lora() and then pipe.unload_lora_weights() to train on top of them"
         )
-    if any(map(_is_projection_fused, denoiser.modules())):
+    # an `Attention` is still marked after unfuse_qkv_projections() has restored its processor
+    fused = [
+        type(m.processor).__name__.startswith("Fused")
+        if isinstance(m, Attention)
+        else getattr(m, "fused_projections", False)
+        for m in denoiser.modules()
+    ]
+    if any(fused):
         raise ModelError(
             f"the projections of {name} are fused, so a LoRA would not fit a plain pipeline: call "
             f"pipe.{name}.unfuse_qkv_projections() first"
@@ -122,12 +129,6 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
             f"{name} keeps state between denoising steps ({', '.join(stateful)}), which cannot be replayed: call "
             f"pipe.{name}.disable_cache() first, and use sampling.cache for rollouts"
         )
-
-
-def _is_projection_fused(module: torch.nn.Module) -> bool:
-    if isinstance(module, Attention):  # which is still marked after unfuse_qkv_projections() has given it its processor
-        return type(module.processor).__name__.startswith("Fused")
-    return bool(getattr(module, "fused_projections", False))
 
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:

@@ -43,7 +43,9 @@ class ImageLatents:
             ModelError: the pipeline's way from its latents to its VAE is not known, or the VAE overflows.
             DataError: a file cannot be read.
         """
-        shape = _shape_of(call)
+        # what decides the shape of latents: all arguments but the prompt, of images their sizes
+        others = {name: getattr(value, "size", value) for name, value in sorted(call.items()) if "prompt" not in name}
+        shape = f"{batch_size(call)} {others}"
         if shape not in self.inverses:
             inverse = Inverse(pipe, record_decoding(pipe, call))
             self.sizes[shape], self.inverses[shape] = _size(pipe, call, inverse), inverse
@@ -117,10 +119,3 @@ def _size(pipe: DiffusionPipeline, call: Mapping[str, object], inverse: Inverse)
     z = encoded(pipe, grey, len(inverse.shape), torch.Generator().manual_seed(0))
     height, width = (PROBED // z.shape[d] * inverse.shape[d] for d in (-2, -1))
     return height, width
-
-
-def _shape_of(call: Mapping[str, object]) -> str:
-    """A key of the arguments that decide the shape of a call's latents: all but its prompt, of images their sizes."""
-    others = {name: value for name, value in call.items() if "prompt" not in name}
-    spelled = {name: getattr(value, "size", value) for name, value in sorted(others.items())}
-    return f"{batch_size(call)} {spelled}"

@@ -234,27 +234,34 @@ class Lora:
         return "|".join(map(re.escape, self.layers))
 
 
+Pairs = dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]  # denoiser -> layer -> A and B
+
+
+def paired(tensors: Mapping[str, torch.Tensor]) -> Pairs:
+    """The matrices of tensors `DENOISER.LAYER.lora_A.weight`; raises `ModelError` for any other, or half a pair."""
+    halves: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        match = KEY.fullmatch(name)
+        if match is None or value.ndim != 2:
+            raise ModelError(f"its {name} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
+        halves.setdefault((match["denoiser"], match["layer"]), {})[match["half"]] = value
+    found: Pairs = {}
+    for (denoiser, layer), pair in halves.items():
+        if set(pair) != {"A", "B"}:
+            raise ModelError(f"{denoiser}.{layer} has only its matrix {', '.join(pair)}")
+        found.setdefault(denoiser, {})[layer] = pair["A"], pair["B"]
+    return found
+
+
 def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
     """The LoRA of each denoiser from its matrices, named as in `Policy.trained` or in a file of diffusers.
 
-    Raises `CheckpointError` for a tensor that is no such matrix, or one without its other half.
+    Raises `CheckpointError` for anything but pairs of such matrices.
     """
-    halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-    for name, value in sorted(tensors.items()):
-        match = KEY.fullmatch(name)
-        if match is None or value.ndim != 2:
-            raise CheckpointError(
-                f"{name!r} {list(value.shape)} is not a LoRA of a linear layer: only a LoRA can be exported"
-            )
-        halves.setdefault(match["denoiser"], {}).setdefault(match["layer"], {})[match["half"]] = value
-    for denoiser, layers in halves.items():
-        for layer, pair in layers.items():
-            if set(pair) != {"A", "B"}:
-                raise CheckpointError(f"the LoRA of {denoiser}.{layer} has only its matrix {', '.join(pair)}")
-    return {
-        denoiser: Lora({layer: (pair["A"], pair["B"]) for layer, pair in layers.items()}, alpha)
-        for denoiser, layers in halves.items()
-    }
+    try:
+        return {name: Lora(layers, alpha) for name, layers in paired(dict(sorted(tensors.items()))).items()}
+    except ModelError as error:
+        raise CheckpointError(f"{error}: only a LoRA can be exported") from None
 
 
 DAMAGED = "{} is not a readable LoRA ({}): give a complete .safetensors file"
@@ -366,8 +373,11 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
             if name in found:
                 raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
             found[name] = layers
-    for name, layers in found.items():
-        _check_numbers(name, layers)
+    for where, h in ((f"{name}.{layer}", h) for name, layers in found.items() for layer, h in layers.items()):
+        if not len(h.a) == h.b.shape[1] > 0:
+            raise ModelError(f"{where} has the ranks {len(h.a)} and {h.b.shape[1]}")
+        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (h.a, h.b)):
+            raise ModelError(f"{where} has non-finite values")
     if not any(found.values()):
         raise ModelError(f"{path} has no LoRA: give {KINDS}")
     return found
@@ -434,19 +444,10 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
     """The layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
-    pairs: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        match = KEY.fullmatch(key)
-        if match is None or value.ndim != 2:
-            raise ModelError(f"its {key} {list(value.shape)} is not a matrix of a LoRA of a linear layer")
-        pairs.setdefault((match["denoiser"], match["layer"]), {})[match["half"]] = value
-    found: dict[str, Layers] = {}
-    for (name, layer), pair in pairs.items():
-        if set(pair) != {"A", "B"}:
-            raise ModelError(f"{name}.{layer} has only its matrix {', '.join(pair)}")
-        scale = _scale(configs.get(name, {}), layer, len(pair["A"]))
-        found.setdefault(name, {})[layer] = Halves(pair["A"], pair["B"], scale)
-    return found
+    return {
+        name: {layer: Halves(a, b, _scale(configs.get(name, {}), layer, len(a))) for layer, (a, b) in layers.items()}
+        for name, layers in paired(tensors).items()
+    }
 
 
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
@@ -458,14 +459,6 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
         raise ModelError(f"its lora_alpha is {alpha!r:.40}")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _check_numbers(name: str, layers: Layers) -> None:
-    for layer, halves in layers.items():
-        if not len(halves.a) == halves.b.shape[1] > 0:
-            raise ModelError(f"{name}.{layer} has the ranks {len(halves.a)} and {halves.b.shape[1]}")
-        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (halves.a, halves.b)):
-            raise ModelError(f"{name}.{layer} has non-finite values")
 
 
 # --- A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights

@@ -270,7 +270,12 @@ def shard(
         blocks = blocks_to_gather(component, f"model.shard: {name}", "model.shard=none")
         # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
         rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
-        _unwrap_quantised(component)
+        # quantised weights of torchao become codes and scales, which can be sharded
+        wrapped = [m for m in component.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
+        if wrapped:
+            from torchao.utils import UnwrapTensorSubclass  # an optional package
+        for module in wrapped:
+            register_parametrization(module, "weight", UnwrapTensorSubclass())
         for module in (*blocks, *rest):
             fill(module, files)
             fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True, offload_policy=parts)
@@ -278,15 +283,6 @@ def shard(
         for tensor in (*component.parameters(), *component.buffers()):
             if not isinstance(tensor, DTensor):  # what is left: buffers, and weights that layers share
                 tensor.data = tensor.data.to(mesh.device_type)
-
-
-def _unwrap_quantised(model: torch.nn.Module) -> None:
-    """Turn the quantised weights of torchao into codes and scales, which can be sharded."""
-    wrapped = [m for m in model.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
-    if wrapped:
-        from torchao.utils import UnwrapTensorSubclass  # an optional package
-    for module in wrapped:
-        register_parametrization(module, "weight", UnwrapTensorSubclass())
 
 
 def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[torch.nn.Module]:

@@ -205,7 +205,10 @@ class Actor:
                 measure = squared_norm if self.ranks is None else self._whole_squared_norm
                 meter = StepGradients(self.parameters, measure) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                stats += found if algorithm is self.algorithm else as_regularization_stats(found)
+                if algorithm is not self.algorithm:  # imitated dataset images do not enter the algorithm's averages
+                    sums = {"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)}
+                    found = UpdateStats(sums=sums)
+                stats += found
                 if meter is not None:
                     measured = meter.end() | measured
             for blank, rows in idle:
@@ -423,11 +426,6 @@ class Actor:
                 )
         if extra := [name for name in tensors if name not in expected]:
             raise CheckpointError(f"{file} has an unexpected tensor {extra[0]}")
-
-
-def as_regularization_stats(found: UpdateStats) -> UpdateStats:
-    """The statistics of imitated dataset images, which do not enter the averages over the algorithm's pairs."""
-    return UpdateStats(sums={"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)})
 
 
 def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -356,17 +356,15 @@ class RayFleet(LocalFleet):
         """All processes meet for their collective calls, and those that are `new` load the model."""
         if (count := len(self.workers)) > 1 and self.workers.remote:
             with waiting(f"starting {count} processes, which have to meet"):
-                for group in self._meeting():
-                    self._meet(group)
+                for group in (group for group in self._meeting() if len(group) > 1):
+                    (address,) = wait_all([group.submit(0, open_address)], self.starting)
+                    ranks = range(len(group))
+                    calls = [group.submit(i, PolicyWorker.join, address, i, len(group)) for i in ranks]
+                    wait_all(calls, self.starting)
         return super().set_up(new, downloads)
 
     def _meeting(self) -> list[Workers]:
         return [self.trainers]
-
-    def _meet(self, group: Workers) -> None:
-        if (count := len(group)) > 1:
-            (address,) = wait_all([group.submit(0, open_address)], self.starting)
-            wait_all([group.submit(i, PolicyWorker.join, address, i, count) for i in range(count)], self.starting)
 
 
 class SplitFleet(RayFleet):

@@ -274,7 +274,14 @@ class Rollout:
         if samples[0].prompt.dataset_images:
             return self.called(partial(self._read, samples), samples, form, sigmas=self.sigmas)
         if self.lockstep and len(samples) > 1 and not self._probes:  # which of the two is needed depends on the samples
-            self._probes = self.called(self._both_probes, samples, form, sigmas=self.sigmas)
+
+            def probes(call: dict[str, object]) -> dict[bool, Tape]:
+                pipe = self.policy.pipe
+                return {
+                    several: record_batch_probe(pipe, call, [0] if several else [0, 0]) for several in (True, False)
+                }
+
+            self._probes = self.called(probes, samples, form, sigmas=self.sigmas)
         first, rows = shared_prefixes(samples)
         if not (self.shares and segment.window and len(first) < len(samples)):
             return self._record(samples, segment, form)
@@ -316,10 +323,6 @@ class Rollout:
         if several:
             tape.probe = self._probes.setdefault(True, self._probes.get(True) or record_batch_probe(pipe, call))
         return ImagePipelineOutput(images=pixels / 255), tape
-
-    def _both_probes(self, call: dict[str, object]) -> dict[bool, Tape]:
-        pipe = self.policy.pipe
-        return {True: record_batch_probe(pipe, call, [0]), False: record_batch_probe(pipe, call, [0, 0])}
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
         """Record `segment`, whose rows branch off at step `step` of the samples `rows` of `tape`."""

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from drills import ALL
+from drills import ALL, more
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -48,8 +48,8 @@ def whole(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.T
 @pytest.fixture
 def begin(arguments: Callable[..., list[str]], start: Callable[..., Any], tmp_path: Path) -> Begin:
     """Start the run in `tmp_path / "run"` over Ray, or carry it on."""
-    more = {"trainer__steps": STEPS, "cluster__launcher": "ray", "scorer": "slow.py"}
-    command = arguments(tmp_path / "run", *SETTINGS, "checkpoint.resume=auto", **more)
+    others = {"trainer__steps": STEPS, "cluster__launcher": "ray", "scorer": "slow.py"}
+    command = arguments(tmp_path / "run", *SETTINGS, "checkpoint.resume=auto", **others)
     return lambda *overrides: start([*command, *overrides], GERL_TEST=str(tmp_path))
 
 
@@ -108,6 +108,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes(
     assert sum(run.column("scorer/bright/restarts")) == 1 and sum(run.column("cluster/restarts")) == 2 * len(OF_RAY)
 
 
+@more
 def test_a_run_in_which_nothing_may_die_any_more_ends_with_its_newest_step(
     begin: Begin, train: Callable[..., Any], whole: Any, run_of: Any, tmp_path: Path
 ) -> None:
@@ -168,7 +169,10 @@ def undisturbed(train: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
     return train(tmp_path_factory.mktemp("undisturbed") / "run", *HERE, trainer__steps=4)
 
 
-@pytest.mark.parametrize("raises", ["OutOfMemoryError", "ValueError", "SystemExit"])
+RAISED = ["OutOfMemoryError", *(pytest.param(name, marks=more) for name in ("ValueError", "SystemExit"))]
+
+
+@pytest.mark.parametrize("raises", RAISED)
 def test_an_exception_in_the_middle_of_an_update_loses_no_finished_step(
     arguments: Callable[..., list[str]],
     workplace: Path,

@@ -6,6 +6,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import drills
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -20,6 +21,9 @@ SMALLER: dict[str, dict[str, object]] = {
     "from_lora_to_comfyui": {"steps": 1},
 }
 DRAWN = {"first_run": 4, "own_reward": 2, "own_pipeline": 3, "look_at_a_run": 4, "from_lora_to_comfyui": 1}
+
+
+RUN = [name for name in SMALLER if drills.sampled(name, ("first_run",))]
 
 
 def notebook(name: str) -> Any:
@@ -61,7 +65,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     home.
     """
     place, whole, last = tmp_path_factory.mktemp("notebooks"), nbformat.v4.new_notebook(), {}
-    for name in SMALLER:
+    for name in RUN:
         (place / name / "examples").mkdir(parents=True)
         cells = notebook(name).cells
         for cell in cells:
@@ -87,7 +91,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return last
 
 
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", RUN)
 def test_a_notebook_runs(name: str, executed: dict[str, list[Any]]) -> None:
     outputs = {cell.id: cell.get("outputs", []) for cell in executed[name]}
     pictures = [o for cell in outputs.values() for o in cell if has_picture(o)]

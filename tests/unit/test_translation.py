@@ -9,9 +9,8 @@ import pytest
 
 from gerl.commandline.composition import compose_run
 from gerl.config import answered, is_foreign, keys, readers
-from gerl.config.other_programs import ABSENT, BLOCKS, FLAG, MEANING, VALUES, Why
+from gerl.config.other_programs import ABSENT, BLOCKS, FLAGS, MEANING, RULES, VALUES, Why
 from gerl.config.reading import advice, refusal, typed
-from gerl.config.rules import RULES
 from gerl.config.suggestions import OPEN
 from gerl.errors import ConfigError
 
@@ -182,7 +181,7 @@ def test_two_names_of_one_key() -> None:
 
 def test_the_tables_are_of_names_and_keys_that_there_are() -> None:
     assert not set(MEANING) & set(ABSENT)
-    assert {*FLAG, *RULES} <= set(MEANING)
+    assert {*FLAGS, *RULES} <= set(MEANING)
     for key, values in VALUES.items():
         assert key in FIELDS or key == "algorithm"
         for theirs, ours in values.items():

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import drills
 import numpy as np
 import pytest
 import torch
@@ -39,9 +40,9 @@ WINDOWED = {"sampling_window_range": [0, 2]}  # leaves steps without noise
 # of those that differentiate the reward, which go back in the same way, three
 GRADIENTS = [name for name in ALGORITHMS if algorithm_config(name).needs.reward_gradient]
 NAMES = [name for name in sorted(ALGORITHMS) if name not in GRADIENTS or name in ("draft", "mixed_gradient", "srpo")]
-EACH = pytest.mark.parametrize("name", NAMES)
 # one for each way of calling the denoiser, which is all that its layout and kernels depend on
 CALLING = ("awm", "diffusion_nft", "dgpo", "draft", "flow_grpo", "neighbor_grpo", "opd", "tempflow_grpo")
+EACH = pytest.mark.parametrize("name", [name for name in NAMES if drills.sampled(name, CALLING)])
 
 
 def config(name: str, **keys: Any) -> Config:
