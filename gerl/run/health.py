@@ -34,6 +34,7 @@ class Health:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
+        self.eps, self.differentiates = get(config, "actor", "eps"), differentiates(config)
         self.scorers = [  # those that count in the reward
             name
             for name in get(config, "reward", "scorers") or {}
@@ -163,7 +164,7 @@ class Health:
 
     def _tiny(self, row: Row) -> list[tuple[str, str]]:
         """Find a gradient smaller than AdamW's epsilon."""
-        rms, eps = _number(row, "actor/grad_rms"), get(self.config, "actor", "eps")
+        rms, eps = _number(row, "actor/grad_rms"), self.eps
         if rms is None or not isinstance(eps, int | float) or not 0 < rms < eps:
             return []
         text = (
@@ -204,7 +205,7 @@ class Health:
     def _one_step(self, row: Row) -> list[tuple[str, str]]:
         """Find a gradient that has come almost entirely from one timestep for a while."""
         share, prefix = _number(row, "actor/step_grad_share"), "actor/step_grad_norm/"
-        if share is None or differentiates(self.config):  # no update, a single timestep, or no noise in the timesteps
+        if share is None or self.differentiates:  # no update, a single timestep, or no noise in the timesteps
             return []
         self._dominated = self._dominated + 1 if share > DOMINANT else 0
         norms = {int(name.removeprefix(prefix)): row[name] or 0.0 for name in row if name.startswith(prefix)}

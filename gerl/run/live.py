@@ -46,8 +46,7 @@ def save_live(
     prompts: one per group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: number of images of the step.
     Raises `GerlError` if they cannot be written.
     """
-    stills = [still(image) for image in pixels]
-    tiles = [_small(image) for image in stills]
+    tiles = [_small(still(image) if image.ndim == 4 else image) for image in pixels]
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
     columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
     sheet = Image.new("RGB", (columns * width, math.ceil(len(tiles) / columns) * height))
