@@ -1,4 +1,4 @@
-"""The gate of a reward service: who is let in, how much at a time, and the numbers at /metrics."""
+"""Access to a reward service: tokens, limits of requests, and the metrics at /metrics."""
 
 import asyncio
 import math
@@ -34,7 +34,7 @@ REASONS = {  # of errors, in the metrics
 
 @dataclass(frozen=True)
 class Limits(ImageLimits):
-    """The requests that a service admits; 0 requests a minute means any number. `token` None lets everyone in.
+    """The requests that a service admits; 0 requests a minute means any number. `token` None admits everyone.
 
     `max_in_flight` requests may be under way at a time, of `max_in_flight_mb` million bytes and with
     `max_in_flight_megapixels` million pixels together. `local`: only those that name this machine itself.
@@ -93,7 +93,7 @@ class TokenBucket:
 
 
 class Room:
-    """Lets work in as long as all of it together is no larger than `most`; what does not fit waits."""
+    """Admits work up to a total size of `most`; the rest waits."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -118,7 +118,7 @@ class Room:
 
 
 class Guard:
-    """ASGI middleware: lets requests to `SCORE` pass if token, rate, number and size allow, and counts them all."""
+    """ASGI middleware: admits requests to `SCORE` by token, rate, number and size, and counts all of them."""
 
     def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
         self.app, self.limits, self.metrics = app, limits, metrics
@@ -185,7 +185,7 @@ class Guard:
             self.metrics.in_flight.dec()
 
     def _size(self, headers: Headers) -> int:
-        """Bytes of the body as announced, or the most there may be."""
+        """The Content-Length, or without one the largest body allowed."""
         return _announced(headers) or self.limits.max_body_mb * 10**6
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
@@ -218,7 +218,7 @@ class Guard:
 
 
 def _announced(headers: Headers) -> int:
-    """Bytes of the body as announced, 0 if they are not; what really comes is counted as well."""
+    """The Content-Length, 0 without one; the bytes received are counted as well."""
     length = headers.get("content-length", "")
     return int(length[:20]) if length.isascii() and length.isdigit() else 0
 

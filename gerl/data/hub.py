@@ -93,7 +93,7 @@ _read_cached = functools.lru_cache(maxsize=8)(_read)
 
 
 def _hub_error(parts: HubParts) -> Exception | None:
-    """Why the hub does not tell about the data set, None if it does: one request, where `datasets` tries for long."""
+    """The error of one request to the hub about the data set, None without one; `datasets` would retry for long."""
     try:
         HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
@@ -103,7 +103,7 @@ def _hub_error(parts: HubParts) -> Exception | None:
 
 @contextlib.contextmanager
 def _offline(datasets: Any, cached: bool) -> Iterator[None]:
-    """Have `datasets` look into its cache at once where the hub does not answer: it would ask for half a minute."""
+    """Let `datasets` read its cache at once if the hub does not answer; it would retry for half a minute."""
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if cached:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

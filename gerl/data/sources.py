@@ -1,4 +1,4 @@
-"""The prompts that `data.train` or `validation.data` stands for, from all of its sources."""
+"""The prompts of `data.train` or `validation.data`, from all of its sources."""
 
 import hashlib
 import logging
@@ -46,7 +46,7 @@ def rows_have_images(data: DataConfig, name: str) -> bool:
 
 
 def digest(given: object, data: DataConfig, name: str) -> str:
-    """SHA-256 (hex) of what the sources hold: of one file its bytes', of a data set its rows'.
+    """SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set.
 
     Weights and the names of columns do not count, the order of the sources does.
     """
@@ -131,7 +131,7 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def may_have_pictures(data: DataConfig) -> bool:
-    """Whether a source of the training prompts has room for columns that name pictures."""
+    """Whether a source of the training prompts may have columns with pictures."""
     given = sources(data.train, "data.train")
     return any(
         any(name in COLUMNS for name in _columns(source, data))

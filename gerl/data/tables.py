@@ -24,16 +24,16 @@ from gerl.utils.files import reason
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 Row = dict[str, object]  # column -> value
 SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
-BEGINNINGS = {  # of files that say how they are encoded; the first that fits counts
+BEGINNINGS = {  # byte order marks; the first that matches counts
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-# Characters inside of a line that other programs take for its end.
+# Characters within a line that other programs treat as a line end.
 BREAKS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are no .csv file as read here
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not comma-separated
 MOST_ROWS = 10**7  # of a .parquet file: a few kB can hold billions of equal rows
 
 
@@ -145,7 +145,7 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path}:{line} has a NUL byte, as in UTF-16 and damaged files: save it as UTF-8, or recreate it"
         )
-    return re.sub(r"(?m)^\ufeff", "", text)  # of a file that was put behind another one
+    return re.sub(r"(?m)^\ufeff", "", text)  # of concatenated files
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
@@ -285,10 +285,10 @@ def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
     return text.strip(), {name: value for name, value in row.items() if name != prompt_key}
 
 
-# --- Columns of prompts that carry a known name, but that no pipeline is given
+# --- Columns of prompts with a known name that the pipeline does not get
 
 NEGATIVE = ("negative_prompt", "negative")
-# Names of columns elsewhere, and what a run reads instead.
+# Columns of other programs, and what a run reads instead.
 ELSEWHERE = {
     **dict.fromkeys(NEGATIVE, "sampling.call.negative_prompt applies to all prompts"),
     "seed": "noise is sampled from trainer.seed",
@@ -305,14 +305,14 @@ ELSEWHERE = {
     "init_image": "data.columns={image: init_image} passes it",
     "conditioning_image": "data.columns={control_image: conditioning_image} passes it",
 }
-PROMPTS = ("prompt", "caption", "captions", "description", "text")  # that a row may have beside its prompt
+PROMPTS = ("prompt", "caption", "captions", "description", "text")  # further texts of a row
 WRITTEN = "text"  # by these columns `ocr` knows what an image should say
 FOR_ALL = "sampling.call.{} applies to all prompts"
 PICTURE = "pictures are given in " + ", ".join(COLUMNS)
 
 
 def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collection[str]) -> list[str]:
-    """A sentence about columns that look as if a pipeline with the `accepted` arguments were given them, if any."""
+    """A warning about columns that seem meant for the pipeline with the `accepted` arguments, if there are any."""
     there = {name for prompt in prompts for name, value in prompt.metadata.items() if value is not None}
     given = {name for name in COLUMNS if name in accepted}
     found = {name: why for name in sorted(there - given) if (why := _remedy(name, config, accepted))}

@@ -67,9 +67,9 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Request:
-    """The request; `loras`: their files by name, `source`: what the configuration is of, `images`: of each prompt.
+    """The request. `loras`: files by name; `source`: the origin of the configuration; `images`: of each prompt.
 
-    suite: what is pinned, and `deviations` from it.
+    suite: the pinned suite, and `deviations` from it.
     """
 
     config: Config
@@ -85,8 +85,8 @@ class Request:
 class Evaluation:
     """A row for each sampled image, and the results of these rows, column -> variant -> `Result`.
 
-    complete: whether all prompts are in it; otherwise those that were finished, with every variant. suite: the numbers
-    of the suite, where one was asked for.
+    complete: whether it has all prompts; otherwise those that were finished, with every variant. suite: the numbers
+    of the suite, if there is one.
     """
 
     rows: "list[ScoredRow]"
@@ -176,14 +176,14 @@ def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") 
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The command line as a request; raises `GerlError` for what is missing, unknown or contradicts itself."""
+    """The command line as a request; raises `GerlError` for missing, unknown or contradictory keys."""
     options, overrides = PARSER.parse(arguments)
     loras = [(name, path) for name, text in options.lora for path in ([text] if name else text.split(","))]
     return prepare(replace(options, lora=loras), overrides)
 
 
 def prepare(options: Options, overrides: Sequence[str]) -> Request:
-    """The request of what was given; raises `GerlError` where it does not go together."""
+    """The request of the given options; raises `GerlError` for contradictory ones."""
     model = options.model
     if options.images is not None and options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
@@ -212,7 +212,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
 
 
 def _check_suite(options: Options) -> None:
-    """Raise `ConfigError` for keys that do not go with a suite, or only with one."""
+    """Raise `ConfigError` for keys that exclude or require a suite."""
     if options.suite is not None and options.prompts is not None:
         raise ConfigError(
             f"prompts={options.prompts}: suite={options.suite} has its own prompts; pass your copy of them as "
@@ -244,7 +244,7 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
 
 
 def report(request: Request, found: Evaluation) -> None:
-    """Write the files, if there is a folder for them, and log the table; raises `GerlError` if that is not possible."""
+    """Write the files to `out`, if given, and log the table; raises `GerlError` if they cannot be written."""
     from gerl.evaluate.comparison import facts as suite_facts
     from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # these import torch
 

@@ -1,4 +1,4 @@
-"""The LoRAs that are compared: their files, their names, and the columns of the results; this imports no torch."""
+"""The compared LoRAs: their files and names, and the columns of the results; this imports no torch."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ logger = logging.getLogger("gerl")
 
 BASE = "base"  # the variant without a LoRA, with which the others are compared
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
-IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that say nothing
+IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that do not distinguish LoRAs
 LORA = (
     "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, whose best checkpoint is used, or the "
     "model of a run with another model.train"
@@ -64,7 +64,7 @@ def _readable(file: Path) -> Path:
 
 
 def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
-    """Names for LoRAs given as (name or None, path, file): the end of the path, as much as tells them apart.
+    """Names for LoRAs given as (name or None, path, file): the shortest ends of their paths that differ.
 
     Raises `ConfigError` if two, or one and the base, have the same name.
     """

@@ -1,4 +1,4 @@
-"""Published benchmarks by name: a suite pins prompts, protocol and scorers, and what differs from it is named.
+"""Published benchmarks: a suite pins prompts, protocol and scorers, and deviations from it are reported.
 
 A suite is a yaml file of `gerl/assets/suites`, or of the user. This imports no torch.
 """
@@ -100,7 +100,7 @@ class PromptFile:
 class Column:
     """A number of the publication: a scorer's column times `factor`, over prompts, or over tasks and their prompts.
 
-    here: what it is called where gerl measured it, if that is something else than what was published.
+    here: its name where gerl measures it, if that differs from the published one.
     """
 
     __pydantic_config__ = FORBID
@@ -156,7 +156,7 @@ class Suite:
     """A published benchmark.
 
     needs: scorer -> the kwarg without which it is left out. images: of each prompt where no protocol is for the model.
-    differs: how gerl's way of measuring differs. deviates: what is no longer the published protocol, for every model.
+    differs: how gerl's way of measuring differs. deviates: deviations from the published protocol, for every model.
     unpublished: why there are no published rows. missing: why it cannot be run.
     """
 
@@ -259,8 +259,8 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     fits = [key for key, entry in suite.protocols.items() if any(fnmatch(model.lower(), m) for m in entry.models)]
     chosen = protocol if protocol is not None else next(iter(fits), None)
     keys = {} if chosen is None else suite.protocols[chosen].keys
-    asked = "\n".join(given)
-    absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in asked}
+    overrides_given = "\n".join(given)
+    absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in overrides_given}
     scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
     if _measured(suite) <= set(absent):
         wanted = " and ".join(f"reward.scorers.{s}.kwargs.{kwarg}" for s, kwarg in absent.items())
@@ -305,7 +305,7 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
 
 
 def hydra_value(value: object) -> str:
-    """A value as Hydra reads it from an argument."""
+    """A value in the syntax of a Hydra override."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {hydra_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, str):
@@ -315,7 +315,7 @@ def hydra_value(value: object) -> str:
 
 
 def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) -> list[str]:
-    """How `config` differs from the suite, which with nothing given besides is `plain`; one text each."""
+    """The deviations of `config` from the suite, whose own configuration is `plain`."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
     found: dict[str, str] = {}
     found |= {text: text for text in pinned.suite.deviates}
@@ -337,7 +337,7 @@ def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) 
 
 
 def _describe(change: Change) -> str:
-    """A change from the suite in words."""
+    """A change from the suite as text."""
     scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
     if scorer is not None:
         return f"scorer {scorer[1]} {'left out' if change.new is None else 'added with a weight'}"
@@ -345,7 +345,7 @@ def _describe(change: Change) -> str:
 
 
 def _prescribed(suite: Suite, config: Config) -> Settings:
-    """The settings that count: without scorers that are only watched, and without what says where a model is."""
+    """The settings that decide results: without watched scorers, and without kwargs such as the address of a model."""
     settings = settings_of(config)
     measured = _measured(suite)
     scorers = {}
@@ -364,7 +364,7 @@ def _measured(suite: Suite) -> set[str]:
 
 
 def listing() -> str:
-    """The suites in words, for `suite=?`."""
+    """The text of `suite=?`: all suites."""
     lines = []
     for name in names():
         suite = load(name)

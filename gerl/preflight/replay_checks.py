@@ -31,7 +31,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
     pipe = rollout.policy.pipe
     kernel, noise = ("cps", 1.0) if family(pipe.scheduler) in RESAMPLES else ("ode", 0.0)
 
-    def drawn(form: CallFormat) -> float:
+    def difference(form: CallFormat) -> float:
         part = samples[: form.of(len(samples))]
 
         def compared(call: Mapping[str, object]) -> float:
@@ -54,7 +54,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
         return rollout.called(compared, part, form, sigmas=training_sigmas(rollout.sampling))
 
     with rollout.policy.as_sampler():
-        return rollout.format.attempt("rollout", len(samples), drawn)
+        return rollout.format.attempt("rollout", len(samples), difference)
 
 
 def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, no_room, wait_any
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
-from gerl.protocol import FeedbackRequest, Group, Images, Prompt, ScorerFailure, Scores
+from gerl.protocol import FeedbackRequest, Group, Images, Prompt, Sample, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import active_scorers, applies, total
@@ -204,22 +204,6 @@ class ScorerLoad:
 SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
 
 
-class Scorable(Protocol):
-    """An image that is to be scored: a `Sample`, or anything with these."""
-
-    @property
-    def prompt(self) -> Prompt: ...
-
-    @property
-    def group(self) -> Group: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def step(self) -> int: ...
-
-
 class FeedbackQueue(list[Job]):
     """Calls that wait for people; they cost nothing but a short call now and then."""
 
@@ -249,7 +233,7 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
     return set(wait_any(pending, seconds))
 
 
-def feedback_requests(run: str, groups: Mapping[Group, Sequence[Scorable]]) -> dict[Group, FeedbackRequest]:
+def feedback_requests(run: str, groups: Mapping[Group, Sequence[Sample]]) -> dict[Group, FeedbackRequest]:
     """What people are told about each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():
@@ -321,7 +305,7 @@ class RewardManager:
             self.pools |= dict.fromkeys(names, pool)
         self.distinct_pools = list(dict.fromkeys(self.pools.values()))
 
-    def open(self, samples: Sequence[Sequence[Scorable]], held_out: bool = False) -> "ScoringRound":
+    def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False) -> "ScoringRound":
         """Begin to score micro-batches of `samples`, whose images are added as they are sampled.
 
         `held_out`: images of a validation, about which people are not asked.
@@ -472,7 +456,7 @@ class ScoringRound:
     """Micro-batches in scoring; those that were added are scored while the next ones are sampled."""
 
     def __init__(
-        self, manager: RewardManager, samples: Sequence[Sequence[Scorable]], scorers: Mapping[str, ScorerConfig]
+        self, manager: RewardManager, samples: Sequence[Sequence[Sample]], scorers: Mapping[str, ScorerConfig]
     ) -> None:
         self.manager, self.samples, self.scorers = manager, samples, scorers
         self.wanted = True
@@ -557,7 +541,7 @@ class ScoringRound:
                 return error
         return None
 
-    def _scores(self, batch: Sequence[Scorable], rows: list[Row]) -> Scores:
+    def _scores(self, batch: Sequence[Sample], rows: list[Row]) -> Scores:
         scorers = self.scorers
         sums = [total(scorers, sample.prompt, row) for sample, row in zip(batch, rows, strict=True)]
         totals = [None if isinstance(value, ScorerFailure) else value for value in sums]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 from gerl.cluster import Pending, silence
-from gerl.protocol import Images, Scores
-from gerl.rewards.manager import RewardManager, Scorable, wait
+from gerl.protocol import Images, Sample, Scores
+from gerl.rewards.manager import RewardManager, wait
 from gerl.workers.fleet import Dispatch
 
 POLL_S = 0.1  # interval at which the thread checks whether the block has ended
@@ -25,7 +25,7 @@ class PendingRollout:
     def __init__(
         self,
         manager: RewardManager,
-        samples: Sequence[Sequence[Scorable]],
+        samples: Sequence[Sequence[Sample]],
         dispatch: Dispatch,
         hang_after: float | None = None,
         ahead: int = 0,
