@@ -7,18 +7,6 @@ from gerl.engine.replay import LatentsGradient, ReplayedStep, backprop_step, rep
 from gerl.engine.tape import RequiredTensors, Tape, Trajectory, compact
 
 __all__ = [
-    "FeatureCache",
-    "LatentsGradient",
-    "ReplayedStep",
-    "RequiredTensors",
-    "Tape",
-    "Trajectory",
-    "backprop_step",
-    "branch",
-    "compact",
-    "decoded",
-    "record",
-    "record_batch_probe",
-    "record_structure",
-    "replay",
+    "FeatureCache", "LatentsGradient", "ReplayedStep", "RequiredTensors", "Tape", "Trajectory", "backprop_step",
+    "branch", "compact", "decoded", "record", "record_batch_probe", "record_structure", "replay",
 ]  # fmt: skip

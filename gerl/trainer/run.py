@@ -411,7 +411,9 @@ class Run:
 
     def sync(self, step: Step) -> None:
         """Sync the weights of the last finished step to dedicated samplers, after their current calls."""
-        for rollout in self.sampled_ahead if self.fleet.samplers is not self.fleet.trainers else ():
+        if self.fleet.samplers is self.fleet.trainers:
+            return
+        for rollout in self.sampled_ahead:
             self.wait_until_sampled(rollout, step)
         self.fleet.sync(self.state.step)
 
