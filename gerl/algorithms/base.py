@@ -1,6 +1,6 @@
-"""The decisions of an algorithm: which trajectories to sample, their credit, and the losses and gradients of a step.
+"""Base class of algorithms: the trajectories to sample, their credit, and the losses and gradients of a step.
 
-The driver plans and credits; the workers train. An algorithm never knows which model it trains.
+The driver plans and credits, the workers train. An algorithm is independent of the model.
 """
 
 from __future__ import annotations  # of torch, see `lazy`
@@ -39,12 +39,12 @@ else:
     torch, engine = lazy("torch"), lazy("gerl.engine")
 
 
-# --- The keys that algorithms of several kinds share
+# --- Keys shared by several kinds of algorithms
 
 
 @dataclass(frozen=True)
 class NormalisedConfig(AlgorithmConfig):
-    """Credit is the reward relative to a baseline."""
+    """Credit from the reward relative to a baseline."""
 
     adv_estimator: AdvantageEstimator = key(
         "grpo",
@@ -61,7 +61,7 @@ class NormalisedConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class ShapedConfig(NormalisedConfig):
-    """The images of a group may count by how unlike the others they are, too."""
+    """Advantages may be shaped by the diversity of a group."""
 
     diversity: DiversityShaping = key(
         "none",
@@ -76,7 +76,7 @@ class ShapedConfig(NormalisedConfig):
 
 @dataclass(frozen=True)
 class DownSampledConfig(ShapedConfig):
-    """An image is trained on by itself, so those that teach little may be left out."""
+    """Images are trained on independently, so those with little signal may be left out."""
 
     train_share: float = key(
         1.0, "share of a group's images used for training, those with the largest |advantage| (PODS)", above=0, high=1
@@ -85,7 +85,7 @@ class DownSampledConfig(ShapedConfig):
 
 @dataclass(frozen=True)
 class ClippedConfig(AlgorithmConfig):
-    """The ratio to the policy that drew has bounds."""
+    """The ratio to the sampling policy is clipped."""
 
     clip_low: float = main_key(1e-4, "lower bound of the ratio is 1 - this value", above=0, high=1)
     clip_high: float = main_key(1e-4, "upper bound of the ratio is 1 + this value", above=0)
@@ -96,14 +96,14 @@ class ClippedConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class Rewards:
-    """The scores of the samples of a step that can be trained on."""
+    """Scores of the trainable samples of a step."""
 
     samples: Sequence[Sample]  # [B]
     totals: torch.Tensor  # [B]
-    by_scorer: torch.Tensor  # [B, R] of the scorers with a weight
+    by_scorer: torch.Tensor  # [B, R], scorers with a weight
     weights: torch.Tensor  # [R]
-    diversity: torch.Tensor | None = None  # [B] where algorithm.diversity asks for it
-    rows: Sequence[int] = ()  # [B] of each in the table of the step's scores
+    diversity: torch.Tensor | None = None  # [B], if algorithm.diversity is set
+    rows: Sequence[int] = ()  # [B] rows in the step's table of scores
 
     @property
     def group_ids(self) -> torch.Tensor:
@@ -113,9 +113,9 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Batch:
-    """A tape and the credit of its rows; `samples[r]` is the sample whose credit row `r` has.
+    """A tape and the credit of its rows; row `r` has the credit of `samples[r]`.
 
-    `pooled`: what the images of their groups sum to, where the algorithm `pools`.
+    `pooled`: sums over the groups, if the algorithm `pools`.
     """
 
     tape: Tape
@@ -123,32 +123,32 @@ class Batch:
     trained: tuple[int, ...]  # steps (or noise levels)
     credit: torch.Tensor  # [R, T] fp32, NaN where not trained
     pooled: Pooled | None = None
-    gate: torch.Tensor | None = None  # [R] factor of the distance to the reference; None: 1
+    gate: torch.Tensor | None = None  # [R] factors of the KL to the reference; None: 1
 
 
 @dataclass(frozen=True)
 class KLWeight:
-    """The weight of the KL to the reference, times the factors `per_sample` `[B]` of the samples of each task."""
+    """Weight of the KL to the reference, times factors `per_sample` [B] by task."""
 
     coef: float
     per_sample: Mapping[int, torch.Tensor] | None = None
 
     def of(self, task_id: int) -> torch.Tensor | None:
-        """The factors of a task; None: they are 1."""
+        """Return the factors of a task; None: 1."""
         return None if self.per_sample is None else self.per_sample.get(task_id)
 
 
 class Algorithm(ABC):
-    """The common part: groups of independent images, group-relative advantages for all their steps.
+    """Base class: groups of independent images with group-relative advantages for all their steps.
 
-    A subclass annotates `settings` with its own configuration class, which has its keys and what it needs.
+    A subclass annotates `settings` with its configuration class, which declares its keys and needs.
     """
 
-    names: ClassVar[str] = ""  # the values of `algorithm.name` that select the class, separated by spaces
-    preset: ClassVar[str] = "flow_grpo"  # whose settings suit a class of the user that is derived from this one
+    names: ClassVar[str] = ""  # values of `algorithm.name` that select the class, separated by spaces
+    preset: ClassVar[str] = "flow_grpo"  # preset with default settings for a user's subclass
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     settings: AlgorithmConfig
-    regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if there are any
+    regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if any
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -159,17 +159,17 @@ class Algorithm(ABC):
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
         self.needs = self.settings.needs
-        self.kl_coef = self.settings.kl_coef  # the guard may raise it
-        self.reference_step = 0  # the trainer step after which the weights were that the KL is measured from
+        self.kl_coef = self.settings.kl_coef  # may be raised by the guard
+        self.reference_step = 0  # trainer step whose final weights are the reference of the KL
 
     def of(self, samples: Sequence[Sample]) -> Algorithm:
-        """The algorithm that trains on a micro-batch of `samples`."""
+        """Return the algorithm for a micro-batch of `samples`."""
         return self.regulariser if self.regulariser is not None and samples[0].dataset_image is not None else self
 
     # --- on the driver
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
-        """The micro-batches in which `samples` are drawn; their ids count from `first_id`."""
+        """Split `samples` into the micro-batches of the rollout, with ids from `first_id`."""
         unit = self.needs.sampled_images(self.config.rollout.n)
         size = max(1, self.config.rollout.micro_batch_size // unit) * unit
         batches = micro_batches if self.needs.loss_over == "image" else group_chunks
@@ -188,16 +188,16 @@ class Algorithm(ABC):
         return tasks
 
     def window(self, sample: Sample) -> tuple[int, ...]:
-        """The stochastic steps of a sample's trajectory."""
+        """Return the stochastic steps of a sample's trajectory."""
         return sde_window(self.config, sample.step, sample.group)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        """Which steps (or noise levels) trainer step `step` trains: here, the stochastic ones."""
+        """Return the steps (or noise levels) that trainer step `step` trains: here, the stochastic ones."""
         del step
         return window
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        """The clipped advantages of the samples at each step, `[B, T]`."""
+        """Return the clipped advantages of the samples at each step, [B, T]."""
         settings, clip = self.settings, self.settings.advantage_clip
         values = self._shaped(self.advantages(rewards), rewards).clamp(-clip, clip)
         if isinstance(settings, DownSampledConfig) and settings.train_share < 1:
@@ -205,9 +205,9 @@ class Algorithm(ABC):
         return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """One advantage per sample, `[B]`."""
+        """Return one advantage per sample, [B]."""
         settings, ids = self.settings, rewards.group_ids
-        assert isinstance(settings, NormalisedConfig)  # the others have a credit of their own
+        assert isinstance(settings, NormalisedConfig)  # dataset images have a credit of their own
         match settings.adv_estimator:
             case "grpo" | "rloo" as estimator:
                 return group_advantages(rewards.totals, ids, settings.advantage_std, estimator == "rloo")
@@ -219,7 +219,7 @@ class Algorithm(ABC):
                 assert_never(unknown)
 
     def _shaped(self, advantages: torch.Tensor, rewards: Rewards) -> torch.Tensor:
-        """The advantages `[B]` with what `algorithm.diversity` makes of how unlike the others an image is."""
+        """Return the advantages [B], shaped by the diversity of the group as `algorithm.diversity` says."""
         settings = self.settings
         if not isinstance(settings, ShapedConfig) or rewards.diversity is None:
             return advantages
@@ -228,17 +228,17 @@ class Algorithm(ABC):
         return shaped_by_diversity(advantages, rewards.diversity, rewards.group_ids, settings.diversity_coef)
 
     def due_reset(self, step: int, kl: float | None) -> bool:
-        """Whether the weights after trainer step `step` are those that the KL, in it `kl`, is measured from next."""
+        """Whether the weights after trainer step `step` become the reference of the KL; `kl`: mean KL in this step."""
         every, above = self.settings.kl_reset_every, self.settings.kl_reset_above
         late = every > 0 and step - self.reference_step >= every
         return late or (above is not None and kl is not None and kl > above)
 
     def state(self) -> dict[str, Any]:
-        """All that a resumed run must know, as JSON."""
+        """Return the state for a resumed run, as JSON."""
         return {"reference_step": self.reference_step} if self.settings.moves_reference else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned; raises `CheckpointError` if it is something else."""
+        """Restore what `state` returned; raises `CheckpointError` for anything else."""
         step = state.get("reference_step", 0)
         if type(step) is not int:
             raise CheckpointError("state.json has no usable algorithm.reference_step: a step")
@@ -248,52 +248,52 @@ class Algorithm(ABC):
 
     @property
     def needs_all_samples(self) -> bool:
-        """Whether those with advantage 0 are trained on as well."""
+        """Whether samples with advantage 0 are trained on too."""
         return False
 
     @property
     def pools(self) -> bool:
-        """Whether micro-batches may be smaller than what a loss compares, so that a first pass (`pool`) is needed."""
+        """Whether a group may span micro-batches, so that group sums need a first pass (`pool`)."""
         rollout, n = self.config.rollout.micro_batch_size, self.config.rollout.n
         small = rollout < n or (self.config.actor.micro_batch_size or n) < self.needs.loss_images(n)
         return self.needs.whole_groups and small
 
     @property
     def needs_whole_batches(self) -> bool:
-        """Whether the samples of a micro-batch of the rollout have to be on one tape."""
+        """Whether the samples of a rollout's micro-batch must be on one tape."""
         return self.needs.sampled_over != "image" or (self.needs.whole_groups and not self.pools)
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
-        """The part of `rows` of `batch` in the losses of the others of their groups."""
+        """Return what `rows` of `batch` contribute to the losses of the other samples of their groups."""
         raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
 
     def set_kl_weight(self, kl: KLWeight | None) -> None:
-        """Set the weight of the KL to the reference; None: that of the configuration."""
+        """Set the weight of the KL to the reference; None: the configured one."""
         self.kl_coef = self.settings.kl_coef if kl is None else kl.coef
 
     def weighted_kl(self, distance: torch.Tensor, batch: Batch, rows: Sequence[int]) -> torch.Tensor:
-        """The distances `[B]` of `rows` to the reference, as far as they count."""
+        """Return the weighted KL [B] of `rows` to the reference."""
         return distance if batch.gate is None else distance * batch.gate[list(rows)].to(distance)
 
     def renews_old(self, step: int) -> bool:
-        """Whether the old policy follows the trained one at the end of trainer step `step`."""
+        """Whether the old policy is updated at the end of trainer step `step`."""
         raise NotImplementedError
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
-        """Log of the ratio to the rollout's policy, `[B]`, where it `needs.ratio`; on policy 0."""
+        """Return the log-ratio to the rollout's policy, [B], if `needs.ratio`; 0 on policy."""
         raise NotImplementedError
 
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
-        """How each of the `trained` steps (or noise levels) counts in the loss."""
+        """Return the weight of each of the `trained` steps (or noise levels) in the loss."""
         rules = [(k, tape.steps[k].rule) for k in trained]
         return [StepFacts(k, rule.sigma, rule.dt) for k, rule in rules]
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
-        """KL of the rollout's policy to the base model, mean over the trained steps: `[R]`, from recorded values."""
+        """Return the KL [R] of the rollout's policy to the base model from recorded values, mean over trained steps."""
         raise NotImplementedError
 
     def micro_batches(self, batch: Batch, most: int | None = None) -> Iterator[list[int]]:
-        """Rows of `batch` that are trained together, at most `most`; those without credit are left out."""
+        """Split the rows of `batch` with credit into micro-batches of at most `most`."""
         size = min(self.config.actor.micro_batch_size or len(batch.samples), most or len(batch.samples))
         kept = self.kept_rows(batch)
         if not self.needs.whole_groups or self.pools:
@@ -310,7 +310,7 @@ class Algorithm(ABC):
             yield rows
 
     def kept_rows(self, batch: Batch) -> list[int]:
-        """Rows with a credit, and unless the algorithm needs them all, with one that is not 0 at every step."""
+        """Return the rows with a credit; unless all samples are needed, with a credit other than 0 at some step."""
         credit = batch.credit[:, list(batch.trained)]
         kept = ~credit.isnan().any(1)
         if not self.needs_all_samples:
@@ -321,17 +321,17 @@ class Algorithm(ABC):
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        """Add the gradient of `rows` of `batch`, as a part of an update of `num_pairs` (sample, timestep) pairs.
+        """Accumulate the gradient of `rows` of `batch`, part of an update of `num_pairs` (sample, timestep) pairs.
 
         `meter` measures what each step adds.
         """
 
     def step_batch(self, meter: StepGradients[Any] | None) -> int:
-        """Trained steps in one pass of the denoiser: one where what each adds to the gradient is measured."""
+        """Return the number of trained steps per denoiser call: one if `meter` measures each step."""
         return self.config.actor.step_batch if meter is None else 1
 
     def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
-        """The same steps under the base model, which is switched to once for the whole micro-batch."""
+        """Replay the steps with the base model, switching to it once per micro-batch."""
         kept: dict[int, ReplayedStep] = {}
         with policy.base():
             engine.replay(policy.pipe, tape, lambda k, step: kept.update({k: step}), grad=False, **options)
@@ -339,16 +339,16 @@ class Algorithm(ABC):
 
 
 def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:
-    """The credit `[R, T]` of a segment's rows from that of the task's samples `[B, T]`."""
+    """Return the credit [R, T] of a segment's rows from that of the task's samples [B, T]."""
     return credit[list(segment.leaves)]
 
 
 def batches_of(
     trajectory: Trajectory, credit: torch.Tensor, pooled: Pooled | None = None, gate: torch.Tensor | None = None
 ) -> list[Batch]:
-    """The segments of a trajectory with something to train, for the credit `[B, T]` of its samples.
+    """Return the segments of a trajectory with trainable rows, given the credit [B, T] of its samples.
 
-    `gate`: factors `[B]` of their distances to the reference.
+    `gate`: factors [B] of the KL to the reference.
     """
     samples, found = trajectory.task.samples, list[Batch]()
     for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
@@ -360,7 +360,7 @@ def batches_of(
 
 
 def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
-    """Number of (row, timestep) pairs that have a credit: what an update's loss is averaged over."""
+    """Count the (row, timestep) pairs with a credit, over which an update's loss is averaged."""
     return sum(
         int((~row_credit(segment, credit)[:, list(segment.trained)].isnan()).sum())
         for task, credit in tasks
@@ -368,11 +368,11 @@ def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
     )
 
 
-# --- Losses over groups whose images are not all in one micro-batch.
+# --- Losses over groups that span micro-batches.
 #
-# A group may be larger than what fits into a backward pass, or lie on several workers. What the other images contribute
-# to an image's loss (the weight of DGPO, the mean of CRD, the other half of a pair) is a constant there: a first pass
-# without gradient over the whole group finds it, as the sum of a number, or of several, per image at each noise level.
+# A group may exceed a backward pass or lie on several workers. What the other images contribute to an image's loss (the
+# weight of DGPO, the mean of CRD, the other half of a pair) is a constant: a first pass without gradient over the whole
+# group computes it, as sums of one or several numbers per image at each noise level.
 
 # group and noise level -> sum over its images (of a number each, or of n: fp64 [n]), their number
 Pooled = dict[tuple[Group, int], "tuple[float | torch.Tensor, int]"]
@@ -380,7 +380,7 @@ Sums = tuple["torch.Tensor", "torch.Tensor"]  # [B] or [B, n] sum over the group
 
 
 def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
-    """The sums over micro-batches and workers."""
+    """Add the sums of micro-batches and workers."""
     found: Pooled = {}
     for part in parts:
         for group, (total, count) in part.items():
@@ -390,30 +390,29 @@ def pooled_sum(parts: Iterable[Pooled]) -> Pooled:
 
 
 def pooled_rows(values: torch.Tensor, samples: Sequence[Sample], level: int) -> Pooled:
-    """The sums of the values `[B]` or `[B, n]` of samples at noise level `level`, in fp64."""
+    """Sum the values [B] or [B, n] of samples at noise level `level` by group, in fp64."""
     values = values.double().cpu()
     rows = zip(samples, values.tolist() if values.ndim == 1 else values, strict=True)
     return pooled_sum({(sample.group, level): (value, 1)} for sample, value in rows)
 
 
 def group_sums(pooled: Pooled, samples: Sequence[Sample], level: int, like: torch.Tensor) -> Sums:
-    """For each sample the sum over its group, `[B]` or `[B, n]`, and the number of images in it, `[B]`, as `like`."""
+    """Return for each sample the sum over its group, [B] or [B, n], and the group's size, [B], as `like`."""
     sums, counts = zip(*(pooled[sample.group, level] for sample in samples), strict=True)
     totals = torch.stack([torch.as_tensor(total, dtype=torch.float64) for total in sums])
     return totals.to(like), like.new_tensor(counts)
 
 
-# --- The gradient of a replay by trained steps
+# --- Gradient of a replay by trained step
 
 T = TypeVar("T")
 
 
 class StepGradients(Generic[T]):
-    """Finds what each trained step of one replay adds to the gradients of `parameters`, as `reduce` tells it.
+    """Measures what each trained step of a replay adds to the gradients of `parameters`, as `reduce` summarises it.
 
-    A replay goes back through the denoiser of a step before that of the next one runs. So what a step adds is the
-    difference between the gradients where the next one begins, or the replay has ended, and those where it began. They
-    are only read: training goes on as if nobody had looked.
+    A replay backpropagates through a step before the next one runs, so a step adds the difference of the gradients
+    between its begin and that of the next one. Gradients are only read.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
@@ -423,13 +422,13 @@ class StepGradients(Generic[T]):
         self._before: list[torch.Tensor | None] = []
 
     def begin(self, step: int) -> None:
-        """To be called where the loss of `step` is computed."""
+        """Mark the begin of `step`; call before its loss is computed."""
         self._close()
         self._step = step
         self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
 
     def end(self) -> dict[int, T]:
-        """Return the parts by step; to be called when the replay has ended."""
+        """Return the results by step; call after the replay."""
         self._close()
         return self._found
 
@@ -445,12 +444,12 @@ class StepGradients(Generic[T]):
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all values, a scalar on their device, which nothing waits for."""
+    """Return the sum of squares of all values, a scalar on their device, without synchronising."""
     return torch.nn.utils.get_total_norm(gradients).square()
 
 
 def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values as one fp32 vector on the CPU."""
-    from gerl.model.policy import local  # in here: the driver of a run does without torch.distributed.tensor
+    """Concatenate all values into one fp32 vector on the CPU."""
+    from gerl.model.policy import local  # imported here: the driver does not need torch.distributed.tensor
 
     return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

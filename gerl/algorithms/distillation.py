@@ -33,7 +33,7 @@ else:
 
 @dataclass(frozen=True)
 class OPDConfig(AlgorithmConfig):
-    """The keys of on-policy distillation."""
+    """Keys of on-policy distillation."""
 
     teachers: list[dict[str, Any]] = main_key(
         [{"guidance": 4.5}],
@@ -47,7 +47,7 @@ class OPDConfig(AlgorithmConfig):
     )
     timesteps: int | None = main_key(
         None, "noise levels trained per trainer step; null: all in the range", low=1
-    )  # of those with noise, if there is any
+    )  # stochastic steps, if there are any
 
     @property
     def needs(self) -> Needs:
@@ -86,7 +86,7 @@ class OPDConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class DMDRConfig(FlowGRPOConfig):
-    """The keys of DMDR."""
+    """Keys of DMDR."""
 
     teachers: list[dict[str, Any]] = key(
         [],
@@ -118,24 +118,23 @@ class DMDRConfig(FlowGRPOConfig):
             )
 
 
-# --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063): a student learns its own
-# steps.
+# --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063).
 #
-# The student draws. At every state x_k of its own trajectories, which are data, a teacher's step is `Normal(mu', std)`
-# with the student's std, so that the KL to it has a closed form, a mean over dimensions:
+# The student samples trajectories. At each of their states x_k, which are data, a teacher's step is `Normal(mu', std)`
+# with the student's std, so the KL to it has a closed form, a mean over dimensions:
 #
 #     KL(student || teacher) = mean((mu - mu')^2) / (2 std^2)
 #
-# Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) takes -KL, with its gradient, for the advantage
-# of a policy gradient: the same gradient and noise beside it, as the KL of step k is a function of x_k, drawn before
+# Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) uses -KL, with its gradient, as the advantage of
+# a policy gradient: the same gradient plus noise, since the KL of step k is a function of x_k, which is sampled before
 # the noise whose likelihood it multiplies. Its `gkd` is the form here.
 #
-# Several teachers share a student by `data_source`: specialists become one model. A teacher may be the base model with
-# another guidance, which teaches the student to do without (guidance distillation). Rewards are only watched.
+# Several teachers, selected by `data_source`, combine specialists into one model. A teacher may be the base model with
+# another guidance scale (guidance distillation). Rewards are only watched.
 
 
 class OPD(Algorithm):
-    """The distance of each trained step to that of the teacher of its prompt, and one to the base model."""
+    """Distance of each trained step to that of the prompt's teacher, plus a KL to the base model."""
 
     names = "opd"
     settings: OPDConfig
@@ -155,7 +154,7 @@ class OPD(Algorithm):
         return sampled_steps(steps, self.settings.timesteps or len(steps), self.config.trainer.seed, step)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        """1 for the samples that have a teacher, whatever their rewards; NaN for the others."""
+        """Return 1 for the samples with a teacher, regardless of rewards; NaN for the others."""
         taught = [teacher_of(self.teachers, sample) is not None for sample in rewards.samples]
         credit = torch.where(torch.tensor(taught), 1.0, torch.nan)
         return credit[:, None].expand(-1, self.config.sampling.num_inference_steps)
@@ -196,20 +195,20 @@ class OPD(Algorithm):
         return stats
 
 
-# --- Steps of teachers at the states of a student's trajectories
+# --- Teachers' steps at the states of a student's trajectories
 
 
 @dataclass(frozen=True)
 class DistillationTarget:
-    """The steps of the teachers at the states of some samples."""
+    """The teachers' steps at the states of some samples."""
 
-    outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 what the teacher of each row computes there, 0 without
-    weights: torch.Tensor  # [R] of the rows' losses, 0 for those without a teacher
-    taught_by: list[int | None]  # [R] number of the teacher of each row
+    outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 output of each row's teacher, 0 without one
+    weights: torch.Tensor  # [R] weights of the losses, 0 without a teacher
+    taught_by: list[int | None]  # [R] index of each row's teacher
 
 
 def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
-    """The number of the teacher of a sample: that of its data_source, else that of all prompts; None: it has none."""
+    """Return the index of a sample's teacher: that of its data_source, else the general one; None: no teacher."""
     given = sample.prompt.metadata.get(DATA_SOURCE)
     numbers = {teacher.data_source: i for i, teacher in enumerate(teachers)}
     return numbers.get(None if given is None else str(given), numbers.get(None))
@@ -218,10 +217,10 @@ def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
 def teacher_steps(
     policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
 ) -> DistillationTarget:
-    """The teachers' steps for the rows of `tape` that `options["index"]` names; `samples`: those of these rows.
+    """Compute the teachers' steps for the rows `options["index"]` of `tape`; `samples`: those of these rows.
 
-    `options`: the arguments of the student's replay. `every`: each teacher computes all rows, whatever it teaches: for
-    ranks in lockstep, which call the models equally often.
+    `options`: arguments of the student's replay. `every`: each teacher computes all rows, for ranks in lockstep, which
+    must make equally many calls.
     """
     index = list(options["index"] or range(tape.batch_size))
     teachers = [model.teacher for model in policy.teachers]
@@ -244,7 +243,7 @@ def teacher_steps(
 def _steps_of(
     policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]
 ) -> dict[int, torch.Tensor]:
-    """The outputs of one teacher by step, at the states of `rows` of `tape`: `[R, ...]`."""
+    """Return the outputs of a teacher by step at the states of `rows` of `tape`, [R, ...]."""
     outputs: dict[int, torch.Tensor] = {}
 
     def keep(k: int, step: ReplayedStep) -> None:
@@ -255,7 +254,7 @@ def _steps_of(
         if model.pipe is None and not model.teacher.changed:
             engine.replay(pipe, tape, keep, **options | {"index": rows})
             return outputs
-        # another call of a pipeline, at the same latents
+        # another call of the pipeline at the same latents
         found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
             _check_alike(model.teacher, k, found.steps[k].rule, tape.steps[k].rule)
@@ -271,7 +270,7 @@ def _steps_of(
 
 
 def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
-    """Raise `ModelError` unless the step of a teacher is from the noise level of the student's, in the same terms."""
+    """Raise `ModelError` unless a teacher's step has the noise level and prediction type of the student's."""
     if type(found) is not type(expected) or abs(found.sigma - expected.sigma) > 1e-6:
         raise ModelError(
             f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of "
@@ -280,7 +279,7 @@ def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
 
 
 def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) -> torch.Tensor:
-    """Distance `[B]` of a student's step to that of the `output` `[B, ...]` of a teacher, with gradient to the former.
+    """Return the distance [B] of a student's step to a teacher's `output` [B, ...]; gradient only to the student.
 
     - `gaussian`: `(mean - mean')^2 / (2 std^2)`, the KL of the two transitions; raises `ValueError` without noise.
     - `mean`: `(mean - mean')^2 / 2`.
@@ -304,7 +303,7 @@ def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) 
 
 
 def distance_weight(kind: StepDistance, rule: Rule) -> float:
-    """The factor of the squared distance of outputs in `step_distance`."""
+    """Return the factor of the squared distance of outputs in `step_distance`."""
     squared = rule.jacobian**2 / 2
     return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
 
@@ -317,7 +316,7 @@ Measured = dict[str, tuple[float, int]]
 
 
 def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distances: torch.Tensor) -> Measured:
-    """Of each teacher that has rows among those of `distances` `[R]`: their sum and number, by its name."""
+    """Return sum and count of the `distances` [R] by name of the teacher."""
     values, found = distances.detach().tolist(), Measured()
     for number, teacher in enumerate(teachers):
         own = [value for value, taught in zip(values, target.taught_by, strict=True) if taught == number]
@@ -328,28 +327,28 @@ def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distance
 
 # --- DMDR (arXiv 2511.13649): a policy gradient of few steps, held to a model's images by distribution matching.
 #
-# A model of few steps has no flow at the noise levels between its own steps, so a KL of steps does not say whether its
-# images still look like those of the model that it was made of. Distribution matching (DMD, arXiv 2311.18828) does: the
-# image `x0h` that a step predicts is noised to another level, `x = (1 - tau) x0h + tau eps`, and moved from where a
-# model of the student's own images (`fake`) would denoise it to where the `real` one would,
+# A few-step model has no flow between its own noise levels, so a KL of steps does not tell whether its images still
+# resemble those of the original model. Distribution matching (DMD, arXiv 2311.18828) does: the image `x0h` that a step
+# predicts is noised to another level, `x = (1 - tau) x0h + tau eps`, and moved from the denoised image of a model of
+# the student's own images (`fake`) towards that of the `real` model,
 #
 #     direction = (x0_fake - x0_real) / mean |x0h - x0_real|,    loss = mean(direction x0h),
 #
 # with the direction as data: the gradient is that of `mean((x0h - sg(x0h - direction))^2) / 2`, as published. `fake` is
-# a second LoRA on the model that training starts from, trained by flow matching on the images that the student has
-# drawn. `real` is a teacher, or that model itself, which holds the student where it was.
+# a second LoRA on the initial model, trained by flow matching on the student's images. `real` is a teacher, or the
+# initial model itself, which keeps the student close to it.
 #
 # The public code trains a class-conditional model with ReFL (vvvvvjdy/dmdr 061dc29, lines 448 to 566 of
 # train_cc/sit/train_sitxl_refl_deepspeed.py). Here the surrogate is Flow-GRPO's, as in the paper. Not as published:
-# both LoRAs take their optimizer steps together, where the authors give `fake` five for each of the student's, and
-# `algorithm.fake_scale` lets it follow faster instead; there is no cold start and no schedule, since the student is
-# distilled already.
+# both LoRAs take their optimizer steps together (the authors give `fake` five per step of the student);
+# `algorithm.fake_scale` lets it follow faster instead. There is no cold start and no schedule, since the student is
+# already distilled.
 
 Levels = dict[int, "torch.Tensor"]  # by noise level: [R, ...]
 
 
 class DMDR(FlowGRPO):
-    """The clipped surrogate, distribution matching, and the loss of the model that imitates."""
+    """Clipped surrogate, distribution matching, and the loss of the imitating LoRA."""
 
     names = "dmdr"
     settings: DMDRConfig
@@ -360,7 +359,7 @@ class DMDR(FlowGRPO):
 
     @property
     def needs_all_samples(self) -> bool:
-        return True  # also an image without advantage has to look like one
+        return True  # images without advantage are matched too
 
     def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss:
         images: Levels = {}
@@ -393,11 +392,11 @@ class DMDR(FlowGRPO):
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # before: the meter is of what the steps add
-        return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
+        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # before the replay: the meter measures only its
+        steps return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
 
     def _imitate(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> float:
-        """Add the gradient of the LoRA that imitates the finished images of `rows`; the sum of its losses."""
+        """Accumulate the gradient of the LoRA that imitates the images of `rows`; returns the sum of losses."""
         samples = [batch.samples[r] for r in rows]
         levels = self._levels(samples, len(batch.trained), "fake")
         images = dict.fromkeys(levels, batch.tape.steps[-1].x_next[rows])
@@ -415,25 +414,25 @@ class DMDR(FlowGRPO):
         return total
 
     def _levels(self, samples: Sequence[Sample], count: int, what: str) -> tuple[int, ...]:
-        """`count` of the noise levels, the same for all rows, others at each trainer step."""
+        """Sample `count` noise levels, the same for all rows, new ones at each trainer step."""
         levels = range(self.settings.matching_steps)
         return any_steps(levels, count, what, self.config.trainer.seed, samples[0].step)
 
     def _structure(
         self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], changed: Mapping[str, Any] | None = None
     ) -> Tape:
-        """The call of `tape` for `rows` with the noise levels of `matching_steps` steps."""
+        """Return the call of `tape` for `rows` with the noise levels of `matching_steps` steps."""
         steps = self.settings.matching_steps
         other: dict[str, Any] = {"num_inference_steps": steps}
         if tape.call.get("sigmas") is not None:
             other["sigmas"] = [1 - j / steps for j in range(steps)]
-        if tape.call.get("timesteps") is not None:  # those of its few steps
+        if tape.call.get("timesteps") is not None:  # levels of its own few steps
             other["timesteps"] = None
         return engine.record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
 
 
 def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
-    """Standard normal noise for the images of each level, the same in any micro-batch."""
+    """Return standard normal noise for the images of each level, independent of the micro-batch."""
     found: Levels = {}
     for j, images in levels.items():
         generators = sample_generators([derive_seed(what, sample.seed, j) for sample in samples])
@@ -443,12 +442,12 @@ def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
 
 
 def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
-    """The images of each level with its noise."""
+    """Return the images with the noise of each level."""
     return {j: structure.steps[j].rule.noised(x0, noise[j]) for j, x0 in images.items()}
 
 
 def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels:
-    """The clean images that a pipeline sees in the latents of each level, without gradient."""
+    """Return the clean images a pipeline predicts from the latents of each level, without gradient."""
     found: Levels = {}
 
     def keep(j: int, step: ReplayedStep) -> None:
@@ -459,9 +458,9 @@ def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels
 
 
 def direction(images: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """`(fake - real) / mean |images - real|`: against it, `[B, ...]`, distribution matching moves images.
+    """Return `(fake - real) / mean |images - real|`, [B, ...], against which distribution matching moves images.
 
-    The mean is over the values of an image. 0 where the two models see the same.
+    The mean is over the values of an image. 0 where both models agree.
     """
     scale = (images - real).abs().flatten(1).mean(1) + 1e-8
     return (fake - real) / scale.view(-1, *[1] * (images.ndim - 1))

@@ -31,7 +31,7 @@ else:
 
 @dataclass(frozen=True)
 class ChainConfig(WeightedConfig, DownSampledConfig):
-    """Every image has a trajectory of its own."""
+    """Keys of algorithms with independent trajectories."""
 
     kl_in_reward: bool = key(False, "subtract the KL from the reward rather than add it to the loss")
     timestep_fraction: float = key(
@@ -59,7 +59,7 @@ class ChainConfig(WeightedConfig, DownSampledConfig):
 
 @dataclass(frozen=True)
 class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
-    """The keys of Flow-GRPO."""
+    """Keys of Flow-GRPO."""
 
     likelihood: StepLikelihood = key(
         "gaussian",
@@ -83,7 +83,7 @@ class FlowGRPOConfig(ChainConfig, TrajectoryClipConfig):
 
 @dataclass(frozen=True)
 class GRPOGuardConfig(ChainConfig, TrajectoryClipConfig):
-    """The keys of GRPO-Guard."""
+    """Keys of GRPO-Guard."""
 
     @property
     def needs(self) -> Needs:
@@ -92,7 +92,7 @@ class GRPOGuardConfig(ChainConfig, TrajectoryClipConfig):
 
 @dataclass(frozen=True)
 class FlowDPPOConfig(ChainConfig):
-    """The keys of Flow-DPPO."""
+    """Keys of Flow-DPPO."""
 
     kl_threshold: float = main_key(1e-5, "KL to the rollout's policy above which a step stops", above=0)
 
@@ -101,20 +101,20 @@ class FlowDPPOConfig(ChainConfig):
         return replace(super().needs, recorded_means=self.kl_in_reward or self.cfg != "off")
 
 
-# --- Flow-GRPO (arXiv 2505.05470): every image has a trajectory of its own, whose stochastic steps share its advantage.
+# --- Flow-GRPO (arXiv 2505.05470): independent trajectories; all stochastic steps of one share its advantage.
 #
 # Flow-GRPO-Fast, DanceGRPO, MixGRPO and DDPO differ in how they sample (`configs/algorithm/`) and are this class.
 
 
 class FlowGRPO(PolicyGradient):
-    """The clipped surrogate on the steps of independent trajectories."""
+    """Clipped surrogate on the steps of independent trajectories."""
 
     names = "flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo"
     settings: FlowGRPOConfig
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.past: dict[int, list[float]] = {}  # prompt -> its latest rewards, where `algorithm.history` asks for them
+        self.past: dict[int, list[float]] = {}  # prompt -> latest rewards, if `algorithm.history` is set
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         count = max(1, round(self.settings.timestep_fraction * len(window)))
@@ -125,7 +125,7 @@ class FlowGRPO(PolicyGradient):
             return None
         found: dict[int, torch.Tensor] = {}
         began = policy.earlier[0]
-        if policy.version > began.updates:  # else the present weights are those that the step began with
+        if policy.version > began.updates:  # else the current weights are those at the start of the step
             with began.swapped_in():
                 engine.replay(policy.pipe, tape, lambda k, s: found.update({k: s.log_prob}), grad=False, **options)
         return found
@@ -153,7 +153,7 @@ class FlowGRPO(PolicyGradient):
         result = []
         for sample, total in zip(rewards.samples, batch, strict=True):
             past = self.past[sample.prompt.id]
-            # too few rewards of this prompt say nothing yet: those of the batch do (DDPO)
+            # too few rewards of this prompt: use those of the batch (DDPO)
             known = torch.tensor(past, dtype=torch.float64) if len(past) == size else batch
             result.append((total - known.mean()) / (known.std(correction=0) + 1e-4))
         return torch.stack(result).to(rewards.totals.dtype)
@@ -172,13 +172,13 @@ class FlowGRPO(PolicyGradient):
 # --- GRPO-Guard (arXiv 2510.22319): a ratio whose mean and variance are the same at every step.
 #
 # With log-probabilities averaged over dimensions the mean log-ratio is -KL / D < 0 and its spread differs from step to
-# step by an order of magnitude, so that the clip range rarely holds back samples with positive advantages. Guard adds
+# step by an order of magnitude, so the clip range rarely affects samples with positive advantages. Guard adds
 # the missing KL and multiplies by the step's std: log ratio = mean(z (mu - mu_old)). Each step's loss is divided by
-# |dt| (`timestep_weights: inverse_dt`; `inverse_jacobian` is Precise's choice, arXiv 2605.23522).
+# |dt| (`timestep_weights: inverse_dt`; Precise uses `inverse_jacobian`, arXiv 2605.23522).
 
 
 class GRPOGuard(FlowGRPO):
-    """Flow-GRPO with the regulated ratio."""
+    """Flow-GRPO with the normalised ratio."""
 
     names = "grpo_guard"
     settings: GRPOGuardConfig  # type: ignore[assignment]
@@ -195,15 +195,15 @@ class GRPOGuard(FlowGRPO):
         return guard_log_ratio(step.log_prob, old_log_prob, step.mean, old_mean, step.std)
 
 
-# --- Flow-DPPO: a trust region by divergence rather than by ratio.
+# --- Flow-DPPO: a trust region by KL instead of ratio.
 #
-# The Gaussian steps of a flow have a KL in closed form, ||mu - mu_old||^2 / (2 std^2). A sample whose KL to the
-# rollout's policy has reached `kl_threshold` stops learning in the direction that leads further away; below it nothing
-# is clipped, so that a single unlikely noise draw does not stop a step that has hardly moved.
+# Gaussian steps have a closed-form KL, ||mu - mu_old||^2 / (2 std^2). A sample whose KL to the rollout's policy exceeds
+# `kl_threshold` gets no gradient that increases it; below the threshold nothing is clipped, so that an unlikely noise
+# sample does not stop a step that has hardly moved.
 
 
 class FlowDPPO(FlowGRPO):
-    """Flow-GRPO with the divergence mask in place of the clip."""
+    """Flow-GRPO with a KL mask instead of the clip."""
 
     names = "flow_dppo"
     settings: FlowDPPOConfig  # type: ignore[assignment]

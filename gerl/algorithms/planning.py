@@ -1,4 +1,4 @@
-"""Plans of what a step draws: pure functions of the configuration and the step, the same on any number of workers."""
+"""Planning of the samples of a step: pure functions of configuration and step, independent of the workers."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -26,20 +26,19 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-# --- The order of the prompts of a mixture of weighted sources, as a pure function of seed and step
+# --- Order of the prompts of weighted sources, a pure function of seed and step
 
 HALF = Fraction(1, 2)
 
 
 @dataclass(frozen=True)
 class MixtureSchedule:
-    """Which prompts a trainer step uses, where each source has a weight; the sources lie one after the other.
+    """Prompts of each trainer step for weighted sources, whose prompts are concatenated.
 
-    Occurrence j (from 0) of source i is due at time (j + 1/2) / weight_i, and a step takes the next `per_step` ones in
-    the order of these times (stride scheduling), so that each source has its share of the prompts, up to rounding, of
-    every step. Within a source the prompts come in passes, each prompt once a pass. With `shuffle` every pass has its
-    own order: which half of the pass a prompt comes in is drawn once, its place there anew, so that no prompt comes
-    twice in a step.
+    Occurrence j (from 0) of source i is due at time (j + 1/2) / weight_i, and a step takes the next `per_step` in order
+    of these times (stride scheduling), so each source has its share of every step, up to rounding. A pass over a source
+    uses each prompt once. With `shuffle` every pass has its own order: the half of the pass in which a prompt occurs is
+    random but fixed, its place there random per pass, so that no prompt occurs twice in a step.
     """
 
     sizes: tuple[int, ...]
@@ -50,16 +49,16 @@ class MixtureSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which every prompt of every source has come."""
+        """Number of steps after which every prompt of every source has been used."""
         each = zip(self.sizes, self.weights, strict=True)
         return max(ceil(size / (self.per_step * weight / sum(self.weights))) for size, weight in each)
 
     def epoch(self, step: int) -> int:
-        """The epoch (from 0) that `step` (from 0) belongs to."""
+        """Return the epoch (from 0) of `step` (from 0)."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> list[int]:
-        """Indices of the prompts of `step` (from 0)."""
+        """Return the indices of the prompts of `step` (from 0)."""
         orders: dict[tuple[int, int], np.ndarray] = {}
         chosen: list[int] = []
         for source, number in self._due(step * self.per_step):
@@ -72,7 +71,7 @@ class MixtureSchedule:
         return chosen
 
     def mixed(self, order: Sequence[int]) -> list[int]:
-        """The indices in their order within a source, the sources mixed by the weights."""
+        """Interleave the sources by their weights, keeping the order within each."""
         ends = np.cumsum(self.sizes)
         counts = [0] * len(self.sizes)
         due = []
@@ -83,9 +82,9 @@ class MixtureSchedule:
         return [index for _, _, index in sorted(due)]
 
     def _due(self, first: int) -> Iterator[tuple[int, int]]:
-        """(source, number of the occurrence) from place `first` (from 0) of the order on, without end."""
+        """Yield (source, occurrence) from place `first` (from 0) of the order on, without end."""
         time = Fraction(max(0, first - len(self.sizes))) / sum(self.weights)
-        done = [floor(weight * time + HALF) for weight in self.weights]  # whose time has come: at most `first`
+        done = [floor(weight * time + HALF) for weight in self.weights]  # due before place `first`
         queue = [((n + HALF) / weight, i, n) for i, (n, weight) in enumerate(zip(done, self.weights, strict=True))]
         heapq.heapify(queue)
         place = sum(done)
@@ -97,13 +96,13 @@ class MixtureSchedule:
             place += 1
 
     def _order(self, source: int, turn: int) -> np.ndarray:
-        """The order of a source in its pass number `turn`."""
+        """Return the order of a source in pass `turn`."""
         size = self.sizes[source]
         if not self.shuffle:
             return np.arange(size)
         order = self._generator(source, 0).permutation(size)
         if size < 2 * max_prompts_per_step(self.weights, self.per_step)[source]:
-            return order  # the same in every pass: any other could bring a prompt twice in a step
+            return order  # the same in every pass: otherwise a prompt could occur twice in a step
         halves = order[: size // 2], order[size // 2 :]
         generator = self._generator(source, turn + 1)
         return np.concatenate([generator.permutation(half) for half in halves])
@@ -112,21 +111,21 @@ class MixtureSchedule:
         return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=parts))
 
 
-# --- Plans of what a step draws: pure functions of the configuration and the step, the same on any number of workers
+# --- Samples of a step: pure functions of configuration and step, independent of the number of workers
 
 # MixGRPO's decay strategy (arXiv 2507.21802, section 4.2): a window stays exp(-RATE * steps past the threshold) as long
 DECAY_RATE = 0.1
 # TreeGRPO's random window (arXiv 2512.08153, equation 7): the probability of a start is this of that of the one before
 GEOMETRIC_RATE = 0.5
-VALIDATION_SEED = 42  # of the fixed noise of each held-out prompt
+VALIDATION_SEED = 42  # seed of the fixed noise of held-out prompts
 
 
 @dataclass(frozen=True)
 class PromptSchedule:
-    """Which of `count` prompts a trainer step uses, as a pure function of the step, so that resuming needs no state.
+    """Which of `count` prompts a trainer step uses: a pure function of the step, so resuming needs no state.
 
-    Within an epoch each prompt comes exactly once, and the epoch's last batch holds what is left. With `shuffle` every
-    epoch has its own order, drawn from (seed, epoch).
+    An epoch uses each prompt exactly once; its last batch may be smaller. With `shuffle` every epoch has its own order,
+    from (seed, epoch).
     """
 
     count: int
@@ -139,11 +138,11 @@ class PromptSchedule:
         return -(-self.count // self.per_step)
 
     def epoch(self, step: int) -> int:
-        """The epoch (from 0) that `step` (from 0) belongs to."""
+        """Return the epoch (from 0) of `step` (from 0)."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> list[int]:
-        """Indices of the prompts of `step` (from 0): `per_step` of them, or fewer at the end of an epoch."""
+        """Return the indices of the prompts of `step` (from 0): `per_step`, or fewer at the end of an epoch."""
         start = step % self.steps_per_epoch * self.per_step
         end = min(start + self.per_step, self.count)
         if not self.shuffle:
@@ -158,14 +157,14 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[int, ...]:
-    """The stochastic steps of trainer step `step`, from the run seed: of all groups, or of `group` if they differ."""
+    """Return the stochastic steps of trainer step `step`, from the run's seed; `group`: if groups differ."""
     if config.sampling.kernel == "ode":
         return ()
     first, end = config.sampling.steps_range
     size, every = config.sampling.trained_steps, config.sampling.window_every
     if config.sampling.window_schedule in ("random", "geometric"):
         own = (group.prompt,) if group is not None and config.sampling.window_per == "group" else ()
-        # a window that stays for 1 step is drawn from the step itself
+        # a window that changes each step is sampled from the step
         parts = (*own, step if every == 1 else (step - 1) // every)
         generator = torch.Generator().manual_seed(derive_seed("window", config.trainer.seed, *parts))
         count = end - first - size + 1
@@ -180,7 +179,7 @@ def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[i
 
 
 def _moving_start(sampling: SamplingConfig, step: int) -> int:
-    """Start of a window that moves on by its stride, from the first step to the last and over again; never empty."""
+    """Return the start of a window that moves by its stride from the first step to the last, then again."""
     first, end = sampling.steps_range
     size, every = sampling.trained_steps, sampling.window_every
     stride = size if sampling.window_stride is None else sampling.window_stride
@@ -197,7 +196,7 @@ def _moving_start(sampling: SamplingConfig, step: int) -> int:
 
 
 def sampled_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
-    """`count` of `steps`, one from each of as many strata of nearly equal length, drawn from `seed`; in order."""
+    """Sample `count` of `steps`, one from each of as many strata of nearly equal length, from `seed`; in order."""
     count = min(count, len(steps))
     bounds = [round(i * len(steps) / count) for i in range(count + 1)]
     generator = torch.Generator().manual_seed(derive_seed("steps", *seed))
@@ -205,14 +204,14 @@ def sampled_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[i
 
 
 def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, ...]:
-    """`count` of `steps`, each subset as likely as any other, drawn from `seed`; in order."""
+    """Sample `count` of `steps` uniformly from `seed`; in order."""
     generator = torch.Generator().manual_seed(derive_seed("any steps", *seed))
     chosen = torch.randperm(len(steps), generator=generator)[:count].tolist()
     return tuple(steps[i] for i in sorted(chosen))
 
 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
-    """The samples of trainer step `step`: `rollout.n` of each prompt, or those that it has in files."""
+    """Return the samples of trainer step `step`: `rollout.n` per prompt, or its dataset images."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
     return [
         Sample(
@@ -229,9 +228,9 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
 
 
 def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> list[Prompt]:
-    """The prompts of trainer step `step` (from 1); the last batch of an epoch may be smaller.
+    """Return the prompts of trainer step `step` (from 1); the last batch of an epoch may be smaller.
 
-    `attempt` > 0: further prompts for dynamic sampling, of which none repeats another of the step while there are any.
+    `attempt` > 0: further prompts for dynamic sampling, without repetition within the step while prompts are left.
     """
     schedule = prompt_schedule(config, prompts)
     chosen = schedule.batch(step - 1)
@@ -248,26 +247,26 @@ def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: 
 
 
 def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Prompt]:
-    """Those of the `images` of `data.regularise` that trainer step `step` (from 1) imitates."""
+    """Return the `images` of `data.regularise` that trainer step `step` (from 1) imitates."""
     count = min(len(images), config.data.regularise_images or config.rollout.prompts_per_step)
     schedule = PromptSchedule(len(images), count, config.data.shuffle, derive_seed("images", config.trainer.seed))
     return [images[i] for i in schedule.batch(step - 1)]
 
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
-    """Micro-batches of the images of all held-out prompts, prompt by prompt, from the same noise at every step."""
+    """Return micro-batches of images of all held-out prompts, prompt by prompt, with the same noise at every step."""
     count = range(config.validation.images_per_prompt)
     samples = [Sample(prompt, k, validation_seed(prompt, k), step) for prompt in prompts for k in count]
     return micro_batches(samples, config.validation.micro_batch_size)
 
 
 def validation_seed(prompt: Prompt, k: int) -> int:
-    """The seed of the noise of image `k` (from 0) of a held-out prompt, which depends on nothing else."""
+    """Return the seed of the noise of image `k` (from 0) of a held-out prompt."""
     return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []))
 
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Consecutive micro-batches of at most `size` samples, each without pictures or with those of one prompt."""
+    """Split samples into consecutive micro-batches of at most `size`; one with condition images has a single prompt."""
     if not any(sample.prompt.metadata for sample in samples):
         return chunks(list(samples), size)
     alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
@@ -275,7 +274,7 @@ def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 
 def prompt_schedule(config: Config, prompts: Sequence[Prompt]) -> PromptSchedule | MixtureSchedule:
-    """The order in which the run visits its prompts, which lie by source."""
+    """Return the prompt schedule of the run; `prompts` are ordered by source."""
     per_step, shuffle, seed = config.rollout.prompts_per_step, config.data.shuffle, config.trainer.seed
     shares = weights(config.data.train)
     if shares is None:
@@ -285,7 +284,7 @@ def prompt_schedule(config: Config, prompts: Sequence[Prompt]) -> PromptSchedule
 
 
 def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
-    """Micro-batches of whole groups; of parts of one group, of nearly equal size, where it has more than `size`."""
+    """Split samples into micro-batches of whole groups; a group of more than `size` into nearly equal parts."""
     found: list[list[Sample]] = []
     for _, members in groupby(samples, key=lambda sample: sample.group):
         group = list(members)
@@ -299,9 +298,9 @@ def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
 
 
 def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool = False) -> list[list[RolloutTask]]:
-    """`tasks` in `updates` runs of nearly equal length, one per optimizer step; empty ones are left out.
+    """Split `tasks` into `updates` nearly equal consecutive parts, one per optimizer step, without empty ones.
 
-    `whole_groups`: those that share a group are in one of them.
+    `whole_groups`: tasks that share a group stay together.
     """
     units: list[list[RolloutTask]] = []
     for task in tasks:
@@ -315,11 +314,11 @@ def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool 
 
 
 def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:
-    """`samples` in runs of at most `size`."""
+    """Split `samples` into parts of at most `size`."""
     return [samples[i : i + size] for i in range(0, len(samples), size)]
 
 
 def group_ids(samples: Sequence[Sample]) -> torch.Tensor:
-    """An integer per sample, equal for samples of one group: `[B]` int64, numbered in order of appearance."""
+    """Return an integer per sample, equal within a group: [B] int64, in order of appearance."""
     numbers: dict[Group, int] = {}
     return torch.tensor([numbers.setdefault(s.group, len(numbers)) for s in samples], dtype=torch.int64)

@@ -40,10 +40,10 @@ else:
 
 @dataclass(frozen=True)
 class TrajectoryClipConfig(ClippedConfig):
-    """The ratio is that of log-probabilities that are means over the D dimensions of the latents.
+    """Clip range for log-probabilities that are means over the D dimensions of the latents.
 
-    Their difference is a mean of D independent terms and spreads as 1 / sqrt(D): what is a narrow range for one size is
-    a wide one for another.
+    Their difference is a mean of D independent terms and spreads as 1 / sqrt(D), so the range depends on the image
+    size.
     """
 
     clip_dimensions: int | None = key(
@@ -60,7 +60,7 @@ class TrajectoryClipConfig(ClippedConfig):
 
 @dataclass(frozen=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """The noise of a trajectory's stochastic steps is scored."""
+    """Keys of policy gradients on the stochastic steps of trajectories."""
 
     kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
 
@@ -70,12 +70,12 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def step_weighting(self) -> StepWeighting:
-        """The factors of the steps' losses."""
+        """Name of the weighting of the steps' losses."""
         return "uniform"
 
     @property
     def step_likelihood(self) -> StepLikelihood:
-        """The log-likelihood that the ratio is of."""
+        """Name of the log-likelihood in the ratio."""
         return "gaussian"
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class WeightedConfig(PolicyGradientConfig):
-    """Steps may count differently."""
+    """Keys for weighting the timesteps."""
 
     timestep_weights: StepWeighting = key(
         "uniform",
@@ -111,7 +111,7 @@ class WeightedConfig(PolicyGradientConfig):
         return self.timestep_weights
 
 
-# A loss beside the surrogate's, and its metrics, as a function of each trained step
+# an additional loss and its metrics, as a function of each trained step
 ExtraLoss = Callable[[int, "ReplayedStep"], "tuple[torch.Tensor, dict[str, float]]"]
 
 
@@ -127,38 +127,38 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_all_samples(self) -> bool:
-        return self.adds_kl  # a sample without advantage still has a distance to the base model
+        return self.adds_kl  # a sample without advantage still has a KL
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
-        # without guidance the recorded log-probability, that of the guided policy, is another policy's
+        # without guidance the recorded log-probability belongs to another (the guided) policy
         unguided = self.settings.cfg == "off"
         old = step.log_prob.detach() if unguided else step.recorded_log_prob
         assert old is not None
         return self._as_configured(step, step.log_prob - old)
 
     def _as_configured(self, step: ReplayedStep, difference: torch.Tensor) -> torch.Tensor:
-        """A difference of Gaussian log-likelihoods as one of those that the ratio is of."""
+        """Convert a difference of Gaussian log-likelihoods to the configured likelihood."""
         # -(x' - mean)^2 is 2 std^2 times the Gaussian's log-likelihood, up to a constant
         return 2 * step.std**2 * difference if self.settings.step_likelihood == "squared_error" else difference
 
     def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
-        """Log-probabilities `[B]` by step, under the weights that the ratio is clipped to.
+        """Return log-probabilities [B] by step under the weights that the ratio is clipped to.
 
-        Of steps that it lacks they are the present ones. None: the ratio is clipped to the rollout's.
+        For missing steps, the current ones. None: the ratio is clipped to the rollout's policy.
         """
         del policy, tape, options
         return None
 
     def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss | None:
-        """A loss besides the surrogate's, and its metrics, as a function of each trained step; None: there is none.
+        """Return an additional loss with metrics, as a function of each trained step; None: no such loss.
 
-        `options`: the arguments of the replay.
+        `options`: arguments of the replay.
         """
         del policy, batch, rows, options
         return None
 
     def gain(self, rule: Rule) -> float:
-        """The factor of the drawn noise in the gradient of `log_ratio` with respect to the model output."""
+        """Return the factor of the sampled noise in the gradient of `log_ratio` with respect to the model output."""
         gaussian = rule.jacobian / rule.std
         return 2 * rule.std**2 * gaussian if self.settings.step_likelihood == "squared_error" else gaussian
 
@@ -170,10 +170,10 @@ class PolicyGradient(Algorithm):
     def policy_loss(
         self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Losses `[B]` of the rows at one step, the metrics of `clipped_policy_loss`, and `ratio_spread`.
+        """Return the losses [B] of a step, with the metrics of `clipped_policy_loss` and `ratio_spread`.
 
-        `proximal`: log-probabilities `[B]` of another policy than the rollout's that the ratio is clipped to. It then
-        weighs the loss by its own ratio to the rollout's (decoupled PPO: AReaL, arXiv 2505.24298, equation 5).
+        `proximal`: log-probabilities [B] of the policy to clip to, if not the rollout's; the loss is then weighted by
+        its ratio to the rollout's policy (decoupled PPO: AReaL, arXiv 2505.24298, equation 5).
         """
         log_ratio, bounds = self.log_ratio(step), self.settings.clip_range(step.x[0].numel())
         assert bounds is not None
@@ -196,7 +196,7 @@ class PolicyGradient(Algorithm):
         further = self.further(policy, batch, rows, options)
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
-        compared = settings.cfg != "off"  # else the ratio is that to the same forward pass, and 1 by construction
+        compared = settings.cfg != "off"  # else the ratio is to the same forward pass, 1 by construction
         found: list[UpdateStats] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
@@ -223,24 +223,24 @@ class PolicyGradient(Algorithm):
         return sum(found, UpdateStats())
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
-        """KL `[B]` of a step to that of the base model, over the latents that reach the images."""
+        """Return the KL [B] of a step to that of the base model, over the latents that reach the images."""
         reached = step.reached()
         return self._kl(base.reached(), reached.mean, reached.log_prob, reached.model_output)
 
     def _kl(
         self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """KL `[B]` to the base model's step of what a policy computed there."""
+        """Return the KL [B] of a policy's step to that of the base model."""
         return kl_divergence(
             self.settings.kl_type, std=base.std, dt=base.rule.dt, mean=mean, ref_mean=base.mean, output=output,
             ref_output=base.model_output, log_prob=log_prob, ref_log_prob=base.log_prob,
         )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
-        """Loss factors of the trained steps; where their mean is 1, it is so over all the steps that may be trained."""
+        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps."""
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
-            # a step that the compression after the window leaves out has neither length nor weight
+            # steps skipped by the compression after the window have no weight
             lengths = [step.rule.dt for step in tape.steps]
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if lengths[k]])
         rules = [_stochastic(self.config, tape, k) for k in steps]
@@ -249,7 +249,7 @@ class PolicyGradient(Algorithm):
 
 
 def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
-    """The rule that step `k` has, or would have if it were stochastic."""
+    """Return the transition rule of step `k`, as if it were stochastic."""
     rule, sampling = tape.steps[k].rule, config.sampling
     if rule.std > 0:
         return rule

@@ -1,4 +1,4 @@
-"""Credit of single steps, from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
+"""Credit per step from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -31,7 +31,7 @@ else:
 
 @dataclass(frozen=True)
 class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
-    """Images share the beginning of a trajectory."""
+    """Keys of algorithms whose images share the beginning of a trajectory."""
 
     branch_factor: int = main_key(2, "children of a node of a tree", low=2)
 
@@ -50,7 +50,7 @@ class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
 
 @dataclass(frozen=True)
 class BranchGRPOConfig(TreeConfig):
-    """The keys of BranchGRPO."""
+    """Keys of BranchGRPO."""
 
     split_steps: list[int] | None = key(
         [0, 2, 4], "steps at which a trajectory splits; null: those of the window, the only ones with noise (tree_grpo)"
@@ -91,12 +91,12 @@ class BranchGRPOConfig(TreeConfig):
 
 @dataclass(frozen=True)
 class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
-    """The keys of TempFlow-GRPO."""
+    """Keys of TempFlow-GRPO."""
 
 
 @dataclass(frozen=True)
 class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
-    """The keys of DenseGRPO."""
+    """Keys of DenseGRPO."""
 
     @property
     def needs(self) -> Needs:
@@ -113,14 +113,13 @@ class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
 
 # --- BranchGRPO (arXiv 2509.06040): rollouts as trees, credit by depth.
 #
-# Every trajectory splits into `branch_factor` children at each of `split_steps`; the children share all that came
-# before, its computation included, and draw noise of their own from there on. A node's reward is the mean of its
-# leaves; its advantage compares it with the nodes of the same depth and prompt, and credits the steps up to the next
-# split. Every edge of the tree is trained once.
+# A trajectory splits into `branch_factor` children at each of `split_steps`; the children share the prefix, computed
+# once, and sample their own noise from there on. A node's reward is the mean of its leaves; its advantage compares it
+# with the nodes of the same depth and prompt, and credits the steps up to the next split. Every edge is trained once.
 #
-# At a split the noise level is `split_noise` times as high, so that the children differ enough for their rewards to. It
-# is that of the recorded step, mean and log-probability included; the published code widens the noise that it draws
-# there without telling the likelihood, which makes its ratios wrong. TreeGRPO (`contrib/tree_grpo.py`) is a variant.
+# At a split the noise level is multiplied by `split_noise`, so that the children and their rewards differ. The recorded
+# step, mean and log-probability have this noise level; the published code scales only the sampled noise, which makes
+# its ratios wrong. TreeGRPO (`contrib/tree_grpo.py`) is a variant.
 
 
 class BranchGRPO(PolicyGradient):
@@ -131,16 +130,16 @@ class BranchGRPO(PolicyGradient):
 
     @property
     def leaves_per_tree(self) -> int:
-        """Images of a tree."""
+        """Number of images per tree."""
         return int(self.settings.branch_factor ** len(self.splits(1)))
 
     def splits(self, step: int) -> list[int]:
-        """The steps at which the trees of trainer step `step` split."""
+        """Return the steps at which the trees of trainer step `step` split."""
         del step
         return list(self.settings.split_steps or ())
 
     def stochastic_steps(self, step: int) -> tuple[int, int]:
-        """The first stochastic step of trainer step `step`, and the one after the last."""
+        """Return the range of stochastic steps of trainer step `step`: first and end."""
         del step
         return self.config.sampling.steps_range
 
@@ -184,19 +183,19 @@ class BranchGRPO(PolicyGradient):
         return by_depth.clamp(-settings.advantage_clip, settings.advantage_clip)[:, depth_of]
 
 
-# --- TempFlow-GRPO (arXiv 2508.04324): every step is credited with the rewards of images that differ in it alone.
+# --- TempFlow-GRPO (arXiv 2508.04324): a step is credited with rewards of images that differ only in this step.
 #
-# From each of `rollout.n` deterministic trajectories of a prompt, `branch_factor` branches leave at every step: one
-# stochastic step, then deterministic ones to the end. The advantages of step k compare the branches that left at k, so
-# the reward is that of the step, not of the whole trajectory. Steps with more noise explore more and weigh more:
+# Each of `rollout.n` deterministic trajectories of a prompt has `branch_factor` branches at every step: one stochastic
+# step, then deterministic ones. The advantages of step k compare the branches at k, so the reward is that of the step,
+# not of the whole trajectory. Steps with more noise explore more and have larger weights:
 # `timestep_weights: std` gives w_k = std_k / mean(std).
 #
-# Branches share the denoiser's work before they leave: n trajectories of T steps cost n (T - 1 + branch_factor T (T -
+# Branches share the prefix of their trajectory: n trajectories of T steps cost n (T - 1 + branch_factor T (T -
 # 1) / 2) denoiser evaluations and n branch_factor (T - 1) scored images.
 
 
 class TempFlowGRPO(PolicyGradient):
-    """One branching point per step; the group of a sample is (prompt, step it branched at)."""
+    """One branching point per step; a group is (prompt, branching step)."""
 
     names = "tempflow_grpo"
     settings: TempFlowGRPOConfig
@@ -238,32 +237,31 @@ class TempFlowGRPO(PolicyGradient):
         return super().credit(rewards).masked_fill(branched_at[:, None] != steps, torch.nan)
 
 
-# --- DenseGRPO (arXiv 2601.20218): every step is credited with what it changed in the reward of the image to come.
+# --- DenseGRPO (arXiv 2601.20218): a step is credited with its change of the predicted reward.
 #
-# The value of latents is the reward of the image that the deterministic sampler makes of them, `V(x_k) = R(ode(x_k))`
+# The value of latents is the reward of the image that the deterministic sampler makes from them, `V(x_k) = R(ode(x_k))`
 # (equations 8 and 9), and the credit of the step from `x_k` to `x_{k+1}` is its gain, `dR_k = V(x_{k+1}) - V(x_k)`
 # (equation 7), in place of the reward of the whole trajectory. That is the advantage of one step with `V` as the
-# critic: since `V(x_k)` is fixed before the noise of step k is drawn, subtracting it leaves the expected gradient as it
-# is and takes away what the initial noise and the steps before have done to the reward. Gains are normalised over the
-# images of a prompt, each step by itself (equation 10). Those of a trajectory add up to its reward minus that of the
-# image which its first latents would have become without noise.
+# critic: since `V(x_k)` is fixed before the noise of step k is sampled, subtracting it keeps the expected gradient and
+# removes the effect of the initial noise and of earlier steps. Gains are normalised over the images of a prompt, per
+# step (equation 10). The gains of a trajectory sum to its reward minus that of the image of its first latents without
+# noise.
 #
-# The trajectory is a trunk, from which a deterministic branch leaves before each stochastic step, and a last one when
-# there are none to come, whose image is the trajectory's own. Branches share the denoiser's work up to and including
-# the step at which they leave: without a window a trajectory of T steps costs T + T (T - 1) / 2 denoiser evaluations
-# and T scored images.
+# The trajectory is a trunk with a deterministic branch before each stochastic step, and a last one, which yields the
+# trajectory's own image. Branches share the prefix up to and including the step at which they leave: without a window a
+# trajectory of T steps costs T + T (T - 1) / 2 denoiser evaluations and T scored images.
 #
-# Gains are differences of rewards, which must be on one scale, so all images of a prompt are one group: one that has no
-# reward takes the group with it, and `normalise` of a scorer treats them alike.
+# Gains are differences of rewards on one scale, so all images of a prompt are one group: one without a reward drops the
+# group, and `normalise` of a scorer applies to all.
 #
-# The paper's noise level per step, calibrated before training until gains are as often positive as negative, is not
-# built: the level it starts from, and the numbers of images and of iterations, are not given.
+# The paper's noise level per step, calibrated until gains are as often positive as negative, is not implemented: its
+# initial level and the numbers of images and iterations are not given.
 
 
 class DenseGRPO(PolicyGradient):
-    """`rollout.n` trajectories per prompt, each with the images of the latents between which its trained steps lead.
+    """`rollout.n` trajectories per prompt, each with the images of the latents before and after its trained steps.
 
-    The images of a trajectory have consecutive `index`, in the order of the steps, and all of them its credit.
+    The images of a trajectory have consecutive `index`, in the order of the steps, and share its credit.
     """
 
     names = "dense_grpo"
@@ -271,16 +269,16 @@ class DenseGRPO(PolicyGradient):
 
     @property
     def images_per_trajectory(self) -> int:
-        """One more than there are stochastic steps."""
+        """Number of images per trajectory: one more than its stochastic steps."""
         return self.config.sampling.trained_steps + 1
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         return [self._branched(task) for task in super().plan(samples, first_id)]
 
     def _branched(self, task: RolloutTask) -> RolloutTask:
-        """`task`, whose only segment becomes the trunk of the branches that are scored."""
+        """Return `task` with its only segment as the trunk of scored branches."""
         (trunk,), roots = task.segments, task.samples
-        # not sooner than the end of the range: its steps have weights relative to each other
+        # not before the end of the range, whose steps have weights relative to each other
         forks = (*trunk.window, self.config.sampling.steps_range[1])
         images = [
             replace(root, index=root.index * len(forks) + j, seed=derive_seed("branch", root.seed, k))
@@ -305,7 +303,7 @@ class DenseGRPO(PolicyGradient):
     def credit(self, rewards: Rewards) -> torch.Tensor:
         count, clip = self.images_per_trajectory, self.settings.advantage_clip
         index = torch.tensor([sample.index for sample in rewards.samples])
-        # one row per trajectory: its images are complete, since a group is dropped as a whole
+        # one row per trajectory: groups are dropped as a whole, so its images are complete
         found, row = torch.stack([rewards.group_ids, index // count], 1).unique(dim=0, return_inverse=True)
         order = (row * count + index % count).argsort()
         totals = rewards.totals[order].view(len(found), count)
