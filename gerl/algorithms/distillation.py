@@ -392,8 +392,8 @@ class DMDR(FlowGRPO):
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # before the replay: the meter measures only its
-        steps return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
+        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # first: the meter measures only the replay's steps
+        return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
 
     def _imitate(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> float:
         """Accumulate the gradient of the LoRA that imitates the images of `rows`; returns the sum of losses."""
