@@ -1,4 +1,4 @@
-"""The algorithms: each a class with its keys, in terms of record, replay, kernels and `core_algos`.
+"""Algorithms: each a class with its keys, built on record, replay, kernels and `core_algos`.
 
 `ALGORITHMS` has them by the values of `algorithm.name`; see `gerl.config.registry` for how it finds them.
 """

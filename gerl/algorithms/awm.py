@@ -34,7 +34,7 @@ POWER = 0.25
 
 @dataclass(frozen=True)
 class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
-    """The keys of AWM."""
+    """Keys of AWM."""
 
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
     off_policy: bool = key(
@@ -58,7 +58,7 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
 
 
 class AWM(ForwardProcess):
-    """Rows with advantage 0 are trained where their distances to the old policy or to the base model count."""
+    """Advantage-weighted matching; rows with advantage 0 are trained if a distance to another policy counts."""
 
     names = "awm"
     settings: AWMConfig
@@ -68,7 +68,7 @@ class AWM(ForwardProcess):
         super().__init__(config)
         settings = self.settings
         self.shared_noise = settings.shared_noise
-        if not self.settings.off_policy:  # the old policy is kept, but run only where the distance to it counts
+        if not self.settings.off_policy:  # the old policy is kept, but called only if its distance counts
             self.needs_old = self.settings.old_kl_coef > 0
 
     @property
@@ -76,7 +76,7 @@ class AWM(ForwardProcess):
         return self.kl_coef > 0 or self.settings.old_kl_coef > 0 or self.settings.norm_coef > 0
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`clipped_policy_loss` of the likelihoods; reports the shares clipped and the mean log-ratio."""
+        """Return `clipped_policy_loss` of the likelihoods; reports clip fractions and the mean log-ratio."""
         target, weighting, bounds = s.target, self.settings.weighting, self.settings.clip_range(s.x[0].numel())
         log_prob = log_likelihood(s.output, target, s.rule.sigma, weighting)
         if not self.settings.off_policy:
@@ -84,14 +84,14 @@ class AWM(ForwardProcess):
         assert s.old is not None
         old = log_likelihood(s.old, target, s.rule.sigma, weighting)
         losses, metrics = clipped_policy_loss(log_prob, old, s.advantages, *bounds)
-        del metrics["ratio_deviation"]  # a largest deviation cannot be averaged over micro-batches
+        del metrics["ratio_deviation"]  # a maximum cannot be averaged over micro-batches
         return losses, metrics
 
 
 def log_likelihood(
     output: torch.Tensor, target: torch.Tensor, sigma: float, weighting: LikelihoodWeighting
 ) -> torch.Tensor:
-    """`-W(l, sigma)` `[B]` of outputs `[B, ...]`."""
+    """Return `-W(l, sigma)` [B] of outputs [B, ...]."""
     error = per_sample((output - target) ** 2)
     match weighting:
         case "uniform":

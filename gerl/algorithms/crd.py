@@ -1,4 +1,4 @@
-"""CRD, centred reward distillation (arXiv 2603.14128): the policy as a reward model that has to agree with the reward.
+"""CRD, centred reward distillation (arXiv 2603.14128): the policy's implicit reward is fitted to the reward.
 
 A KL-regularised optimum satisfies b (r(x0) - E r) = A(x0) - E A within a prompt, where r is the implicit reward, the
 log-ratio of the policy to the old one: the normalising constant, the same for all images of a prompt, cancels in the
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 else:
     torch = lazy("torch")
 
-LOWEST_KL = 1e-4  # weight of the KL of the worst image, with `kl_by_reward`
+LOWEST_KL = 1e-4  # KL weight of the worst image, with `kl_by_reward`
 
 
 @dataclass(frozen=True)
 class CRDConfig(ContrastConfig):
-    """The keys of CRD."""
+    """Keys of CRD."""
 
     regression: Literal["squared", "cross_entropy"] = key(
         "squared",
@@ -55,7 +55,7 @@ class CRDConfig(ContrastConfig):
 
 
 class CRD(ForwardProcess):
-    """Needs all rows of a group, those with advantage 0 as well: each has a part in the centring."""
+    """Centred reward distillation; needs all rows of a group for the centring, also those with advantage 0."""
 
     names = "crd"
     settings: CRDConfig
@@ -67,7 +67,7 @@ class CRD(ForwardProcess):
         return True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`crd_loss`; reports the mean `implicit_reward`, 0 where nothing was learnt since the old policy."""
+        """Return `crd_loss`; reports the mean `implicit_reward`, which is 0 at the old policy."""
         settings = self.settings
         mix, clip, regression = settings.mix, settings.advantage_clip, settings.regression
         implicit = self._implicit(s)
@@ -75,12 +75,12 @@ class CRD(ForwardProcess):
         return losses, {"implicit_reward": float(implicit.detach().mean())}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """The two rewards whose means are subtracted, `[B, 2]`."""
+        """Return the two rewards whose means are subtracted, [B, 2]."""
         rewards = self.settings.mix * self._implicit(s), optimality(s.advantages, self.settings.advantage_clip)
         return torch.stack(rewards, 1).detach()
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:
-        """With `kl_by_reward` r + (1 - r) LOWEST_KL / kl_coef, where r is the probability that an image is good."""
+        """Return r + (1 - r) LOWEST_KL / kl_coef with `kl_by_reward`; r: probability that an image is good."""
         if not self.settings.kl_by_reward:
             return 1.0
         lowest = min(1.0, LOWEST_KL / self.kl_coef) if self.kl_coef else 1.0
@@ -92,7 +92,7 @@ class CRD(ForwardProcess):
 
 
 def implicit_reward(output: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How much better than `old` an `output` fits `target` (all `[B, ...]`), in units of the error: `[B]`."""
+    """Return how much better `output` fits `target` than `old` does, [B], in units of the error; inputs [B, ...]."""
     return adaptive_error(old.detach(), target) - adaptive_error(output, target)
 
 
@@ -105,10 +105,9 @@ def crd_loss(
     means: torch.Tensor | None = None,
     regression: Literal["squared", "cross_entropy"] = "squared",
 ) -> torch.Tensor:
-    """The losses above, `[B]`, from implicit rewards, advantages and group numbers `[B]`; b is `mix`.
+    """Return the losses above, [B], from implicit rewards, advantages and group ids [B]; b is `mix`.
 
-    `means`: of `b r` and of the advantages in [0, 1] over each row's group, `[B, 2]`; None: over its rows that are
-    given.
+    `means`: means of `b r` and of the advantages in [0, 1] over each row's group, [B, 2]; None: over the given rows.
     """
     scaled, wanted = mix * implicit, optimality(advantages, clip)
     if regression == "squared":
@@ -122,7 +121,7 @@ def crd_loss(
 
 
 def relative_entropy(wanted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL divergence `[B]` of coins whose logits are `wanted` `[B]` to those of `logits`: 0 where they agree."""
+    """Return the KL [B] between Bernoulli distributions with logits `wanted` [B] and `logits` [B]."""
     probability = wanted.sigmoid()
     crossed, own = (
         torch.nn.functional.binary_cross_entropy_with_logits(x, probability, reduction="none") for x in (logits, wanted)

@@ -1,4 +1,4 @@
-"""DGPO, direct group preference optimisation (arXiv 2510.08425): Diffusion-DPO with groups in place of pairs.
+"""DGPO, direct group preference optimisation (arXiv 2510.08425): Diffusion-DPO with groups instead of pairs.
 
 Each group prefers its images with positive advantage to those with negative ones, each to the extent of |A|. With the
 denoising errors d = mean((v - target)^2) at noise shared by the group, Bradley-Terry gives
@@ -40,7 +40,7 @@ else:
 
 @dataclass(frozen=True)
 class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
-    """The keys of DGPO."""
+    """Keys of DGPO."""
 
     reference: Literal["base", "old"] = key("base", "reference of the preferences: base model or old policy")
     rollout_old_after: int | None = key(
@@ -73,7 +73,7 @@ class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
 
 
 class DGPO(ForwardProcess):
-    """The preferences are those against the base model, or the old policy, which also bounds the step."""
+    """Group preferences relative to the base model or the old policy; the latter also bounds the step."""
 
     names = "dgpo"
     settings: DGPOConfig
@@ -82,15 +82,15 @@ class DGPO(ForwardProcess):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        if self.settings.reference == "old":  # then w is 1/2 as long as the old policy is the trained one
+        if self.settings.reference == "old":  # then w is 1/2 while the old policy equals the trained one
             self.compared_with_old += ("group_weight",)
 
     @property
     def needs_all_samples(self) -> bool:
-        return self.kl_coef > 0  # a sample without advantage still has a distance
+        return self.kl_coef > 0  # a sample without advantage still has a distance to the reference
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
+        """Return `dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
         error, old, reference = self._errors(s)
         weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta, pooled_mean(s))
         stop = stopped(error, old, s.advantages, *self.settings.clip_range(s.x[0].numel()))
@@ -99,19 +99,19 @@ class DGPO(ForwardProcess):
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """`group_preference`, of whose mean w is the sigmoid."""
+        """Return `group_preference`; w is the sigmoid of its mean."""
         error, _, reference = self._errors(s)
         return group_preference(error, reference, s.advantages, self.settings.beta)
 
     def _errors(self, s: Noised) -> list[torch.Tensor]:
-        """Those `[B]` of the trained weights, the old policy and what preferences are measured from."""
+        """Return the errors [B] of the trained weights, the old policy and the reference."""
         reference, target = s.reference if self.settings.reference == "base" else s.old, s.target
         assert s.old is not None and reference is not None
         return [per_sample((output - target) ** 2) for output in (s.output, s.old, reference)]
 
 
 def dgpo_loss(error: torch.Tensor, advantages: torch.Tensor, weight: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-    """`w A d`, `[B]`, from `[B]` each; without gradient where `stop`."""
+    """Return `w A d` [B], from [B] each; without gradient if `stop`."""
     return weight * advantages * torch.where(stop, error.detach(), error)
 
 
@@ -123,9 +123,9 @@ def group_weight(
     beta: float,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w of each row's group, `[B]` in (0, 1), a constant.
+    """Return w of each row's group, [B] in (0, 1), without gradient.
 
-    `mean`: of `group_preference` over each row's group, `[B]`; None: over the rows of it that are given.
+    `mean`: mean of `group_preference` over each row's group, [B]; None: over the given rows.
     """
     if mean is None:
         mean = group_mean(group_preference(error, reference, advantages, beta), groups)
@@ -135,13 +135,13 @@ def group_weight(
 def group_preference(
     error: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """`A beta (d - d_ref)` `[B]`, a constant: how much of its group's order a row still has to learn."""
+    """Return `A beta (d - d_ref)` [B], without gradient: a row's remaining error in the order of its group."""
     return (advantages * beta * (error - reference)).detach()
 
 
 def stopped(
     error: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """Whether a row has moved far enough: `[B]` bool from errors `[B]` of trained weights and old policy."""
+    """Whether a row has left the clip range, [B] bool, from errors [B] of trained weights and old policy."""
     ratio = (old - error).detach().clamp(-20, 20).exp()
     return torch.where(advantages > 0, ratio > 1 + clip_high, (advantages < 0) & (ratio < 1 - clip_low))

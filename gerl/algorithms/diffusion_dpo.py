@@ -4,8 +4,8 @@ The policy should fit the winner better and the loser worse than the reference d
 
     L = -log sigmoid(-beta / 2 * ((mse_w - mse_w_ref) - (mse_l - mse_l_ref))),    mse = mean((v - target)^2)
 
-Online the pairs are drawn from the current policy, and the reference is the old policy, refreshed now and then; as
-published they are those of a file (data.train_on=files), and the reference is the base model (reference=base).
+Online the pairs are sampled from the current policy, and the reference is the old policy, updated periodically; as
+published the pairs are those of a file (data.train_on=files), and the reference is the base model (reference=base).
 At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
 """
 
@@ -45,7 +45,7 @@ class DiffusionDPOConfig(PreferenceConfig):
 
 
 class DiffusionDPO(ForwardProcess):
-    """The credit is +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
+    """Credit +1 for the best of a group, -1 for the worst, and 0 for the others, which are not trained on."""
 
     names = "diffusion_dpo"
     settings: DiffusionDPOConfig
@@ -57,11 +57,11 @@ class DiffusionDPO(ForwardProcess):
         self.compared_with_old = ("preference_margin",) if self.from_old else ()
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """One pair per group; none where all rewards are equal."""
+        """Return one pair per group; none if all rewards are equal."""
         return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`dpo_loss`; reports the mean `preference_margin`: how much more than the reference it prefers winners."""
+        """Return `dpo_loss`; reports the mean `preference_margin` relative to the reference."""
         excess, beta = self._excess(s), self.settings.beta
         if s.pooled is None:
             pairs = paired(s.advantages, s.groups)
@@ -71,13 +71,13 @@ class DiffusionDPO(ForwardProcess):
             sums, counts = s.pooled
             pairs, own = counts == 2, s.advantages.sign() * excess
             margin = torch.where(pairs, own.detach() - own - sums, 0.0)
-            # the other row of the pair is elsewhere: this one takes all of its own gradient, and half of the value
+            # the other row is in another micro-batch: take the whole gradient of this row and half of the value
             whole = 2 * dpo_loss(margin, pairs, beta)
             losses = whole - whole.detach() / 2
         return losses, {"preference_margin": float(margin.detach().mean())}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """The excess of the winner, minus that of the loser: their sum is minus the margin."""
+        """Return the excess of the winner, minus that of the loser; their sum is minus the margin."""
         return s.advantages.sign() * self._excess(s).detach()
 
     def _excess(self, s: Noised) -> torch.Tensor:
@@ -87,20 +87,20 @@ class DiffusionDPO(ForwardProcess):
 
 
 def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:
-    """Half the loss of its pair for each row of a pair, so that the sum over rows is the sum over pairs: `[B]`.
+    """Return half the loss of its pair for each row, [B], so that the sum over rows is the sum over pairs.
 
-    `margin` `[B]`: see `preference_margin`. `pairs` `[B]` bool: rows outside them have loss 0.
+    `margin` [B]: see `preference_margin`. `pairs` [B] bool: other rows have loss 0.
     """
     return torch.where(pairs, -torch.nn.functional.logsigmoid(beta / 2 * margin) / 2, 0.0)
 
 
 def preference_margin(excess: torch.Tensor, preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """`excess` of the loser minus that of the winner, for each row of a pair (others mean nothing): `[B]`."""
+    """Return the `excess` of the loser minus that of the winner for each row of a pair, [B]."""
     same = groups[:, None] == groups
     return -torch.where(same, preferences.sign() * excess, 0.0).sum(1)
 
 
 def paired(preferences: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Which rows are winner or loser of a group that has both: `[B]` bool."""
+    """Return which rows are winner or loser of a group with both, [B] bool."""
     opposite = preferences.sign()[:, None] * preferences.sign() < 0
     return (opposite & (groups[:, None] == groups)).any(1)

@@ -1,4 +1,4 @@
-"""Learning from noised images: the likelihood-free family of DiffusionNFT, and regression to rewarded images."""
+"""Forward-process algorithms: the likelihood-free family of DiffusionNFT, and regression to rewarded images."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -44,7 +44,7 @@ else:
 
 @dataclass(frozen=True)
 class ForwardProcessConfig(AlgorithmConfig):
-    """Finished images are noised again, and the loss compares outputs at some noise levels."""
+    """Keys of algorithms that noise finished images again and compare outputs at some noise levels."""
 
     cfg: CfgMode = cfg_key("off")
     timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
@@ -89,7 +89,7 @@ class ForwardProcessConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class ContrastConfig(ForwardProcessConfig, ShapedConfig):
-    """The policy is compared with the old one by what it implies."""
+    """Keys of algorithms with implicit policies around the old one."""
 
     mix: float = key(1.0, "b: distance of the implicit policies from the old one", above=0)
 
@@ -100,7 +100,7 @@ class ContrastConfig(ForwardProcessConfig, ShapedConfig):
 
 @dataclass(frozen=True)
 class PreferenceConfig(ForwardProcessConfig):
-    """The images of a group are preferred to each other, at noise that they share."""
+    """Keys of preferences within a group, whose images share their noise."""
 
     beta: float = key(100.0, "sharpness of preferences", above=0)
 
@@ -111,54 +111,54 @@ class PreferenceConfig(ForwardProcessConfig):
 
 @dataclass(frozen=True)
 class RWRConfig(ForwardProcessConfig):
-    """The keys of reward-weighted regression."""
+    """Keys of reward-weighted regression."""
 
     beta: float = key(1.0, "sharpness of the softmax over the rewards of a group", above=0)
 
 
 @dataclass(frozen=True)
 class SFTConfig(ForwardProcessConfig):
-    """The keys of supervised fine-tuning."""
+    """Keys of supervised fine-tuning."""
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, files=True, single_images=True)
 
 
-# --- Learning from noised images: the likelihood-free family of DiffusionNFT.
+# --- Forward-process algorithms: the likelihood-free family of DiffusionNFT.
 #
-# No trajectory is scored. The clean latents of a rollout (drawn by any ODE solver) are noised again, x_s = (1 - s) x0 +
+# No trajectory is scored. The clean latents of a rollout (with any ODE solver) are noised again, x_s = (1 - s) x0 +
 # s eps, at some of the schedule's noise levels, and the model's output there is pulled towards or pushed away from the
-# rollout, as the reward says. An algorithm is its loss on one noise level; the old policy is a decaying average of the
+# rollout, depending on the reward. An algorithm is its loss at one noise level; the old policy is an average of the
 # trained weights, the reference is the base model.
 
 
 @dataclass(frozen=True)
 class Noised:
-    """One noise level of a micro-batch of `B` rows; everything but `output` is data."""
+    """One noise level of a micro-batch of B rows; only `output` has a graph."""
 
     rule: Rule
     x0: torch.Tensor  # [B, ...] fp32 clean latents of the rollout
     noise: torch.Tensor  # [B, ...] fp32
     x: torch.Tensor  # [B, ...] fp32 rule.noised(x0, noise)
     output: torch.Tensor  # [B, ...] fp32 model output, with graph
-    old: torch.Tensor | None  # [B, ...] fp32 that of the old policy
-    reference: torch.Tensor | None  # [B, ...] fp32 that of the base model
-    advantages: torch.Tensor  # [B] what `credit` made of the rewards
+    old: torch.Tensor | None  # [B, ...] fp32 output of the old policy
+    reference: torch.Tensor | None  # [B, ...] fp32 output of the base model
+    advantages: torch.Tensor  # [B] credit
     groups: torch.Tensor  # [B] int64, equal for rows of one group
-    gate: torch.Tensor | None = None  # [B] factor of the distance to the base model; None: 1
-    pooled: Sums | None = None  # of what `pooled` gives for the whole groups; None where they are complete here
+    gate: torch.Tensor | None = None  # [B] factors of the KL to the base model; None: 1
+    pooled: Sums | None = None  # sums of `pooled` over whole groups; None if groups are complete
 
     @property
     def target(self) -> torch.Tensor:
-        """The output that would lead back to `x0`, `[B, ...]`."""
+        """Output that leads back to `x0`, [B, ...]."""
         return self.rule.target(self.x0, self.noise)
 
     def without(self, written: torch.Tensor) -> Noised:
-        """Each row without its elements `written` `[B, ...]`: all tensors as `[B, N]`.
+        """Return the rows without the elements `written` [B, ...]; all tensors as [B, N].
 
-        These the pipeline sets itself (the frame of a picture, what surrounds an inpainted part): there is nothing to
-        learn. Raises `ReplayError` if that leaves nothing of a row.
+        The pipeline sets these itself (a first frame, the surroundings of an inpainted part), so there is nothing to
+        learn. Raises `ReplayError` if nothing of a row is left.
         """
         part = functools.partial(transitions.unwritten, written=written)
         old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
@@ -166,7 +166,7 @@ class Noised:
         return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
 
     def rows(self, index: list[int]) -> Noised:
-        """The rows `index`."""
+        """Return the rows `index`."""
         old, reference = (None if values is None else values[index] for values in (self.old, self.reference))
         x0, noise, x, output = (values[index] for values in (self.x0, self.noise, self.x, self.output))
         advantages, groups = self.advantages[index], self.groups[index]
@@ -176,21 +176,21 @@ class Noised:
 
 @dataclass(frozen=True)
 class NoiseLevelPass:
-    """A pass over the noise levels: `on_level(k, rows with a credit, their samples) -> loss or None`."""
+    """Pass over the noise levels: `on_level(k, rows with a credit, their samples) -> loss or None`."""
 
     on_level: Callable[[int, Noised, list[Sample]], torch.Tensor | None]
     grad: bool
-    reference: bool  # whether it needs the outputs of the base model
-    step_batch: int  # levels in one pass of the denoiser
+    reference: bool  # whether the outputs of the base model are needed
+    step_batch: int  # levels per denoiser call
 
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
-    """Mean over all non-batch dimensions: `[B, ...]` -> `[B]`."""
+    """Return the mean over all non-batch dimensions, [B, ...] -> [B]."""
     return values.flatten(1).mean(1)
 
 
 def pooled_mean(s: Noised) -> torch.Tensor | None:
-    """For each row the mean over its whole group of what `pooled` gives; None where the groups are complete."""
+    """Return for each row the mean of `pooled` over its whole group; None if groups are complete."""
     if s.pooled is None:
         return None
     sums, counts = s.pooled
@@ -198,25 +198,25 @@ def pooled_mean(s: Noised) -> torch.Tensor | None:
 
 
 def group_mean(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """For each row the mean of the `values` `[B]` of its group: `[B]`, with gradient."""
+    """Return for each row the mean of the `values` [B] of its group, [B], with gradient."""
     same = groups[:, None] == groups
     return torch.where(same, values, 0.0).sum(1) / same.sum(1)
 
 
 class ForwardProcess(Algorithm):
-    """The common part: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
+    """Base class: noise levels, noise, and the outputs of old policy and base model at the same inputs."""
 
     preset = "diffusion_nft"
     settings: ForwardProcessConfig
-    guided_reference: ClassVar[bool] = False  # the base model keeps the rollout's guidance, also with cfg=off
-    shared_noise: bool = False  # the samples of a group get the same noise at each level
-    compared_with_old: tuple[str, ...] = ()  # what `loss` reports that is 0 if the old policy is the trained
+    guided_reference: ClassVar[bool] = False  # the base model has the rollout's guidance, also with cfg=off
+    shared_noise: bool = False  # the samples of a group share the noise of each level
+    compared_with_old: tuple[str, ...] = ()  # metrics of `loss` that are 0 at the old policy
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.needs_old, self.needs_reference = self.needs.old_decay is not None, self.needs.base_model
         _, start, slope, limit = self.settings.old_decay
-        follows = start == 0 and slope * limit == 0  # it is the trained policy again after every trainer step
+        follows = start == 0 and slope * limit == 0  # the old policy equals the trained one after every trainer step
         self.old_differs = not follows or self.settings.old_every > 1 or config.actor.updates > 1
 
     def renews_old(self, step: int) -> bool:
@@ -224,18 +224,18 @@ class ForwardProcess(Algorithm):
 
     @abstractmethod
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """Losses `[B]` of the rows at one noise level, and what to report (means over the rows)."""
+        """Return the losses [B] of the rows at one noise level, and metrics (means over the rows)."""
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """The part of each row in the losses of the others of its group, `[B]` or `[B, n]`: the group's sum matters."""
+        """Return what each row contributes to the group sums in the losses of its group, [B] or [B, n]."""
         raise NotImplementedError
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
-        """The sums of the rows at noise level `level`, of all that is `pooled`: here over the group of each."""
+        """Sum `pooled` of the rows at noise level `level`: here by group."""
         return group_sums(pooled, samples, level, like)
 
     def kl_weights(self, s: Noised) -> torch.Tensor | float:
-        """Factors `[B]` of the rows' distances to the base model, besides `kl_coef`."""
+        """Return factors [B] of the KL to the base model, besides `kl_coef`."""
         del s
         return 1.0
 
@@ -247,7 +247,7 @@ class ForwardProcess(Algorithm):
                 return sampled_steps(levels, count, seed, step)
             case "step":
                 return any_steps(levels, count, seed, step)
-            case "sample":  # `credit` leaves out those of each sample
+            case "sample":  # `credit` leaves out levels per sample
                 return tuple(levels)
             case unknown:
                 assert_never(unknown)
@@ -308,7 +308,7 @@ class ForwardProcess(Algorithm):
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: NoiseLevelPass) -> None:
-        """Replay the trained noise levels of `rows`, and hand on those rows that have a credit there."""
+        """Replay the trained noise levels of `rows` and pass on the rows with a credit at each level."""
         tape = batch.tape
         x0 = tape.steps[-1].x_next[rows]
         samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
@@ -326,7 +326,7 @@ class ForwardProcess(Algorithm):
             known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups, gate)
             kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
-            if not kept:  # ranks in lockstep go back through the denoiser equally often
+            if not kept:  # ranks in lockstep backpropagate equally often
                 return 0 * output.sum() if visit.grad and self.config.lockstep else None
             if step.written is not None:
                 s = s.without(step.written)
@@ -337,7 +337,7 @@ class ForwardProcess(Algorithm):
     def _others(
         self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any], with_reference: bool
     ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Outputs by noise level of the old policy and of the base model, as far as they are needed and not known."""
+        """Return the outputs by noise level of the old policy and of the base model, if needed and unknown."""
         old: dict[int, torch.Tensor] = {}
         reference: dict[int, torch.Tensor] = {}
         cfg, tape, guidance = self.settings.cfg, batch.tape, self.settings.reference_guidance
@@ -351,7 +351,7 @@ class ForwardProcess(Algorithm):
         if with_reference:
             cfg = "joint" if self.guided_reference or guidance is not None else cfg
             with policy.base():
-                if guidance is not None:  # another call of the pipeline, at the same latents
+                if guidance is not None:  # another call of the pipeline at the same latents
                     tape = engine.record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
                     options = options | {"index": None}
                 engine.replay(policy.pipe, tape, keep(reference), grad=False, cfg=cfg, **options)
@@ -361,88 +361,88 @@ class ForwardProcess(Algorithm):
         return (self.config.trainer.seed, sample.step, repr(sample.group)) if self.shared_noise else (sample.seed,)
 
     def _noise(self, samples: list[Sample], k: int, x0: torch.Tensor) -> torch.Tensor:
-        """Standard normal noise of level `k` in the shape of `x0`, the same in any micro-batch."""
+        """Return standard normal noise of level `k` in the shape of `x0`, independent of the micro-batch."""
         seeds = [derive_seed("forward", *self._noise_seed(s), k) for s in samples]
         shape = x0.shape[1:]
         return torch.stack([torch.randn(shape, generator=g) for g in sample_generators(seeds)]).to(x0.device)
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:
-    """Root mean square over all non-batch dimensions: `[B, ...]` -> `[B]`; its gradient at 0 is 0."""
+    """Return the root mean square over all non-batch dimensions, [B, ...] -> [B]; its gradient at 0 is 0."""
     flat = values.flatten(1)
     return torch.linalg.vector_norm(flat, dim=1) / flat.shape[1] ** 0.5
 
 
 def norm_excess(output: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """By how much the root mean square of `output` exceeds that of `reference` `[B, ...]`, 0 where it does not: `[B]`.
+    """Return how much the root mean square of `output` exceeds that of `reference` [B, ...], at least 0, [B].
 
-    NormGuard (arXiv 2606.27771) penalises its square, since a larger velocity costs quality and gains no reward.
+    NormGuard (arXiv 2606.27771) penalises its square: a larger velocity costs quality without gaining reward.
     """
     return (rms(output) - rms(reference.detach())).relu()
 
 
 def _distance(output: torch.Tensor, other: torch.Tensor | None, coefficient: float) -> torch.Tensor:
-    """Mean squared distance of two outputs `[B]`, 0 where it does not count."""
+    """Return the mean squared distance of two outputs [B], 0 without a weight."""
     if other is None or coefficient == 0:
         return torch.zeros(len(output), device=output.device)
     return per_sample((output - other.detach()) ** 2)
 
 
-# --- Regression to the images that turned out well: flow matching on the rollout, weighted by a function of the reward.
+# --- Regression to rewarded images: flow matching on the rollout, weighted by a function of the reward.
 #
 #     L = weight * mean((v - target)^2)
 #
 # Reward-weighted regression (Peters & Schaal 2007; of diffusion models arXiv 2302.12192) weighs the images of a group
 # by a softmax of their rewards, the exponentiated advantages of a KL-regularised optimum; best-of-n (RAFT, arXiv
-# 2304.06767) keeps the best of each group. Weights are never negative: nothing is pushed away, so nothing diverges, but
-# images that are merely less bad are imitated too.
+# 2304.06767) keeps the best of each group. Weights are never negative: nothing diverges, but images that are merely
+# less bad are imitated too.
 
 
 class _Regression(ForwardProcess):
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss above; reports the mean `squared_error` without weights."""
+        """Return the loss above; reports the mean `squared_error` without weights."""
         errors = (s.output - s.target) ** 2
         return s.advantages * per_sample(errors), {"squared_error": float(errors.detach().mean())}
 
 
 class RewardWeightedRegression(_Regression):
-    """The credit is `group size * softmax(beta * advantage)`: mean 1 in a group, 0 where all rewards are equal."""
+    """Credit `group size * softmax(beta * advantage)`: mean 1 in a group, 0 if all rewards are equal."""
 
     names = "rwr"
     settings: RWRConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """`beta` is the inverse temperature."""
+        """Return the regression weights; `beta` is the inverse temperature."""
         return regression_weights(rewards.totals, rewards.group_ids, temperature=1 / self.settings.beta)
 
 
 class BestOfN(_Regression):
-    """The credit is 1 for the best of each group and 0 for the others, which are not trained on."""
+    """Credit 1 for the best of each group and 0 for the others, which are not trained on."""
 
     names = "best_of_n"
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Nothing where all rewards are equal."""
+        """Return 1 for the best of each group; 0 if all rewards are equal."""
         return best_of_group(rewards.totals, rewards.group_ids)
 
 
 def regularising(config: Config) -> Config:
-    """The configuration by which the images of `data.regularise` are imitated beside another algorithm."""
+    """Return the configuration for imitating the images of `data.regularise` beside another algorithm."""
     data = replace(config.data, train_on="files", regularise=None)
     return replace(config, algorithm=SFTConfig("sft"), data=data)
 
 
 class SFT(_Regression):
-    """Supervised fine-tuning: the credit is 1 for what a file has as good, and others are not trained on.
+    """Supervised fine-tuning: credit 1 for the good images of a file; others are not trained on.
 
-    That is the best image of a row with several, and one alone unless it is disliked.
+    Good is the best image of a row with several, and a single image unless it is disliked.
     """
 
     names = "sft"
     settings: SFTConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """1, or NaN for what is left out."""
+        """Return 1, or NaN for images left out."""
         ids, totals = rewards.group_ids, rewards.totals
         alone = ids.bincount()[ids] == 1
         good = torch.where(alone, totals > 0, best_of_group(totals, ids) > 0)

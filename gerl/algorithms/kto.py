@@ -1,12 +1,12 @@
-"""Diffusion-KTO (arXiv 2404.04465): images that are liked and images that are not, without pairs.
+"""Diffusion-KTO (arXiv 2404.04465): liked and disliked images, without pairs.
 
-The policy should fit liked images better than the base model does, and the others worse, beyond how much better it fits
-images anyway:
+The policy should fit liked images better than the base model does, and disliked ones worse, relative to how much better
+it fits images on average:
 
     g = mse_ref - mse,    z = max(0, mean of g),    L = w (1 - sigmoid(y beta (g - z))),    y = +-1, liked or not
 
 z is a constant, the mean over all images and noise levels of the update. At the reference L is w / 2, and its
-derivative by mse is y w beta / 4. The sigmoid bounds what a single image adds, so labels may be wrong now and then.
+derivative by mse is y w beta / 4. The sigmoid bounds the contribution of an image, so some labels may be wrong.
 """
 
 from __future__ import annotations  # of torch, see `lazy`
@@ -42,9 +42,9 @@ class KTOConfig(ForwardProcessConfig):
 
 
 class KTO(ForwardProcess):
-    """The credit is +1 for liked images and -1 for disliked ones; of several, those above and below their mean.
+    """Credit +1 for liked images and -1 for disliked ones; of several, those above and below their mean.
 
-    Images at the mean are not trained on. Works on files and on drawn images.
+    Images at the mean are not trained on. Works on files and on sampled images.
     """
 
     names = "kto"
@@ -52,11 +52,11 @@ class KTO(ForwardProcess):
 
     @property
     def pools(self) -> bool:
-        """A first pass finds z."""
+        """Whether a first pass is needed: it computes z."""
         return True
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """The sign of the reward, relative to the group's mean where it has several images; NaN for 0."""
+        """Return the sign of the reward, relative to the mean of a group of several images; NaN for 0."""
         ids, totals = rewards.group_ids, rewards.totals.double()
         counts = ids.bincount()
         means = totals.new_zeros(len(counts)).index_add(0, ids, totals) / counts
@@ -65,7 +65,7 @@ class KTO(ForwardProcess):
         return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """`kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
+        """Return `kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
         better = self._better(s)
         mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0
@@ -75,18 +75,18 @@ class KTO(ForwardProcess):
         return losses, {"preference_margin": means[0], "fit_margin": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """g of each row."""
+        """Return g of each row."""
         return self._better(s).detach()
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
-        """The sum of g over all images and noise levels of the update, and their number."""
+        """Return the sum of g over all images and noise levels of the update, and their number."""
         del samples, level
         total = math.fsum(value for value, _ in pooled.values())
         count = float(sum(number for _, number in pooled.values()))
         return torch.full_like(like, total), torch.full_like(like, count)
 
     def _better(self, s: Noised) -> torch.Tensor:
-        """g `[B]`: by how much the policy fits better than the base model."""
+        """Return g [B]: by how much the policy fits better than the base model."""
         assert s.reference is not None
         target = s.target
         return per_sample((s.reference - target) ** 2) - per_sample((s.output - target) ** 2)
@@ -95,5 +95,5 @@ class KTO(ForwardProcess):
 def kto_loss(
     better: torch.Tensor, margin: torch.Tensor, signs: torch.Tensor, weights: torch.Tensor, beta: float
 ) -> torch.Tensor:
-    """`w (1 - sigmoid(y beta (g - z)))`, `[B]` from `[B]` each: g, z, y and w."""
+    """Return `w (1 - sigmoid(y beta (g - z)))` [B], from g, z, y and w, [B] each."""
     return weights * (1 - (signs * beta * (better - margin)).sigmoid())

@@ -1,4 +1,4 @@
-"""Reward gradients: the reward of decoded images is differentiated, back to the weights, exactly or by surrogates."""
+"""Reward gradients: backpropagation from the reward of decoded images to the weights, exact or by surrogates."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -34,7 +34,7 @@ else:
 
 @dataclass(frozen=True)
 class RewardGradientConfig(AlgorithmConfig):
-    """Images are decoded with a gradient, and the reward's goes back to the weights."""
+    """Keys of backpropagation from the reward through decoder and denoiser."""
 
     excludes = (
         Exclusion("algorithm.margin!=null", "algorithm.target!=null", "the loss is measured from algorithm.margin or "
@@ -72,12 +72,12 @@ class RewardGradientConfig(AlgorithmConfig):
             )
 
 
-# --- Reward gradients: the reward of decoded images is differentiated, back to the weights.
+# --- Reward gradients: backpropagation from the reward to the weights.
 #
 # A loss of the rewards has a gradient at some latents: the finished ones, or those that one step predicts. From there
-# it goes back by hops. A hop is the replay of one denoising step, whose output leads to latents of which the gradient
-# is known; it adds to the gradient of the weights, and gives that of its own latents to the hop before, or not. What
-# algorithms differ in is where the reward looks, and the hops (`gradient_paths`).
+# it goes back by jumps. A jump is the replay of one denoising step whose output leads to latents with a known gradient;
+# it adds to the gradient of the weights, and may pass the gradient of its own latents to the jump before. Algorithms
+# differ in the evaluated latents and in the jumps.
 
 LeadsTo = Callable[["ReplayedStep"], "torch.Tensor"]
 Score = Callable[["torch.Tensor", Sequence[Prompt]], "torch.Tensor"]  # images, their prompts -> rewards [B], with graph
@@ -85,12 +85,11 @@ Score = Callable[["torch.Tensor", Sequence[Prompt]], "torch.Tensor"]  # images, 
 
 @dataclass(frozen=True)
 class LatentJump:
-    """A step through whose denoiser call the gradient goes.
+    """A step through whose denoiser call the gradient is propagated.
 
-    `leads_to`: latents that follow from it, whose gradient is known by then. `before`: what becomes of the gradient on
-    the way to these latents, where steps lie in between. `nested`: the share of the gradient of its own latents that
-    goes through the denoiser's call with them; 0: they are not differentiated, and the gradient stays as it is.
-    `latents`: others than those of the trajectory, which are data.
+    `leads_to`: latents that follow from it, with a known gradient. `before`: transformation of the gradient by the
+    steps in between. `nested`: share of the gradient of its own latents that passes through the denoiser; 0: they are
+    not differentiated, and the gradient is unchanged. `latents`: other latents than those of the trajectory, as data.
     """
 
     step: int
@@ -102,10 +101,10 @@ class LatentJump:
 
 @dataclass(frozen=True)
 class RewardEvaluation:
-    """A part of the loss: where the reward looks, and how its gradient goes back.
+    """A part of the loss: the evaluated latents and the path of the gradient.
 
-    `at`: a hop whose latents are decoded; None: the finished ones. `weights`: of the images `[B]`. `score`: the reward,
-    where it is not that of the configuration.
+    `at`: jump whose latents are decoded; None: the finished ones. `weights` [B] of the images. `score`: the reward, if
+    not the configured one.
     """
 
     hops: tuple[LatentJump, ...]
@@ -116,36 +115,36 @@ class RewardEvaluation:
 
 @dataclass
 class GradientResult:
-    """Rewards and losses of the images of a micro-batch, as sums."""
+    """Sums of rewards and losses over the images of a micro-batch."""
 
     reward: float = 0.0
     loss: float = 0.0
-    without: int = 0  # images whose loss has no gradient, being beyond the margin
+    without: int = 0  # images beyond the margin, whose loss has no gradient
 
     def sums(self, steps: int) -> dict[str, float]:
-        """As metrics of (sample, step) pairs."""
+        """Return the sums as metrics of (sample, step) pairs."""
         names = {"loss": self.loss, "tensor_reward": self.reward, "without_gradient": float(self.without)}
         return {name: value * steps for name, value in names.items()}
 
 
 @dataclass
 class MicroBatch:
-    """The rows of a batch that are trained together: their tape, prompts, and what they share with the update."""
+    """Rows of a batch trained together: tape, prompts, and quantities of the update."""
 
     tape: Tape
     prompts: list[Prompt]
     images: float  # of the update
-    measured: int | None = None  # the step whose gradient is measured at present
+    measured: int | None = None  # the step whose gradient is being measured
     found: GradientResult = field(default_factory=GradientResult)
 
 
 class RewardGradient(Algorithm):
-    """The common part: rewards, their loss, and the way back."""
+    """Base class: rewards, their loss, and backpropagation."""
 
     preset = "draft"
     settings: RewardGradientConfig
     needs_all_samples = True
-    reward: Score  # set where images are decoded, by the worker
+    reward: Score  # set by workers that decode images
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -153,21 +152,21 @@ class RewardGradient(Algorithm):
 
     @abstractmethod
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
-        """The steps, in order, through whose denoiser calls trainer step `step` goes back."""
+        """Return the denoising steps, in order, through which trainer step `step` backpropagates."""
 
     @abstractmethod
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
-        """The loss of the rows of `tape`, drawn for `samples`; `trained`: as `differentiated_steps`."""
+        """Return the parts of the loss of the rows of `tape`; `trained`: `differentiated_steps`."""
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         return self.differentiated_steps(step)
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        """Each image counts 1: what it teaches is in the gradient of its reward."""
+        """Return 1 for each image: the signal is in the gradient of the reward."""
         return torch.ones(len(rewards.samples), self.config.sampling.num_inference_steps)
 
     def loss(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Losses `[B]` of rewards `[B]`."""
+        """Return the losses [B] of rewards [B]."""
         settings = self.settings
         if settings.target is not None:
             return settings.loss_scale * (rewards - settings.target).abs()
@@ -190,7 +189,7 @@ class RewardGradient(Algorithm):
     def _backpropagate(
         self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, meter: StepGradients[Any] | None
     ) -> None:
-        """Add the gradient of the weights of one part of the loss."""
+        """Accumulate the gradient of one part of the loss."""
         tape, cfg = part.tape, self.settings.cfg
         gradient = self._gradient_at(policy, part, evaluation, self._decodable(policy, tape, evaluation.at))
         hops = evaluation.hops
@@ -221,7 +220,7 @@ class RewardGradient(Algorithm):
     def _gradient_at(
         self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, latents: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the loss at `latents`, `[B, ...]` fp32; images are decoded a few at a time."""
+        """Return the gradient of the loss at `latents`, [B, ...] fp32, decoding a few images at a time."""
         gradients, count = list[torch.Tensor](), part.tape.batch_size
         weights = torch.as_tensor(evaluation.weights, device=latents.device).expand(count) / part.images
         each = len(latents) // count  # rows of a sample
@@ -240,7 +239,7 @@ class RewardGradient(Algorithm):
         return torch.cat(gradients)
 
     def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
-        """Add the gradient of the squared distance to the base model at the trained steps; its sum, as a metric."""
+        """Accumulate the gradient of the squared distance to the base model at the trained steps; returns its sum."""
         if self.kl_coef == 0:
             return {}
         index = None if rows == list(range(batch.tape.batch_size)) else rows
@@ -258,19 +257,19 @@ class RewardGradient(Algorithm):
 
 
 def mean(step: ReplayedStep) -> torch.Tensor:
-    """The latents after a step, but for its noise, which has no gradient."""
+    """Return the latents after a step without its noise, which has no gradient."""
     return step.mean
 
 
 def predicted(step: ReplayedStep) -> torch.Tensor:
-    """The clean latents that a step predicts."""
+    """Return the clean latents that a step predicts."""
     return step.rule.clean(step.x, step.model_output)
 
 
 def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None = None) -> tuple[LatentJump, ...]:
-    """Hops through the `active` steps, each with what it leads to and its `nested`, from before step `end` back.
+    """Return the jumps through the `active` steps, with targets and `nested`, backwards from before step `end`.
 
-    The other steps hand the gradient of their latents on by their rule, their outputs being data.
+    The other steps pass on the gradient of their latents by their rule, with their outputs as data.
     """
     hops, position = [], len(tape.steps) if end is None else end
     for k in sorted(active, reverse=True):
@@ -282,13 +281,13 @@ def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None 
 
 
 def latent_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of the latents before step `k` from that of those after it, where its output is data."""
+    """Return the gradient of the latents before step `k` from that after it, with its output as data."""
     step = tape.steps[k]
     return _derivative(step.rule.mean, step.x, gradient, None if k == 0 else step.written)
 
 
 def clean_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
-    """The same from that of the clean latents that the step predicts."""
+    """Return the gradient of the latents before a step from that of the clean latents it predicts."""
     step = tape.steps[k]
     return _derivative(step.rule.clean, step.x, gradient, step.written)
 
@@ -302,7 +301,7 @@ def _derivative(
 
 
 def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
-    """The rule of step `k`; raises `ReplayError` where it is not one of flow matching."""
+    """Return the rule of step `k`; raises `ReplayError` if it is not flow matching."""
     rule = tape.steps[k].rule
     if not isinstance(rule, transitions.FlowRule):
         raise ReplayError(
@@ -312,18 +311,16 @@ def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     return rule
 
 
-# --- Draws and weights of the algorithms that differentiate rewards: which steps have a gradient, and how much of it.
-#
-# All draws are from seeds, the same for all images of a trainer step.
+# --- Random choices of steps and weights in reward gradients, from seeds, the same for all images of a trainer step.
 
 
 def generator(*seed: int | str) -> np.random.Generator:
-    """Of the draws of a trainer step."""
+    """Return the random generator of a trainer step."""
     return np.random.default_rng(derive_seed("gradient", *seed))
 
 
 def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
-    """A number of steps in 1 to `total`, normal around `mean` and drawn again until it is one; `mean` at std 0."""
+    """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
     while std > 0:
         length = round(draw.normal(mean, std))
         if 1 <= length <= total:
@@ -332,19 +329,19 @@ def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator)
 
 
 def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
-    """One of the last so many steps, drawn for trainer step `step`."""
+    """Sample one of the last steps for trainer step `step`."""
     total = algorithm.config.sampling.num_inference_steps
     draw = generator(algorithm.config.trainer.seed, step)
     return int(draw.integers(total - min(last, total), total))
 
 
 def step_by(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
-    """Where another rule than its own leads from a step."""
+    """Apply another rule than its own to a step."""
     return rule.mean(step.x, step.model_output)
 
 
 def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
-    """Standard normal noise as `like` `[B, ...]`, from a seed for each sample."""
+    """Return standard normal noise as `like` [B, ...], with a seed per sample."""
     shape = (len(like) // len(seeds), *like.shape[1:])
     drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
     return torch.cat(drawn).to(like.device)

@@ -1,4 +1,4 @@
-"""SRPO (arXiv 2509.06942): finished images noised again, one step, and the clean image recovered by the known noise.
+"""SRPO (arXiv 2509.06942): finished images noised again, one step, and the clean image recovered with the known noise.
 
 The noise is the one that the image was sampled from. One step denoises to a noise level from a higher one, another
 inverts to it from a lower one; both are undone by the known noise, so that early levels have a sharp image too. The
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
     transitions = lazy("gerl.engine.transitions")
 
-PURE = 0.99  # noise level from which on the first latents are the noise
+PURE = 0.99  # noise level above which the first latents are the noise
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ class SRPOConfig(RewardGradientConfig):
 
 
 class SRPO(RewardGradient):
-    """A step of denoising and one of inversion to the same noise level, drawn anew each trainer step."""
+    """A denoising step and an inversion step to the same noise level, sampled anew each trainer step."""
 
     names = "srpo"
     settings: SRPOConfig
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
-        return tuple(range(self.config.sampling.num_inference_steps))  # two of them, by noise levels: see `starts`
+        return tuple(range(self.config.sampling.num_inference_steps))  # two steps, see `starts`
 
     def starts(self, sigmas: Sequence[float], step: int) -> tuple[int, int]:
-        """The steps that a trainer step denoises and inverts from, of the noise levels `sigmas`."""
+        """Return the steps from which a trainer step denoises and inverts, for the noise levels `sigmas`."""
         (low, high), span = self.settings.levels, self.settings.span
         within = [k for k, sigma in enumerate(sigmas) if low - 1e-3 <= sigma <= high + 1e-3]
         if len(within) < 2:
@@ -130,7 +130,7 @@ class SRPO(RewardGradient):
         goal = midpoint(sigmas, (above, below))
         finished = tape.steps[-1].x_next
         noise = tape.steps[0].x
-        if tape.steps[0].rule.sigma < PURE:  # it begins from a picture
+        if tape.steps[0].rule.sigma < PURE:  # image-to-image: the first latents are not noise
             noise = sampled_noise(finished, [("srpo", s.seed) for s in samples])
         draw = generator(self.config.trainer.seed, step, "words")
         wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
@@ -146,7 +146,7 @@ class SRPO(RewardGradient):
         return evaluations
 
     def _relative(self, counts: float, first: str, second: str) -> Score:
-        """`counts` times the reward of a prompt after the one word, less that after the other."""
+        """Return `counts` times the reward with the one word before the prompt, less that with the other."""
 
         def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
             one, other = ([with_word(prompt, word) for prompt in prompts] for word in (first, second))
@@ -156,16 +156,16 @@ class SRPO(RewardGradient):
 
 
 def midpoint(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
-    """The noise level halfway between those of two steps."""
+    """Return the noise level halfway between those of two steps."""
     return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
 
 
 def with_word(prompt: Prompt, word: str) -> Prompt:
-    """`prompt` with a word before its text."""
+    """Return `prompt` with a word before its text."""
     return replace(prompt, text=f"{word}. {prompt.text}")
 
 
 def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:
-    """The clean latents of those that `rule` leads to, of which the noise is known."""
+    """Return the clean latents behind those that `rule` leads to, given their noise."""
     s = rule.sigma_next
     return (step_by(rule, step) - s * noise) / (1 - s)
