@@ -357,7 +357,9 @@ def load_own_algorithm(overrides: Sequence[str]) -> Any:
     run = Path(given.get("checkpoint.resume", "").partition("=")[2]).expanduser()
     files = [folder / "config.yaml" for folder in (run, *run.parents[:2])]  # of a run or of a checkpoint
     file = next((file for file in files if "checkpoint.resume" in given and file.is_file()), None)
-    settings = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")) if file else None
+    settings = None
+    with contextlib.suppress(yaml.YAMLError):  # a damaged file is an error of the run to resume
+        settings = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")) if file else None
     block = settings.get("algorithm") if isinstance(settings, dict) else None
     if file is None or not isinstance(block, dict) or not isinstance(block.get("path"), str):
         return None

@@ -57,6 +57,7 @@ def test_a_run_that_begins_again_has_forgotten_all_that_it_learned() -> None:
     whole.algorithm, whole.extensions = build_algorithm(settings), build_extensions(settings, ("gardo:KLGate",))
     whole.update = SimpleNamespace(algorithm=whole.algorithm)
     whole.load_parts = lambda: Run.load_parts(whole)
+    whole.overriding = lambda method: Run.overriding(whole, method)
     gate = whole.extensions["gardo"].gate
     for seed in range(3):
         draws = torch.rand(12, generator=torch.Generator().manual_seed(seed))
