@@ -1,4 +1,4 @@
-"""Scorers on BLIP, the image and text encoders of transformers: ImageReward, and BLIP-VQA of T2I-CompBench."""
+"""Scorers based on the BLIP encoders of transformers: ImageReward, and BLIP-VQA of T2I-CompBench."""
 
 import importlib.util
 import json
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from transformers import BlipForQuestionAnswering, BlipTextConfig, BlipVisionConfig, PreTrainedTokenizerBase
 
 BERT = "google-bert/bert-base-uncased"
-TOKENS = 35  # of a prompt or a question
+TOKENS = 35  # maximum length of a prompt or a question
 
-# --- BLIP's image encoder from the tensors that its authors published
+# --- BLIP's image encoder from the original checkpoint
 
-# Names in the published checkpoint -> those of transformers' BlipVisionModel; the text encoder's are the same.
+# names in the original checkpoint -> names in transformers' BlipVisionModel; those of the text encoder are identical
 VISION_NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"),
     (r"^pos_embed$", "embeddings.position_embedding"),
@@ -57,7 +57,7 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 
 
 def _vision_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an image encoder under transformers' names."""
+    """Rename the tensors of an image encoder to transformers' names."""
     renamed = {}
     for name, value in tensors.items():
         for pattern, replacement in VISION_NAMES:
@@ -67,7 +67,7 @@ def _vision_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def _vision_config(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
-    """The sizes of the image encoder, which only its tensors tell."""
+    """Infer the configuration of the image encoder from its tensors; the checkpoint does not contain one."""
     import transformers
 
     positions, width = tensors["pos_embed"].shape[1:]
@@ -79,7 +79,7 @@ def _vision_config(tensors: dict[str, torch.Tensor]) -> "BlipVisionConfig":
         num_attention_heads=width // 64,  # in BLIP's base and large encoder alike
         image_size=math.isqrt(positions - 1) * patch,
         patch_size=patch,
-        layer_norm_eps=1e-6,  # of BLIP; transformers' default is 1e-5
+        layer_norm_eps=1e-6,  # BLIP's value; transformers' default is 1e-5
     )
 
 
@@ -90,23 +90,23 @@ def _tokenizer(source: str) -> "PreTrainedTokenizerBase":
         return transformers.AutoTokenizer.from_pretrained(expanded(source))
 
 
-# --- ImageReward: how people would rate an image for its prompt.
+# --- ImageReward: predicted human rating of an image for its prompt
 #
 # Source: "ImageReward: Learning and Evaluating Human Preferences for Text-to-Image Generation" (arXiv 2304.05977) and
-# its code (github.com/THUDM/ImageReward): a BLIP image encoder, a BERT that reads the prompt and attends to the image,
-# and a linear head on its first token. The model is built here from the BLIP parts of transformers, as the package does
-# not run with current releases. At small sizes with random weights it was compared with the modules of that package
-# (image-reward 1.5); the published checkpoint itself has not been run.
+# its code (github.com/THUDM/ImageReward): a BLIP image encoder, a BERT with cross-attention from prompt to image, and a
+# linear head on its first token. Built here from the BLIP modules of transformers, because the package does not run
+# with current releases. Compared with the modules of that package (image-reward 1.5) at small sizes with random
+# weights; the published checkpoint itself has not been run.
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the authors' data
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReward(NetworkScorer):
-    """The standardised rating, about -2 to 2. A prompt is cut off after 35 tokens, an image cropped to a square.
+    """Standardised human rating, about -2 to 2. Prompts are truncated to 35 tokens, images center-cropped to a square.
 
-    `model` is a Hub repository or a local folder with the original ImageReward.pt and med_config.json, `tokenizer` that
-    of the BERT it was trained with.
+    `model` is a Hub repository or a local folder with the original ImageReward.pt and med_config.json, `tokenizer` the
+    tokenizer of the BERT it was trained with.
     """
 
     model: str = "THUDM/ImageReward"
@@ -148,16 +148,18 @@ class ImageReward(NetworkScorer):
         return _tokenizer(self.tokenizer)
 
     def _tokens(self, prompts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and mask [B, tokens]."""
+        """Return token ids and mask, both `[B, tokens]`."""
         inputs = self._tokenizer(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         return inputs["input_ids"], inputs["attention_mask"]
 
 
 class ImageRewardNetwork(torch.nn.Module):
-    """The network of a checkpoint with the original names, whose sizes it has; `text` is the original med_config.json.
+    """Network of an ImageReward checkpoint with the original tensor names and sizes.
+
+    `text` is the content of the original med_config.json.
 
     Raises:
-        RewardError: tensors are missing or of other shapes than they should be.
+        RewardError: tensors are missing or have unexpected shapes.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], text: Mapping[str, object], source: str) -> None:
@@ -179,7 +181,7 @@ class ImageRewardNetwork(torch.nn.Module):
         self.head = linear_head(head, text_config.hidden_size, source)
 
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Ratings [B], fp32, of pixels [B, 3, size, size] for token ids and mask [B, tokens]."""
+        """Return ratings `[B]`, fp32, of pixels `[B, 3, size, size]`, given token ids and mask `[B, tokens]`."""
         device, dtype = self.vision.device, self.vision.dtype
         seen = self.vision(pixels.to(device, dtype)).last_hidden_state
         read = self.text(ids.to(device), attention_mask=mask.to(device), encoder_hidden_states=seen)
@@ -192,14 +194,14 @@ def _text_config(text: Mapping[str, object], vision_width: int) -> "BlipTextConf
 
     names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
     sizes = {name: text[name] for name in f"{names} hidden_act layer_norm_eps pad_token_id".split()}
-    # With is_decoder the layers have cross-attention; whether the mask is causal is an argument of forward.
+    # is_decoder adds cross-attention to the layers; causal masking is an argument of forward
     return transformers.BlipTextConfig(**sizes, encoder_hidden_size=vision_width, is_decoder=True)
 
 
 def preprocess(image: Image.Image, size: int) -> torch.Tensor:
-    """Pixels [3, size, size]: the shorter side resized to `size`, the middle cut out, normalised as for CLIP.
+    """Return pixels `[3, size, size]`: shorter side resized to `size`, center-cropped, normalised as for CLIP.
 
-    Rounds where torchvision's Resize and CenterCrop do, which the original uses.
+    Rounds like torchvision's Resize and CenterCrop, which the original uses.
     """
     short = min(image.size)
     width, height = (int(size * side / short) for side in image.size)
@@ -208,28 +210,28 @@ def preprocess(image: Image.Image, size: int) -> torch.Tensor:
     return normalised(tensors_of([resized.crop((left, top, left + size, top + size))]), PIXEL_MEAN, PIXEL_STD)[0]
 
 
-# --- BLIP-VQA: is each thing that a prompt names, with its colour, shape or texture, in the image?
+# --- BLIP-VQA: whether each noun phrase of the prompt (object with colour, shape or texture) is in the image
 #
 # Source: "T2I-CompBench" (arXiv 2307.06350) and its code (github.com/Karine-Huang/T2I-CompBench, commit 1b70949,
-# BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy finds the noun phrases, BLIP is asked "PHRASE?", and
-# the probabilities of yes against no are multiplied. The authors round each probability to four digits, which is not
-# repeated here. BLIP is that of transformers: `Salesforce/blip-vqa-capfilt-large` are the weights that the authors
-# load, converted for images of 384 pixels a side, while they show BLIP 480, as is done here with their own file. At
-# small sizes with random weights the scores were compared with those of the authors' own modules, of weights in either
-# form; the published weights have not been run by this project.
+# BLIPvqa_eval/BLIP_vqa.py and models/blip_vqa.py, vqa_prob): spaCy extracts the noun phrases, BLIP is asked "PHRASE?",
+# and the probabilities of yes against no are multiplied. Unlike the authors' code, probabilities are not rounded to
+# four digits. BLIP is the implementation of transformers: `Salesforce/blip-vqa-capfilt-large` has the authors' weights,
+# converted for 384x384 images; the authors' code uses 480x480, as is done here with their original file. At small sizes
+# with random weights the scores were compared with the authors' modules, with both forms of weights; the published
+# weights have not been run by this project.
 
-PLACES = ("top", "the side", "the left", "the right")  # are no things
-MOST = 8  # noun phrases
+PLACES = ("top", "the side", "the left", "the right")  # noun phrases asked about
+MOST = 8  # maximum length of a question
 WORDS = 50  # of a question
 DROPPED = re.compile(r'[.!"()*#:;~]')
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlipVqa(NetworkScorer):
-    """The product, from 0 to 1, of the probabilities that BLIP sees the first eight noun phrases of the prompt.
+    """Product, in [0, 1], of the probabilities that BLIP sees the first eight noun phrases of the prompt.
 
-    A prompt without any has 1. `model` is the Hub id or the folder of a BLIP for questions in transformers' form, or
-    the file model_base_vqa_capfilt_large.pth of BLIP's authors, beside which `tokenizer` (default: that of `model`) is
+    A prompt without noun phrases scores 1. `model` is the Hub id or folder of a transformers BLIP for visual question
+    answering, or the authors' file model_base_vqa_capfilt_large.pth; `tokenizer` defaults to `model`, for that file to
     google-bert/bert-base-uncased. `spacy_model` is the name of an installed spaCy pipeline that parses English, or its
     folder.
     """
@@ -259,7 +261,7 @@ class BlipVqa(NetworkScorer):
         return scores
 
     def phrases(self, prompt: str) -> list[str]:
-        """The noun phrases of a prompt that are asked about."""
+        """Return the noun phrases of a prompt that BLIP is asked about."""
         try:
             found = [chunk.text for chunk in self._parser(prompt).noun_chunks]
         except ValueError as error:
@@ -282,13 +284,16 @@ class BlipVqa(NetworkScorer):
 
 
 def question(phrase: str) -> str:
-    """A noun phrase as the authors' reader hands the question about it to BLIP."""
+    """Return the question about a noun phrase, normalised like the authors' data loader."""
     return " ".join(DROPPED.sub("", f"{phrase}?".lower()).rstrip(" ").split(" ")[:WORDS])
 
 
 @dataclass(frozen=True, eq=False)
 class BlipNetwork:
-    """A BLIP for questions with its tokenizer. decode, encode: the tokens that begin an answer, and a question."""
+    """BLIP for visual question answering with its tokenizer.
+
+    decode, encode: start tokens of an answer and of a question.
+    """
 
     model: "BlipForQuestionAnswering"
     tokenizer: "PreTrainedTokenizerBase"
@@ -297,9 +302,9 @@ class BlipNetwork:
     encode: int
 
     def probabilities(self, images: list[Image.Image], questions: list[str]) -> list[float]:
-        """The probability of yes against no as the first word of the answer to each question about its image."""
+        """Return per question and image the probability of yes against no as the first word of the answer."""
         size = self.model.config.vision_config.image_size
-        unique = {id(image): image for image in images}  # an image is encoded once for all its questions
+        unique = {id(image): image for image in images}  # encode an image once for all its questions
         places = [list(unique).index(id(image)) for image in images]
         whole = [image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for image in unique.values()]
         pixels = normalised(tensors_of(whole), PIXEL_MEAN, PIXEL_STD)
@@ -307,7 +312,7 @@ class BlipNetwork:
             seen = self.model.vision_model(pixel_values=pixels.to(self.model.device, self.dtype)).last_hidden_state
         tokens = self.tokenizer(questions, truncation=True, max_length=TOKENS)["input_ids"]
         found = [0.0] * len(questions)
-        # Without padding: the decoder of transformers 5.23 does not pass the mask of the question on.
+        # one length at a time, without padding: transformers 5.23 does not pass the question's mask to the decoder
         for length in set(map(len, tokens)):
             rows = [i for i, ids in enumerate(tokens) if len(ids) == length]
             answers = self._yes(seen[[places[i] for i in rows]], torch.tensor([tokens[i] for i in rows]))
@@ -316,7 +321,7 @@ class BlipNetwork:
         return found
 
     def _yes(self, seen: torch.Tensor, ids: torch.Tensor) -> list[float]:
-        """The probability of yes for questions [B, tokens] about encoded images [B, patches, width]."""
+        """Return the probability of yes for questions `[B, tokens]` about encoded images `[B, patches, width]`."""
         ids = ids.to(seen.device)
         ids[:, 0] = self.encode
         start = torch.full((len(ids), 1), self.decode, device=seen.device)
@@ -331,13 +336,13 @@ class BlipNetwork:
 @cache
 def _network(model: str, tokenizer: str, device: torch.device, dtype: torch.dtype) -> BlipNetwork:
     network, words = load_original(model) if is_original(model) else _converted(model), _tokenizer(tokenizer)
-    # BLIP's authors add two tokens to BERT's, in this order: [DEC], with which an answer begins, and [ENC].
+    # BLIP's authors add two tokens to BERT's, in this order: [DEC], the start of an answer, and [ENC].
     start = network.config.text_config.bos_token_id
     return BlipNetwork(network.to(device, dtype).eval(), words, dtype, start, start + 1)
 
 
 def _converted(model: str) -> "BlipForQuestionAnswering":
-    """The network in transformers' form."""
+    """Load a network saved in transformers' format."""
     import transformers
 
     what = "a transformers BLIP for visual question answering"
@@ -349,28 +354,28 @@ def _converted(model: str) -> "BlipForQuestionAnswering":
 
 
 def _is_installed(name: str) -> bool:
-    """Whether there is a package of this name."""
+    """Whether a package of this name is installed."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a name with dots or slashes
+    except (ImportError, ValueError):  # the name has dots or slashes
         return False
 
 
-# --- BLIP for questions from the file that its authors published, model_base_vqa_capfilt_large.pth.
+# --- BLIP VQA from the original checkpoint, model_base_vqa_capfilt_large.pth
 #
-# Source: "BLIP" (arXiv 2201.12086) and its code (github.com/salesforce/BLIP), whose names of tensors these are. The
-# file has the images' size, 480 pixels a side, in its positions; transformers' copy of these weights was made for 384.
+# Source: "BLIP" (arXiv 2201.12086) and its code (github.com/salesforce/BLIP), which defines these tensor names. The
+# position embeddings of this file are for 480x480 images; transformers' copy of these weights is for 384x384.
 
 WHAT = "the BLIP VQA checkpoint as published by its authors"
 
 
 def is_original(model: str) -> bool:
-    """Whether `model` is a file of BLIP's authors."""
+    """Whether `model` is a checkpoint file in the original format."""
     return Path(model).suffix == ".pth"
 
 
 def load_original(model: str) -> "BlipForQuestionAnswering":
-    """The network in the file `model`, in transformers' form; raises `RewardError` if it is none."""
+    """Load the original checkpoint `model` into the transformers network; raises `RewardError` if it is not one."""
     import transformers
 
     with loading("model", model, WHAT):
@@ -396,11 +401,11 @@ def load_original(model: str) -> "BlipForQuestionAnswering":
 
 
 def _text_sizes(tensors: dict[str, torch.Tensor], vision_width: int) -> dict[str, int]:
-    """The sizes of the text encoder, which only its tensors tell; the answers' decoder has the same."""
+    """Infer the sizes of the text encoder from its tensors; the answer decoder has the same sizes."""
     words, width = tensors["embeddings.word_embeddings.weight"].shape
     return {
         "vocab_size": words,
-        "bos_token_id": words - 2,  # [DEC], behind BERT's words; the last one is [ENC]
+        "bos_token_id": words - 2,  # [DEC], after BERT's words; the last one is [ENC]
         "hidden_size": width,
         "num_attention_heads": width // 64,
         "intermediate_size": tensors["encoder.layer.0.intermediate.dense.weight"].shape[0],

@@ -1,6 +1,7 @@
-"""The base of scorers that ask a chat model: the request, and how its answer is read.
+"""Base class of scorers that query a chat model: request and parsing of the answer.
 
-The model is a vision language model behind an OpenAI-compatible endpoint: vLLM, SGLang, llama.cpp, a paid API.
+The model is a vision language model behind an OpenAI-compatible endpoint, such as vLLM, SGLang, llama.cpp or a paid
+API.
 """
 
 import json
@@ -25,22 +26,22 @@ Answer = TypeVar("Answer")
 Choice = dict[str, JSON]  # of a chat completion
 
 PLACE = re.compile(r"\{(\w+)\}")
-# To its end: the beginning of 1e999, 7,5 or 1,000 is another number.
+# matches up to the end of the number: a prefix of 1e999, 7,5 or 1,000 is a different number
 WHOLE_NUMBER = r"(?>\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![.,]?\d)"
 READ = 10**5  # characters at the end of an answer that are searched for a JSON object
 
 
 class Unreadable(RewardError):
-    """A judge's answer does not have the requested form."""
+    """Error for a judge's answer that does not have the requested form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatScorer(HttpScorer):
-    """Asks `model` at the chat completions of `base_url` (such as http://127.0.0.1:8000/v1), at temperature 0.
+    """Scorer that queries `model` at the chat completions of `base_url` (such as http://127.0.0.1:8000/v1).
 
-    `extra_body` are further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}; they
-    replace gerl's own, and null removes one. An answer that cannot be read is requested again, `answer_retries` times.
-    Images are reduced to at most `image_size` pixels a side.
+    The temperature is 0. `extra_body` adds fields to each request, such as {chat_template_kwargs: {enable_thinking:
+    false}}; they override gerl's fields, and null removes one. An unreadable answer is requested again up to
+    `answer_retries` times. Images are downscaled to at most `image_size` pixels a side.
     """
 
     base_url: str
@@ -55,7 +56,7 @@ class ChatScorer(HttpScorer):
         check_url("base_url", self.base_url)
 
     def png(self, image: Image.Image) -> str:
-        """The image as it is sent, a PNG in base64."""
+        """Return the image as sent, a PNG in base64."""
         return png_base64(at_most(image, self.image_size))
 
     def ask(
@@ -67,11 +68,11 @@ class ChatScorer(HttpScorer):
         read: Callable[[Choice], Answer],
         **body: object,
     ) -> Answer:
-        """The value that `read` finds in the model's answer to `text` behind `images` (PNG in base64), in their order.
+        """Return the value that `read` extracts from the model's answer to `images` (PNG in base64) followed by `text`.
 
-        `prompt` is that of the last image, for messages; `body` are further fields of the request.
+        `prompt` is the prompt of the last image, for error messages; `body` adds fields to the request.
 
-        Raises `RewardError` if the request failed, or no answer could be read.
+        Raises `RewardError` if the request failed or no answer could be read.
         """
         urls = [f"data:image/png;base64,{image}" for image in images]
         content = [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
@@ -89,7 +90,7 @@ class ChatScorer(HttpScorer):
 
 
 def first_choice(client: Client, completion: JSON) -> Choice:
-    """The first choice of a chat completion; raises `RewardError` if it is not one."""
+    """Return the first choice of a chat completion; raises `RewardError` if `completion` is not one."""
     match completion:
         case {"choices": [dict() as choice, *_]} if isinstance(choice.get("message"), dict):
             return choice
@@ -100,10 +101,10 @@ def first_choice(client: Client, completion: JSON) -> Choice:
 
 
 def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> float:
-    """The number in the first group of the last match of `pattern` in the answer's text.
+    """Return the number in the first group of the last match of `pattern` in the answer's text.
 
-    The last, because a judge that reasons names numbers on its way. Raises `Unreadable` if there is no match, or the
-    number is outside `limits`.
+    The last match, because a judge that reasons mentions other numbers before its verdict. Raises `Unreadable` if there
+    is no match, or the number is outside `limits`.
     """
     text = text_of(choice)
     found = [match.group(1) for match in re.finditer(pattern, text)]
@@ -113,7 +114,7 @@ def number_in(choice: Choice, pattern: str, limits: tuple[float, float]) -> floa
 
 
 def within(value: JSON, limits: tuple[float, float], text: str) -> float:
-    """`value` as a number; raises `Unreadable`, quoting `text`, if it is none or outside `limits`."""
+    """Return `value` as a number; raises `Unreadable`, quoting `text`, if it is not one or is outside `limits`."""
     try:
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
@@ -127,9 +128,9 @@ def within(value: JSON, limits: tuple[float, float], text: str) -> float:
 
 
 def text_of(choice: Choice) -> str:
-    """The text of a finished answer, empty if it has none; raises `Unreadable` for a part of one, which is no verdict.
+    """Return the text of a finished answer, empty if it has none; raises `Unreadable` if the answer was truncated.
 
-    The judge may have gone on to another verdict in the part that was cut off.
+    The truncated part may contain a different verdict.
     """
     match choice:
         case {"message": {"content": str() as text}}:
@@ -141,7 +142,7 @@ def text_of(choice: Choice) -> str:
 
 
 def _check_ended(choice: Choice, reasons: Collection[str], text: str) -> None:
-    """Raise `Unreadable`, quoting `text`, unless the answer ended for one of the `reasons` (`finish_reason`)."""
+    """Raise `Unreadable`, quoting `text`, unless `finish_reason` is one of `reasons`."""
     reason = choice.get("finish_reason")
     if reason in reasons:
         return
@@ -154,10 +155,10 @@ def _check_ended(choice: Choice, reasons: Collection[str], text: str) -> None:
 
 
 def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: float) -> float:
-    """p(yes) / (p(yes) + p(no)) of the first token, from its `top_logprobs`, in [0, 1].
+    """Return p(yes) / (p(yes) + p(no)) of the first token, from its `top_logprobs`, in [0, 1].
 
-    All spellings that differ only in case, spaces or punctuation count together. Raises `Unreadable` if there are no
-    log-probabilities, or p(yes) + p(no) is below `min_mass`: then the model was about to say something else.
+    Spellings that differ only in case, spaces or punctuation are summed. Raises `Unreadable` if there are no
+    log-probabilities, or if p(yes) + p(no) is below `min_mass`: the model's answer then begins with another word.
     """
     top = first_tokens(choice)
     agree, deny = probability_of(top, yes), probability_of(top, no)
@@ -170,14 +171,14 @@ def probability_of_yes(choice: Choice, yes: list[str], no: list[str], min_mass: 
 
 
 def probability_of(top: Sequence[tuple[str, float]], words: Collection[str]) -> float:
-    """The probability that the first token is one of `words`, whatever its case and the space before it."""
+    """Return the probability that the first token is one of `words`, ignoring case, spaces and punctuation."""
     wanted = set(map(bare, words))
     return math.fsum(math.exp(logprob) for token, logprob in top if bare(token) in wanted)
 
 
 def first_tokens(choice: Choice) -> list[tuple[str, float]]:
-    """The likeliest first tokens of an answer with their log-probabilities; raises `Unreadable` if it has none."""
-    _check_ended(choice, ("stop", "length"), "")  # what comes after the first token does not matter
+    """Return the top first tokens of an answer with log-probabilities; raises `Unreadable` if missing."""
+    _check_ended(choice, ("stop", "length"), "")  # truncation after the first token does not matter
     match choice.get("logprobs"):
         case {"content": [{"top_logprobs": [*entries]}, *_]} if entries:
             return [_entry(entry) for entry in entries]
@@ -186,7 +187,7 @@ def first_tokens(choice: Choice) -> list[tuple[str, float]]:
 
 def _entry(entry: JSON) -> tuple[str, float]:
     match entry:
-        # Rounding may leave it a little above 0; NaN is not below anything.
+        # Rounding may give slightly more than 0; NaN fails the comparison.
         case {"token": str() as token, "logprob": float() | int() as given}:
             logprob = number_of(given)
             if logprob is not None and logprob < 0.01:
@@ -195,7 +196,7 @@ def _entry(entry: JSON) -> tuple[str, float]:
 
 
 def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
-    """The last JSON object in `text` that has all `keys`; the text around it does not matter."""
+    """Return the last JSON object in `text` that has all `keys`, ignoring the text around it; None if missing."""
     found = None
     text = text[-READ:]
     decoder = json.JSONDecoder()
@@ -210,9 +211,9 @@ def last_object(text: str, keys: list[str]) -> dict[str, JSON] | None:
 
 
 def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
-    """`template` with {prompt}, `fields` and the columns of `metadata` in their places; other braces stay as they are.
+    """Substitute {prompt}, `fields` and the columns of `metadata` in `template`; other braces are left unchanged.
 
-    Raises `DataError` for a place that has no value.
+    Raises `DataError` for a placeholder without a value.
     """
     values = {**metadata, **fields, "prompt": prompt}
 
@@ -229,7 +230,7 @@ def fill(template: str, prompt: str, metadata: Metadata, **fields: str) -> str:
 
 
 def bare(token: str) -> str:
-    """A token without case, spaces and punctuation; ▁ and Ġ are how tokenizers write a space."""
+    """Return a token without case, spaces and punctuation; ▁ and Ġ are tokenizers' marks for a space."""
     return token.strip(string.whitespace + string.punctuation + "▁Ġ").casefold()
 
 

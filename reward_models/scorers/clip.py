@@ -1,4 +1,4 @@
-"""Scorers on a CLIP model, shared by those of a process: CLIPScore, PickScore, the aesthetic score, and HPS v2."""
+"""Scorers based on CLIP: CLIPScore, PickScore, aesthetic score and HPS v2; scorers in one process share the model."""
 
 import hashlib
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, CLIPModel, PreTrainedTokenizerBase
 
 
-# --- A CLIP model shared by the scorers of a process that use the same weights, and what those scorers have in common.
+# --- CLIP model shared by the scorers of a process, and their base classes
 #
 # Source: "Learning Transferable Visual Models From Natural Language Supervision" (arXiv 2103.00020).
 
@@ -49,7 +49,7 @@ CLIP_L14 = "openai/clip-vit-large-patch14"
 
 @dataclass(frozen=True, eq=False)
 class ClipTower:
-    """Image and text features of a CLIP model; `clip_tower` gives one."""
+    """CLIP model that computes image and text features; use `clip_tower` to load one."""
 
     model: "CLIPModel"
     image_processor: "BaseImageProcessor"
@@ -59,11 +59,11 @@ class ClipTower:
 
     @property
     def dim(self) -> int:
-        """Length of a feature."""
+        """Feature dimension."""
         return int(self.model.config.projection_dim)
 
     def image_features(self, images: list[Image.Image], batch_size: int) -> torch.Tensor:
-        """Features [B, dim] of length 1, fp32 on the CPU; each image is resized and cropped by itself."""
+        """Return unit-norm features `[B, dim]`, fp32 on the CPU; each image is resized and cropped separately."""
 
         def features(batch: list[Image.Image]) -> torch.Tensor:
             rgb = [image.convert("RGB") for image in batch]
@@ -72,7 +72,7 @@ class ClipTower:
         return in_batches(batch_size, features, images)
 
     def features_of(self, images: torch.Tensor) -> torch.Tensor:
-        """Features [B, dim] of length 1, fp32 on the model's device, with graph, of images [B, 3, H, W] in [0, 1]."""
+        """Return differentiable unit-norm features `[B, dim]`, fp32, of images `[B, 3, H, W]` in [0, 1]."""
         processor = self.image_processor
         size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
         if processor.do_resize:
@@ -89,9 +89,9 @@ class ClipTower:
         return F.normalize(output.pooler_output.float(), dim=-1)
 
     def text_features(self, texts: list[str], batch_size: int) -> torch.Tensor:
-        """Features [B, dim] of length 1, fp32 on the CPU; a text beyond the model's length (77 tokens) is cut off."""
-        # Padded to the longest of the batch, a text would be computed in another shape next to other texts, and so,
-        # in half precision, to another value.
+        """Return unit-norm features `[B, dim]`, fp32 on the CPU; texts are truncated to the model's 77 tokens."""
+        # Padding to the longest text of the batch would make the shape, and so in half precision the value, depend on
+        # the other texts.
         length = self.model.config.text_config.max_position_embeddings
 
         def features(batch: list[str]) -> torch.Tensor:
@@ -107,12 +107,12 @@ class ClipTower:
 
 
 def clip_tower(model: str, processor: str | None = None, device: str = "auto", dtype: str = "auto") -> ClipTower:
-    """The tower with the weights of `model` and the tokenizer and image processor of `processor` (default: `model`).
+    """Load the weights of `model` with the tokenizer and image processor of `processor` (default: `model`).
 
-    Both are Hub ids or local folders. A tower is loaded once a process and used by all who ask for the same one.
+    Both are Hub ids or local folders. Each tower is loaded once per process and shared.
 
     Raises:
-        RewardError: something cannot be loaded, the weights are not those of a CLIP model, or there is no such device.
+        RewardError: something cannot be loaded, the weights are not a CLIP model, or the device is missing.
     """
     place = resolve_device(device)
     return _tower(model, model if processor is None else processor, str(place), resolve_dtype(dtype, place))
@@ -126,14 +126,14 @@ def _tower(model: str, processor: str, device: str, dtype: torch.dtype) -> ClipT
     with loading("processor", processor, "a CLIP tokenizer and image processor"):
         images = image_processor(processor)
         tokenizer = transformers.AutoTokenizer.from_pretrained(expanded(processor))
-    # Before the cast: 4.605 in bfloat16 is 4.594, which would lower every score by 1.1 %.
+    # before the cast: 4.605 in bfloat16 is 4.594, which would lower every score by 1.1 %
     scale = clip.logit_scale.detach().exp().item()
     return ClipTower(clip.to(device, dtype).requires_grad_(False), images, tokenizer, scale, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipScorer(NetworkScorer):
-    """The kwargs and the model of the scorers on a CLIP tower.
+    """Base class of the scorers on a CLIP tower.
 
     `model` and `processor` (default: `model`) are Hub ids or local folders.
     """
@@ -145,18 +145,18 @@ class ClipScorer(NetworkScorer):
 
     @property
     def tower(self) -> ClipTower:
-        """Loaded when it is first needed, by whichever scorer comes first."""
+        """CLIP tower, loaded on first use and shared with other scorers."""
         return clip_tower(self.model, self.processor, self.device, self.dtype)
 
 
 class ClipCosine(ClipScorer):
-    """`factor` times the cosine of an image's feature with that of its prompt."""
+    """Base class of scorers that return `factor` times the cosine of image and prompt features."""
 
     differentiable = True
 
     @property
     def factor(self) -> float:
-        """The score of a cosine of 1."""
+        """Score of a cosine of 1."""
         raise NotImplementedError
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
@@ -169,11 +169,10 @@ class ClipCosine(ClipScorer):
         return (image * text).sum(-1) * self.factor
 
 
-# --- CLIPScore: how well an image fits its prompt.
+# --- CLIPScore: how well an image matches its prompt
 #
 # Source: "CLIPScore: A Reference-free Evaluation Metric for Image Captioning" (arXiv 2104.08718), without its clipping
-# at 0; the scale is that of Flow-GRPO (arXiv 2505.05470), whose own resizing of the image differs from CLIP's by a
-# little.
+# at 0; the scale is from Flow-GRPO (arXiv 2505.05470), whose image resizing differs slightly from CLIP's.
 
 SCALE = 30.0
 
@@ -189,15 +188,15 @@ class ClipScore(ClipCosine):
         return 1.0 if self.raw else self.tower.logit_scale / SCALE
 
 
-# --- PickScore: how likely people are to prefer an image for its prompt.
+# --- PickScore: human preference between images of a prompt
 #
 # Source: "Pick-a-Pic: An Open Dataset of User Preferences for Text-to-Image Generation" (arXiv 2305.01569), section 4;
-# the division by 26, near the mean score of good images, is Flow-GRPO's (arXiv 2505.05470).
+# the division by 26, near the mean score of good images, is from Flow-GRPO (arXiv 2505.05470).
 
 
 @dataclass(frozen=True, kw_only=True)
 class PickScore(ClipCosine):
-    """exp(logit_scale) * cosine(image, prompt) / `scale`, about 0.7 to 0.9; scale=1 is the score of the paper."""
+    """exp(logit_scale) * cosine(image, prompt) / `scale`, about 0.7 to 0.9; scale=1 gives the score of the paper."""
 
     model: str = "yuvalkirstain/PickScore_v1"
     processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -208,26 +207,27 @@ class PickScore(ClipCosine):
         return self.tower.logit_scale / self.scale
 
 
-# --- Aesthetic score: how much people like the look of an image, whatever its prompt.
+# --- Aesthetic score: visual appeal of an image, independent of its prompt
 #
 # Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor, commit
 # 6934dd8, simple_inference.py, lines 40 to 117), a linear head on the CLIP ViT-L/14 feature, trained on ratings from 1
-# to 10. The published head loads here; with the published CLIP weights it has not been run.
+# to 10. The published head loads here; it has not been run with the published CLIP weights.
 
-# The heads that have a name, and the SHA-256 of their files, taken from those in the authors' repository.
+# published heads by name, with the SHA-256 of the files in the authors' repository
 HEADS = {"sac+logos+ava1-l14-linearMSE": "21dd590f3ccdc646f0d53120778b296013b096a035a2718c9cb0d511bff0f1e0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AestheticScore(ClipScorer):
-    """The head's rating of the normalised image feature, about 1 to 10.
+    """Aesthetic rating of an image by a head on its unit-norm CLIP feature, about 1 to 10.
 
-    `head` is the name of a published one (3.7 MB), or the path of a file, .pth or .safetensors. A named one is
-    downloaded once from `repository`, a Hub id or a local folder, and refused unless it is the authors' file.
+    `head` is the name of a published head (3.7 MB), or the path of a .pth or .safetensors file. A named head is
+    downloaded once from `repository`, a Hub id or a local folder, and rejected if its checksum differs from the
+    authors' file.
     """
 
     head: str = "sac+logos+ava1-l14-linearMSE"
-    repository: str = "camenduru/improved-aesthetic-predictor"  # the authors have it on GitHub only
+    repository: str = "camenduru/improved-aesthetic-predictor"  # the authors publish it on GitHub only
 
     differentiable = True
 
@@ -255,10 +255,10 @@ class AestheticScore(ClipScorer):
 
 
 def published(head: str, repository: str) -> str:
-    """The file of a head of `HEADS`, from the Hub or its cache, or from the folder `repository`.
+    """Return the path of a head of `HEADS`, from the Hub, its cache, or the folder `repository`.
 
     Raises:
-        RewardError: it cannot be had from there, or is another file than the authors'.
+        RewardError: the file cannot be loaded, or differs from the authors' file.
     """
     name = f"{head}.pth"
     file = hub_file("repository", repository, name)
@@ -272,20 +272,20 @@ def published(head: str, repository: str) -> str:
     return file
 
 
-# --- HPS v2 and v2.1: which image people prefer for a prompt.
+# --- HPS v2 and v2.1: human preference between images of a prompt
 #
 # Source: "Human Preference Score v2" (arXiv 2306.09341) and its code (github.com/tgxs002/HPSv2), whose score is the
-# cosine without a scale: a CLIP ViT-H/14, fine-tuned on choices between images of one prompt. Only scores of the same
-# prompt and version compare. The authors' package brings an old copy of open_clip; here open_clip itself runs the
-# model. The published checkpoints have not been run by this project.
+# cosine without a scale: a CLIP ViT-H/14, fine-tuned on preferences between images of one prompt. Scores are comparable
+# only for the same prompt and version. The authors' package bundles an old copy of open_clip; here the model runs in
+# open_clip itself. The published checkpoints have not been run by this project.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HpsV2(NetworkScorer):
-    """cosine(image, prompt), about 0.2 to 0.4 for v2.1; a prompt is cut off after 77 tokens, an image never cropped.
+    """cosine(image, prompt), about 0.2 to 0.4 for v2.1; prompts are truncated to 77 tokens, images padded, not cropped.
 
     `model` is a Hub repository or a local folder with the file `checkpoint` (v2.0: HPS_v2_compressed.pt),
-    `architecture` open_clip's name for its sizes. The authors' code computes in float16 on a GPU.
+    `architecture` open_clip's name of the architecture. The authors' code computes in float16 on a GPU.
     """
 
     model: str = "xswu/HPSv2"
@@ -307,13 +307,13 @@ class HpsV2(NetworkScorer):
 
     @property
     def network(self) -> "HpsNetwork":
-        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        """HPS network, loaded on first use, once per process."""
         return _hps_network(self.model, self.checkpoint, self.architecture, *self.placement)
 
 
 @dataclass(frozen=True, eq=False)
 class HpsNetwork:
-    """A CLIP model of open_clip with its tokenizer."""
+    """open_clip CLIP model with its tokenizer."""
 
     clip: "open_clip.CLIP"
     tokenizer: "open_clip.HFTokenizer | open_clip.SimpleTokenizer"
@@ -322,20 +322,20 @@ class HpsNetwork:
 
     @property
     def size(self) -> int:
-        """Pixels a side of the images that it sees."""
+        """Side of the input images in pixels."""
         return int(self.clip.visual.image_size[0])
 
     def cosines(self, images: list[Image.Image], prompts: list[str]) -> torch.Tensor:
-        """Cosine [B] of each image's feature with that of its prompt, fp32.
+        """Return the cosine `[B]` of image and prompt features, fp32.
 
-        Resizes numbers, with antialiasing, as the authors' code does with torchvision >= 0.17; PIL would round to
+        Resizes float tensors with antialiasing, like the authors' code with torchvision >= 0.17; PIL would round to
         bytes.
         """
         whole = torch.cat([longer_side(tensors_of([image]), self.size) for image in images])
         return self.tensor_cosines(whole, prompts)
 
     def tensor_cosines(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """`cosines` of images [B, 3, size, size] in [0, 1], on the model's device, with graph."""
+        """Return `cosines` of images `[B, 3, size, size]` in [0, 1], on the model's device, differentiable."""
         pixels = normalised(images, PIXEL_MEAN, PIXEL_STD)
         image = self.clip.encode_image(pixels.to(self.device, self.dtype))
         unique = list(dict.fromkeys(prompts))  # the images of a group share their prompt
@@ -361,10 +361,10 @@ def _hps_network(
 
 
 def _open_clip() -> ModuleType:
-    """The package; raises `RewardError` naming the pip extra if it, or the torchvision it needs, cannot be imported."""
+    """Import open_clip; raises `RewardError` naming the pip extra if it, or its torchvision, cannot be imported."""
     try:
         return require("open_clip", "clip")
-    except RuntimeError as error:  # of torchvision, where it was built for another torch
+    except RuntimeError as error:  # raised by a torchvision built for another torch
         raise RewardError(
             f"this scorer needs the package open_clip, whose torchvision does not match torch {torch.__version__} "
             f"({error}): run pip install 'gerl[clip]', then install the torchvision built for that torch"

@@ -1,7 +1,7 @@
-"""GenEval: are the objects that the prompt names there, as many as it says, in these colours and places?
+"""GenEval: whether the image has the objects, counts, colours and positions that the prompt names.
 
-Source: GenEval (arXiv 2310.11513) for detection, colours, positions and the benchmark's own verdict; the graded and the
-strict reward are those of Flow-GRPO (arXiv 2505.05470).
+Source: GenEval (arXiv 2310.11513) for detection, colours, positions and the benchmark verdict; the graded and strict
+rewards are from Flow-GRPO (arXiv 2505.05470).
 """
 
 import difflib
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
     from transformers.utils import ModelOutput
 
-# --- Objects on an image, found by an instance segmenter or an object detector of transformers
+# --- Object detection by an instance segmenter or an object detector of transformers
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels; right and bottom are outside
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels; right and bottom are exclusive
 
 SEGMENTERS = ("mask2former", "maskformer")
 KINDS = "a Mask2Former or MaskFormer instance segmenter or an object detector of transformers"
 
-# Names of the same class of COCO, without spaces: those of mmdetection's label file, which most checkpoints carry, and
-# GenEval's.
+# synonymous COCO class names, without spaces: mmdetection's label file, which most checkpoints use -> GenEval
 SYNONYMS = {
     "aeroplane": "airplane",
     "motorbike": "motorcycle",
@@ -56,7 +55,7 @@ SYNONYMS = {
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """An object that was found: its class, a score in [0, 1], and where it is."""
+    """Detected object: class, score in [0, 1], box and mask."""
 
     label: str
     score: float
@@ -66,17 +65,18 @@ class Detection:
 
 @dataclass(frozen=True, eq=False)
 class Detector:
-    """Finds objects, in batches and without gradients; `detector` gives one."""
+    """Batched object detector without gradients; use `detector` to load one."""
 
     model: "PreTrainedModel"
     image_processor: "BaseImageProcessor"
-    segments: bool  # gives masks, not only boxes
+    segments: bool  # outputs masks, not only boxes
     dtype: torch.dtype
 
     def __call__(self, images: list[Image.Image], threshold: float, batch_size: int) -> list[list[Detection]]:
-        """For each image what was found with a score above `threshold`, best first."""
+        """Return for each image the detections with a score above `threshold`, best first."""
         found: dict[int, list[Detection]] = {}
-        # A batch is padded to its largest image, so only images of one size may share it: no score depends on others.
+        # a batch is padded to its largest image: batching only images of one size keeps scores independent of each
+        # other
         for size in dict.fromkeys(image.size for image in images):
             same = [i for i, image in enumerate(images) if image.size == size]
             for start in range(0, len(same), batch_size):
@@ -99,14 +99,14 @@ class Detector:
     ) -> list[list[Detection]]:
         outputs.class_queries_logits = outputs.class_queries_logits.float()
         outputs.masks_queries_logits = outputs.masks_queries_logits.float()
-        with self.model.device:  # the processor makes tensors of its own, which have to be where the masks are
+        with self.model.device:  # the processor creates tensors, which must be on the device of the masks
             results = self.image_processor.post_process_instance_segmentation(
                 outputs, threshold=threshold, target_sizes=sizes, return_binary_maps=True
             )
         found: list[list[Detection]] = []
         for result in results:
             infos = result["segments_info"]
-            # Without segments this is not a stack of masks, but an image of -1.
+            # without segments this is not a stack of masks, but an image of -1
             masks = result["segmentation"].bool().cpu().numpy() if infos else ()
             found.append(
                 [
@@ -132,23 +132,23 @@ class Detector:
 
 
 def mask_box(mask: np.ndarray) -> Box:
-    """The smallest box around the pixels of a mask [H, W] that has at least one."""
+    """Return the bounding box of a non-empty mask `[H, W]`."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
 
 
 def _inside(box: list[float], size: tuple[int, int]) -> Box:
-    """The part of a predicted box that is on the image."""
+    """Clip a predicted box to the image."""
     height, width = size
     left, top, right, bottom = box
     return max(left, 0.0), max(top, 0.0), min(right, float(width)), min(bottom, float(height))
 
 
 def detector(model: str, device: str = "auto", dtype: str = "float32") -> Detector:
-    """The detector with the weights of `model`, a Hub id or a local folder; it is loaded once a process.
+    """Load the detector `model`, a Hub id or a local folder; each is loaded once per process.
 
     Raises:
-        RewardError: it cannot be loaded, is of another kind or incomplete, or there is no such device.
+        RewardError: it cannot be loaded, is of another kind or incomplete, or the device is missing.
     """
     place = resolve_device(device)
     return _detector(model, str(place), resolve_dtype(dtype, place))
@@ -168,25 +168,25 @@ def _detector(model: str, device: str, dtype: torch.dtype) -> Detector:
 
 @cache
 def _config(model: str) -> "PretrainedConfig":
-    """The configuration of the detector; its weights are not read."""
+    """Load the configuration of the detector, without its weights."""
     import transformers
 
     with loading("model", model, KINDS):
         config = transformers.AutoConfig.from_pretrained(expanded(model))
     if config.model_type in SEGMENTERS:
-        require("scipy", "geneval")  # transformers builds the training loss with it, whether or not it is used
+        require("scipy", "geneval")  # transformers always builds the training loss, which needs it
     elif not any(name.endswith("ForObjectDetection") for name in config.architectures or ()):
         raise RewardError(f"model={model} is a {config.model_type} model, which does not detect objects: give {KINDS}")
     return config
 
 
 def detector_labels(model: str) -> list[str]:
-    """The classes that the detector `model` knows; raises as `detector` does, but reads no weights."""
+    """Return the class names of the detector `model`; raises like `detector`, but reads no weights."""
     return [str(label) for label in _config(model).id2label.values()]
 
 
 def find_label(name: str, labels: list[str]) -> str:
-    """The label of the class `name`: names match without case and spaces, and by `SYNONYMS`.
+    """Return the label of the class `name`, matched without case and spaces and by `SYNONYMS`.
 
     Raises:
         DataError: no label matches; names the nearest.
@@ -209,7 +209,7 @@ def _canonical(name: str) -> str:
     return SYNONYMS.get(_plain(name), _plain(name))
 
 
-# --- The requirements of a prompt, and the verdict on the detections
+# --- Requirements of a prompt, and the verdict on the detections
 
 Colour = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
 Relation = Literal["left of", "right of", "above", "below"]
@@ -231,7 +231,7 @@ class Objects:
 
 @dataclass(frozen=True)
 class Clause(Objects):
-    """Objects of a colour, each of them in a relation to each object of an earlier clause."""
+    """Objects with an optional colour, each in a relation to each object of an earlier clause if `position` is set."""
 
     color: Colour | None = None
     position: tuple[Relation, Annotated[int, Field(ge=0)]] | None = None
@@ -243,7 +243,7 @@ def _none_is_empty(value: object) -> object:
 
 @dataclass(frozen=True)
 class Row:
-    """GenEval's metadata of a prompt: it requires all of `include`, and fewer than each of `exclude`."""
+    """GenEval's metadata of a prompt: requires all of `include`, and fewer than each of `exclude`."""
 
     tag: str
     include: Annotated[tuple[Clause, ...], BeforeValidator(_none_is_empty)] = ()
@@ -261,7 +261,7 @@ class Row:
 
     @property
     def classes(self) -> set[str]:
-        """Every class that is required or excluded."""
+        """All required or excluded classes."""
         return {clause.name for clause in self.include} | {limit.name for limit in self.exclude}
 
 
@@ -269,7 +269,7 @@ ROW = TypeAdapter(Row)
 
 
 def parse_row(metadata: Metadata) -> Row:
-    """Read GenEval's metadata; raises `DataError` naming the field that is missing or wrong."""
+    """Parse GenEval's metadata; raises `DataError` naming the field that is missing or wrong."""
     try:
         return ROW.validate_python(metadata)
     except ValidationError as error:
@@ -284,10 +284,10 @@ def parse_row(metadata: Metadata) -> Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an image meets its row.
+    """How well an image meets its row.
 
-    score: the mean over all requirements, at most 1. strict: all are met exactly. benchmark: GenEval's own
-    verdict, for which objects beyond the best `count` do no harm unless they are excluded.
+    score: mean over all requirements, at most 1. strict: all are met exactly. benchmark: GenEval's verdict, which
+    ignores objects beyond the best `count` unless they are excluded.
     """
 
     score: float
@@ -296,10 +296,10 @@ class Verdict:
 
 
 def relations(box: Box, other: Box, margin: float = 0.1) -> set[Relation]:
-    """Where `box` lies relative to `other`: none, one or two relations.
+    """Return the position of `box` relative to `other`: none, one or two relations.
 
-    The offset of the centres counts from `margin` times the summed widths (or heights) on; an axis has a relation if
-    its remainder is more than half of the length of the offset.
+    The offset of the centers is first reduced by `margin` times the summed widths (or heights); an axis has a relation
+    if the remainder exceeds half of the length of the offset.
     """
     offset = [(box[i] + box[i + 2] - other[i] - other[i + 2]) / 2 for i in (0, 1)]
     sizes = [abs(box[i + 2] - box[i]) + abs(other[i + 2] - other[i]) for i in (0, 1)]
@@ -317,14 +317,14 @@ def relations(box: Box, other: Box, margin: float = 0.1) -> set[Relation]:
 def judge(row: Row, found: dict[str, list[Detection]], colours: list[list[str]], margin: float = 0.1) -> Verdict:
     """Compare the detections with the requirements.
 
-    found: the detections of each class of the row, best first. colours: for each include clause with a colour the
-    colours of the first `count` detections of its class, if there are as many.
+    found: detections of each class of the row, best first. colours: for each include clause with a colour, the colours
+    of the first `count` detections of its class, if there are at least `count`.
     """
     everything = [found[clause.name] for clause in row.include]
     best = [found[clause.name][: clause.count] for clause in row.include]
     exact, enough = (_parts(row, objects, colours, margin) for objects in (everything, best))
     below = [len(found[limit.name]) < limit.count for limit in row.exclude]
-    # An exact count implies the limit of its own class, which must not count twice.
+    # an exact count implies the limit of its class, which must not count twice
     counted = {clause.name for clause in row.include}
     parts = exact + [float(ok) for limit, ok in zip(row.exclude, below, strict=True) if limit.name not in counted]
     allowed = all(below)
@@ -336,7 +336,7 @@ def judge(row: Row, found: dict[str, list[Detection]], colours: list[list[str]],
 
 
 def _parts(row: Row, found: list[list[Detection]], colours: list[list[str]], margin: float) -> list[float]:
-    """For each clause its count, colour and position, 1 where it is right; a wrong count makes the other two 0."""
+    """Return the scores of each clause's count, colour and position, at most 1; a wrong count zeroes the others."""
     parts: list[float] = []
     matched: list[list[Detection] | None] = []
     for clause, objects, names in zip(row.include, found, colours, strict=True):
@@ -359,7 +359,7 @@ def _parts(row: Row, found: list[list[Detection]], colours: list[list[str]], mar
 
 
 def object_crop(image: Image.Image, detection: Detection) -> Image.Image:
-    """The box of a detection cut out of an RGB image; grey where its mask, if it has one, is not."""
+    """Crop an RGB image to the box of a detection; pixels outside its mask, if it has one, become grey."""
     if detection.mask is not None:
         grey = Image.new("RGB", image.size, BACKGROUND)
         image = Image.composite(image, grey, Image.fromarray(detection.mask.astype("uint8") * 255))
@@ -370,14 +370,14 @@ def object_crop(image: Image.Image, detection: Detection) -> Image.Image:
 
 @dataclass(frozen=True, kw_only=True)
 class GenEvalScorer(NetworkScorer):
-    """Columns `geneval` (graded, at most 1, below 0 for many objects too many), `geneval_strict` and
-    `geneval_benchmark` (both 0 or 1); see `Verdict`.
+    """Columns `geneval` (graded), `geneval_strict` and `geneval_benchmark` (both 0 or 1); see `Verdict`.
 
-    The row's metadata are those of GenEval's own files. `model` finds the objects: a Hub id or a folder of a
-    Mask2Former or MaskFormer instance segmenter, or of an object detector of transformers. A detection counts above a
-    score of `threshold`, in rows tagged `counting` of `counting_threshold`; of a class the best `max_objects` do,
-    overlapping or not. `colour_model` is a CLIP that names the colour of an object, on grey if there are masks. Both
-    models run in `dtype`; a detection is compared with a threshold, so the default is fp32 on every device.
+    `geneval` is at most 1, and below 0 for many surplus objects. The row has the metadata of GenEval's files. `model`
+    is the Hub id or folder of a Mask2Former or MaskFormer instance segmenter, or of an object detector of transformers.
+    Detections count above a score of `threshold`, in rows tagged `counting` above `counting_threshold`, and at most the
+    best `max_objects` per class, overlapping or not. `colour_model` is a CLIP that classifies the colour of an object,
+    on grey if there are masks. Both models run in `dtype`, by default fp32 on every device because scores are compared
+    with a threshold.
     """
 
     model: str = "facebook/mask2former-swin-small-coco-instance"
@@ -402,7 +402,7 @@ class GenEvalScorer(NetworkScorer):
         }
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
-        detector_labels(self.model)  # a model that cannot be read is found out even where it gets no prompts
+        detector_labels(self.model)  # an unreadable model is reported even if there are no prompts
         super().check_prompts(prompts)
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
@@ -414,7 +414,7 @@ class GenEvalScorer(NetworkScorer):
             raise DataError(f"it requires {most} objects of a class: raise max_objects={self.max_objects}")
 
     def _find(self, images: list[Image.Image], rows: list[Row]) -> list[dict[str, list[Detection]]]:
-        """For each image the detections that count of each class of its row, best first."""
+        """Return for each image the accepted detections of each class of its row, best first."""
         labels = detector_labels(self.model)
         wanted = [{name: find_label(name, labels) for name in row.classes} for row in rows]
         thresholds = [self.counting_threshold if row.tag == "counting" else self.threshold for row in rows]
@@ -431,7 +431,7 @@ class GenEvalScorer(NetworkScorer):
     def _colours(
         self, images: list[Image.Image], rows: list[Row], found: list[dict[str, list[Detection]]]
     ) -> list[list[list[str]]]:
-        """For each image and include clause the colours that `judge` needs."""
+        """Return for each image and include clause the colours that `judge` needs."""
         colours: list[list[list[str]]] = [[[] for _ in row.include] for row in rows]
         places = [
             (i, c, detection)
@@ -452,7 +452,7 @@ class GenEvalScorer(NetworkScorer):
         return clip_tower(self.colour_model, device=self.device, dtype=self.dtype)
 
     def _colour_features(self, name: str) -> torch.Tensor:
-        """CLIP's text features [10, dim], each of length 1, of a class in each of the colours."""
+        """Return CLIP's unit-norm text features `[10, dim]` of a class in each of the colours."""
         if name not in self._known:
             texts = [template.format(colour, name) for colour in COLOURS for template in TEMPLATES]
             features = self._clip.text_features(texts, self.batch_size).unflatten(0, (len(COLOURS), len(TEMPLATES)))

@@ -1,4 +1,4 @@
-"""The base of scorers that call a service: a JSON client with time-outs and retries, tokens, images as text."""
+"""Base class of scorers that call a service: JSON client with time-outs and retries, tokens, image encoding."""
 
 import base64
 import io
@@ -28,12 +28,12 @@ from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
 
-# --- A JSON client with time-outs and retries, tokens, images as text
+# --- JSON client with time-outs and retries, tokens, image encoding
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 10.0  # seconds; a machine that is there answers at once, however long it then computes
-LONGEST_WAIT = 60.0  # seconds between two attempts; a service that names more is out of order or out of quota
+CONNECT_TIMEOUT = 10.0  # seconds; a reachable machine answers at once, however long it then computes
+LONGEST_WAIT = 60.0  # seconds between two attempts; a service that requests more is broken or out of quota
 MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
 _SCATTER = random.Random()  # a separate generator: retries must not disturb seeded ones
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 class Transient(RewardError):
-    """A request failed in a way that may pass; `wait` is the seconds that the service wants the client to wait."""
+    """Error of a request that may succeed later; `wait` is the delay in seconds that the service requests."""
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -66,14 +66,14 @@ class Transient(RewardError):
 
 @dataclass(frozen=True, kw_only=True)
 class HttpScorer(Scorer):
-    """The kwargs of every scorer that calls a service.
+    """Base class of scorers that call a service.
 
-    `token_file` or `token_env` names the file or the environment variable with the bearer token, which itself belongs
-    in no configuration; driver and reward workers read it. `timeout` is the number of seconds an attempt may take, from
-    connecting to the last byte of the answer, `concurrency` the requests in flight of one reward worker, `retries` how
-    often a request is repeated after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff`
-    seconds, then twice as many each time, or as long as the service says in `Retry-After`. The proxy settings of
-    the environment apply, except to this machine itself.
+    `token_file` or `token_env` names the file or environment variable with the bearer token, which must not be in the
+    configuration; the driver and reward workers read it. `timeout` limits an attempt, in seconds from connecting to the
+    last byte of the answer; `concurrency` limits the requests in flight per reward worker. A request is repeated up to
+    `retries` times after a connection error, a time-out or a status of 408, 429 or 5xx: after `backoff` seconds,
+    doubled each time, or as the service requests in `Retry-After`. The environment's proxy settings apply, except to
+    this machine.
     """
 
     token_file: str | None = None
@@ -87,12 +87,12 @@ class HttpScorer(Scorer):
         read_token(self.token_file, self.token_env)
 
     def client(self, url: str) -> "Client":
-        """A client of the service at `url`; the token is read anew, so that it may be renewed during a run."""
+        """Return a client of the service at `url`; rereads the token, so that it can be renewed during a run."""
         return Client(url, self, *read_token(self.token_file, self.token_env))
 
 
 def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]:
-    """The bearer token in `file` or in the environment variable `variable`, and the key that named it; None for none.
+    """Read the bearer token from `file` or the environment variable `variable`; return it and its key, or None and "".
 
     Raises:
         RewardError: both are given, or the source holds no token; the message does not show it.
@@ -122,12 +122,12 @@ def read_token(file: str | None, variable: str | None) -> tuple[str | None, str]
 
 
 class Client:
-    """JSON over HTTP with the service at `url`, for one scoring call: leaving the context ends what is under way.
+    """JSON client of the service at `url`, for one scoring call; leaving the context cancels requests in progress.
 
-    `config` gives time-out, retries and concurrency; `source` says where `token` is from. No message shows the token.
+    `config` sets time-out, retries and concurrency; `source` names the origin of `token`. No message shows the token.
 
     Raises:
-        RewardError: from every method, for a request that failed, with the answer and the remedy.
+        RewardError: raised by every method for a failed request, with the answer and the remedy.
     """
 
     def __init__(self, url: str, config: HttpScorer, token: str | None = None, source: str = "") -> None:
@@ -149,9 +149,9 @@ class Client:
         self._session.close()
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """`function` of each item, `config.concurrency` at a time, in the order of the items.
+        """Apply `function` to the items, `config.concurrency` at a time; return the results in order.
 
-        The first failure is raised at once: what has not started is dropped; leaving the context ends the retries.
+        Raises the first failure at once and drops items not yet started; leaving the context ends the retries.
         """
         pool = ThreadPoolExecutor(self.config.concurrency, thread_name_prefix="scorer-http")
         try:
@@ -163,7 +163,7 @@ class Client:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def post(self, path: str, payload: Mapping[str, object]) -> JSON:
-        """The JSON that `POST url + path` answers to `payload`."""
+        """POST `payload` to `url + path` and return the JSON of the answer."""
         body = json.dumps(payload, allow_nan=False).encode()
         for attempt in range(self.config.retries + 1):
             try:
@@ -173,7 +173,7 @@ class Client:
                     raise Transient(f"{error} ({attempt + 1} attempts)") from None
                 if error.wait > LONGEST_WAIT:
                     raise RewardError(f"{error} (Retry-After is {error.wait:.0f} s, which is too long)") from None
-                # Scattered, so that requests refused together do not come back together.
+                # jitter, so that requests refused together are not repeated together
                 pause = self.config.backoff * 2 ** min(attempt, 16) * _SCATTER.uniform(0.75, 1.25)
                 pause = max(error.wait, min(pause, LONGEST_WAIT))
                 log.warning("%s (attempt %d; next in %.1f s)", error, attempt + 1, pause)
@@ -203,9 +203,9 @@ class Client:
         return self._answer(request, response, content)
 
     def _in_time(self, exchange: Callable[[], Result]) -> Result:
-        """The result of `exchange`, in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
+        """Run `exchange` in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
 
-        The time-outs of requests are for each piece: a service that sends a byte now and then never exceeds them.
+        The time-outs of requests apply to each read: a service that sends a byte now and then never exceeds them.
         """
         future: Future[Result] = Future()
 
@@ -219,15 +219,15 @@ class Client:
         return future.result(self.config.timeout)
 
     def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
-        """One request and its answer, which is read as it comes and no further than `MAX_ANSWER`."""
+        """Send one request and stream its answer, up to `MAX_ANSWER` bytes."""
         with self._session.post(
             url,
             data=body,
-            # Compressed, a small answer could fill the memory.
+            # a small compressed answer could fill the memory
             headers={"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"},
             auth=self._authorise,
             timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
-            allow_redirects=False,  # a redirected POST becomes a GET, and the token would travel on
+            allow_redirects=False,  # a redirected POST becomes a GET, and the token would be forwarded
             stream=True,
         ) as response:
             coding = response.headers.get("Content-Encoding", "identity").strip().lower()
@@ -239,7 +239,7 @@ class Client:
             content, until = bytearray(), time.monotonic() + self.config.timeout
             while chunk := response.raw.read1(1 << 16, decode_content=False):
                 content += chunk
-                if time.monotonic() > until:  # nobody waits for it any more
+                if time.monotonic() > until:  # the caller has timed out
                     raise TimeoutError
                 if len(content) > MAX_ANSWER:
                     raise RewardError(
@@ -253,7 +253,7 @@ class Client:
         if 200 <= status < 300:
             try:
                 return json.loads(content)
-            except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, lists in lists in lists
+            except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, deeply nested lists
                 raise RewardError(
                     f"{request} answered {status} without JSON: {text}: correct the address, or check the log of the "
                     "service"
@@ -272,42 +272,42 @@ class Client:
         return REMEDIES.get(status, "check the log of the service" if status >= 500 else REJECTED)
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # Given for every request, also without a token: else requests would look for a password in ~/.netrc.
+        # set for every request, even without a token: otherwise requests would look for a password in ~/.netrc
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
     def shown(self, text: str) -> str:
-        """The first `SHOWN` characters of a service's answer, on one line, for a message; without the token."""
+        """Return the first `SHOWN` characters of an answer on one line, without the token, for an error message."""
         return repr(" ".join(self.redacted(text).split())[:SHOWN])
 
     def quoted(self, answer: JSON) -> str:
-        """The same of an answer that was JSON."""
+        """Return a JSON answer as `shown` does."""
         try:
             return self.shown(json.dumps(answer))
         except RecursionError:
             return "endlessly nested lists"
 
     def redacted(self, text: str) -> str:
-        """`text` without the token."""
+        """Return `text` without the token."""
         return text if self._token is None else text.replace(self._token, "[token]")
 
 
 def png_base64(image: Image.Image) -> str:
-    """The image as a PNG file, RGB, in base64."""
+    """Encode an image as an RGB PNG in base64."""
     buffer = io.BytesIO()
-    # Lossless at any level; 1 is several times as fast as the default and hardly larger.
+    # lossless at any level; 1 is several times as fast as the default and hardly larger
     image.convert("RGB").save(buffer, "PNG", compress_level=1)
     return to_base64(buffer.getvalue())
 
 
 def to_base64(content: bytes) -> str:
-    """A file as text."""
+    """Encode bytes in base64."""
     return base64.b64encode(content).decode()
 
 
 def at_most(image: Image.Image, size: int | None) -> Image.Image:
-    """The image, reduced in proportion to at most `size` pixels a side; None leaves it as it is."""
+    """Downscale an image in proportion to at most `size` pixels a side; None leaves it unchanged."""
     if size is None or max(image.size) <= size:
         return image
     width, height = (max(1, round(side * size / max(image.size))) for side in image.size)
@@ -315,7 +315,7 @@ def at_most(image: Image.Image, size: int | None) -> Image.Image:
 
 
 def check_url(kwarg: str, url: str) -> None:
-    """Raise `RewardError` unless `url` is the plain HTTP address of a service, without credentials in it."""
+    """Raise `RewardError` unless `url` is a plain HTTP address of a service, without credentials."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018  reading it checks it
@@ -332,7 +332,7 @@ def check_url(kwarg: str, url: str) -> None:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds of a `Retry-After` header, which has a number or a date; 0 if it has neither (RFC 9110, 10.2.3)."""
+    """Return the seconds of a `Retry-After` header, a number or a date; 0 if it is neither (RFC 9110, 10.2.3)."""
     try:
         wait = int(value) if value.isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
         return max(0.0, float(wait))
@@ -343,7 +343,7 @@ def _retry_after(value: str) -> float:
 
 
 def _cause(error: BaseException) -> str:
-    """The first error of a chain, such as a refused connection, without those that the library raised from it."""
+    """Describe the root cause of an exception chain, such as a refused connection, in one line."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
     return " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]

@@ -1,4 +1,4 @@
-"""What scorers with a network in their process share: kwargs, loading, placement, batches, and images as tensors."""
+"""Base of scorers that run a network in their process: kwargs, loading, placement, batches, image tensors."""
 
 import itertools
 import os
@@ -20,18 +20,18 @@ from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-Channels: TypeAlias = Sequence[float] | np.ndarray  # a number for each
+Channels: TypeAlias = Sequence[float] | np.ndarray  # one number per channel
 
-# Mean and standard deviation of each channel, by which CLIP and BLIP normalise pixels.
+# mean and standard deviation per channel, with which CLIP and BLIP normalise pixels
 PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
 PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkScorer(Scorer):
-    """The kwargs of these scorers: images or texts in a batch, `device` auto, cpu, cuda or cuda:N, and the dtype.
+    """Base class with the batch size (images or texts), `device` (auto, cpu, cuda or cuda:N) and the dtype.
 
-    `identity`: the kwargs by which two scorers have the same network; with them they share a process.
+    `identity`: a prefix and the kwargs that determine the network; scorers that agree in them share a process.
     """
 
     batch_size: Annotated[int, Field(ge=1)] = 32
@@ -47,13 +47,13 @@ class NetworkScorer(Scorer):
 
     @property
     def placement(self) -> tuple[torch.device, torch.dtype]:
-        """The device and the dtype of the network; raises `RewardError` for a GPU that is not there."""
+        """Device and dtype of the network; raises `RewardError` if the GPU does not exist."""
         device = resolve_device(self.device)
         return device, resolve_dtype(self.dtype, device)
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU if there is one, else the CPU; raises `RewardError` for a GPU that is not there."""
+    """Resolve `auto` to the GPU if there is one, else the CPU; raises `RewardError` if the GPU does not exist."""
     count = torch.cuda.device_count()
     found = torch.device(("cuda" if count else "cpu") if device == "auto" else device)
     if found.type == "cpu":
@@ -67,7 +67,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on the CPU."""
+    """Resolve `auto` to bfloat16 on a GPU and float32 on the CPU."""
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     found: torch.dtype = getattr(torch, dtype)
@@ -78,13 +78,13 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def expanded(source: str) -> str:
-    """A folder below `~` as a path; Hub ids and other folders as they are."""
+    """Expand `~` in a folder; Hub ids and other folders are unchanged."""
     return os.path.expanduser(source)
 
 
 @contextmanager
 def loading(kwarg: str, source: str, what: str) -> Iterator[None]:
-    """Turn whatever fails while `source` is read from disk or from the Hub into one `RewardError`."""
+    """Convert any failure to read `source` from disk or the Hub into a `RewardError`."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -96,10 +96,10 @@ def loading(kwarg: str, source: str, what: str) -> Iterator[None]:
 
 
 def pretrained(kind: Any, model: str, what: str, unused: str | None = None) -> Any:
-    """The network of the transformers class `kind` with the weights of `model`, in fp32 and eval mode.
+    """Load the weights of `model` into the transformers class `kind`, in fp32 and eval mode.
 
-    `unused`: prefix of the parameters that may be missing. Raises `RewardError` if it cannot be loaded, or lacks
-    weights, which transformers would fill with random numbers.
+    `unused`: prefix of parameters that may be missing. Raises `RewardError` if it cannot be loaded, or lacks weights,
+    which transformers would initialise randomly.
     """
     with loading("model", model, what):
         network, info = kind.from_pretrained(expanded(model), dtype=torch.float32, output_loading_info=True)
@@ -113,9 +113,9 @@ def pretrained(kind: Any, model: str, what: str, unused: str | None = None) -> A
 
 
 def image_processor(source: str) -> Any:
-    """The image processor of transformers for `source`, on PIL whether or not torchvision is installed.
+    """Load the image processor of `source` with the PIL backend, even if torchvision is installed.
 
-    torchvision resizes to slightly other pixels, so that scores would depend on the environment.
+    torchvision resizes to slightly different pixels, so that scores would depend on the environment.
     """
     import transformers
 
@@ -123,7 +123,7 @@ def image_processor(source: str) -> Any:
 
 
 def hub_file(kwarg: str, source: str, file: str) -> str:
-    """The path of `file` in `source`, a Hub id or a folder."""
+    """Return the path of `file` in `source`, a Hub id or a folder."""
     from transformers.utils import cached_file
 
     with loading(kwarg, source, f"a repository with {file}"):
@@ -131,33 +131,33 @@ def hub_file(kwarg: str, source: str, file: str) -> str:
 
 
 def read_tensors(kwarg: str, path: str) -> dict[str, torch.Tensor]:
-    """The tensors in the file `path`, on the CPU: safetensors, or PyTorch's format read as data without running code.
+    """Load the tensors of the file `path` on the CPU: safetensors, or PyTorch's format read without running code.
 
     Raises:
-        RewardError: there is no such file, or it cannot be read as what its suffix says.
+        RewardError: the file is missing, or cannot be read in the format of its suffix.
         pickle.UnpicklingError: a PyTorch file holds more than tensors.
     """
     file = Path(path).expanduser()
     with loading(kwarg, path, "such weights"):
         if file.suffix == ".safetensors":
             return safetensors.torch.load_file(file)
-        # Published on a GPU, which the machine at hand may lack.
+        # saved on a GPU, which this machine may lack
         state = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise RewardError(f"{kwarg}={path} contains {type(state).__name__}, not named tensors; give a state dict")
     return dict(state)
 
 
-LINEAR_LAYERS = (0, 2, 4, 6, 7)  # of LAION's aesthetic head and of ImageReward's: 1, 3 and 5 are dropout
+LINEAR_LAYERS = (0, 2, 4, 6, 7)  # of the heads of LAION's aesthetic score and ImageReward: 1, 3 and 5 are dropout
 
 
 def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> torch.nn.Sequential:
-    """The head [B, width] -> [B, 1] in fp32: linear layers with nothing between them, as the dropout is off.
+    """Build the head `[B, width]` -> `[B, 1]` in fp32: linear layers without activations; dropout is off.
 
-    `tensors` has the names of the original: `layers.0.weight`, `layers.0.bias`, ... `layers.7.bias`.
+    `tensors` has the original names: `layers.0.weight`, `layers.0.bias`, ... `layers.7.bias`.
 
     Raises:
-        RewardError: other tensors (such as those of a head with activations), or sizes that do not fit together.
+        RewardError: other tensors (such as a head with activations), or sizes that do not match.
     """
     if set(tensors) != {f"layers.{i}.{kind}" for i in LINEAR_LAYERS for kind in ("weight", "bias")}:
         raise RewardError(
@@ -182,22 +182,22 @@ def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> to
     return head.eval().requires_grad_(False)
 
 
-# --- Batches, and images as tensors with what image processors do to them, with gradients
+# --- Batching, and differentiable image preprocessing on tensors
 
 
 def in_batches(size: int, call: Callable[..., torch.Tensor], *columns: Sequence[Any]) -> torch.Tensor:
-    """The results [B, ...] of `call`, without gradients and on the CPU, for `columns` [B], `size` rows at a time."""
+    """Apply `call` to `columns` `[B]`, `size` rows at a time, without gradients; return `[B, ...]` on the CPU."""
     found = []
     for start in range(0, len(columns[0]), size):
         with torch.inference_mode():
             found.append(call(*(column[start : start + size] for column in columns)).cpu())
-    return torch.cat(found)  # no inference tensor, which autograd would refuse to save
+    return torch.cat(found)  # not an inference tensor, which autograd would refuse to save
 
 
 def resized(images: torch.Tensor, height: int, width: int, clamp: bool = True) -> torch.Tensor:
-    """Images `[B, 3, H, W]` in [0, 1] as `[B, 3, height, width]`: bicubic with antialiasing, as PIL but for rounding.
+    """Resize images `[B, 3, H, W]` in [0, 1] to `[B, 3, height, width]`: antialiased bicubic, PIL up to rounding.
 
-    `clamp`: limit the result to [0, 1], as PIL does; bicubic weights go beyond.
+    `clamp`: limit the result to [0, 1], as PIL does; bicubic weights exceed it.
     """
     if images.shape[2:] == (height, width):
         return images
@@ -206,14 +206,14 @@ def resized(images: torch.Tensor, height: int, width: int, clamp: bool = True) -
 
 
 def shorter_side(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Images `[B, 3, H, W]` whose shorter side is resized to `size`, the longer one in proportion, rounded down."""
+    """Resize the shorter side of images `[B, 3, H, W]` to `size`, the longer one in proportion, rounded down."""
     short = min(images.shape[2:])
     height, width = (int(size * side / short) for side in images.shape[2:])
     return resized(images, height, width)
 
 
 def longer_side(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Images `[B, 3, size, size]`: the longer side resized to `size`, black beside the shorter one."""
+    """Resize the longer side of images to `size` and pad the shorter one with black; return `[B, 3, size, size]`."""
     height, width = (max(1, round(side * size / max(images.shape[2:]))) for side in images.shape[2:])
     images = resized(images, height, width, clamp=False)
     top, left = (size - height) // 2, (size - width) // 2
@@ -221,6 +221,6 @@ def longer_side(images: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def normalised(images: torch.Tensor, mean: Channels, std: Channels) -> torch.Tensor:
-    """Images `[B, 3, H, W]`, each channel less its mean and divided by its std."""
+    """Normalise images `[B, 3, H, W]` per channel: subtract the mean, divide by the std."""
     shift, scale = (torch.as_tensor(np.asarray(v)).to(images)[:, None, None] for v in (mean, std))
     return (images - shift) / scale

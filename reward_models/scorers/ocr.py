@@ -1,4 +1,4 @@
-"""Reward for rendered text: what a real OCR model reads, compared with what should be written.
+"""Reward for rendered text: the output of an OCR model compared with the target text.
 
 Source: the text-rendering reward of Flow-GRPO (arXiv 2505.05470), which is `match: contains`.
 """
@@ -20,36 +20,36 @@ from gerl.rewards.scorers.base import Columns, Metadata, Scorer, require
 PACKAGES = {"rapidocr": ("cv2", "onnxruntime", "rapidocr"), "paddleocr": ("paddle", "paddleocr")}
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
 Match = Literal["exact", "contains"]
-FRAME_STEP = 4  # of the frames of a video every fourth is read
+FRAME_STEP = 4  # every fourth frame of a video is read
 
-# Opening and closing marks of a pair. Single straight ones are too often an apostrophe.
+# pairs of opening and closing quotes; straight single quotes are too often apostrophes
 PAIRS = ('""', "“”", "„“", "„”", "””", "‟”", "«»", "»«", "＂＂")
 QUOTED = re.compile("|".join(f"{p[0]}([^{p}]*){p[1]}" for p in PAIRS))
-# Single typographic ones, where neither can be an apostrophe: ’ inside a word is one, before and after one may be.
+# typographic single quotes that cannot be apostrophes: ’ inside a word is one, before or after a word it may be
 QUOTED_SINGLE = re.compile(r"(?<!\w)[‘‚]((?:[^‘’‚]|’(?=\w))*)[’‘](?!\w)")
 
 
 def normalised(text: str) -> str:
-    """The text in lower case and without whitespace: what is compared."""
+    """Normalise text for comparison: lower case, no whitespace."""
     return "".join(text.split()).lower()
 
 
 def is_exact(recognised: str, target: str) -> bool:
-    """Whether exactly `target` is read, but for case and whitespace."""
+    """Whether `recognised` equals `target`, ignoring case and whitespace."""
     return normalised(recognised) == normalised(target)
 
 
 def quoted(prompt: str) -> str:
-    """The first text in double quotes, straight or typographic, of which both must be there; else in ‘single’ ones."""
+    """Return the first text in double quotes, straight or typographic, else in ‘single’ ones; empty if missing."""
     match = QUOTED.search(prompt) or QUOTED_SINGLE.search(prompt)
     return next((text for text in match.groups() if text is not None), "") if match else ""
 
 
 def text_reward(recognised: str, target: str, match: Match = "exact") -> float:
-    """1 - min(edit distance, n) / n with n the length of `target`, in [0, 1]: 1 only where exactly `target` is read.
+    """Return 1 - min(edit distance, n) / n with n the length of `target`, in [0, 1]: 1 only for an exact match.
 
-    With `contains` also 1 where `target` is part of `recognised`, whatever else is read: Flow-GRPO's rule for images.
-    Case and whitespace do not count. `target` must have a character that is not whitespace.
+    With `contains` also 1 if `target` is part of `recognised`: Flow-GRPO's rule for images. Case and whitespace are
+    ignored. `target` must have a character that is not whitespace.
     """
     recognised, target = normalised(recognised), normalised(target)
     if match == "contains" and target in recognised:
@@ -58,15 +58,15 @@ def text_reward(recognised: str, target: str, match: Match = "exact") -> float:
 
 
 def video_reward(recognised: list[str], target: str) -> float:
-    """Mean of the `text_reward` of those frames that have one above 0, so that the text may come and go; 0 if none."""
+    """Return the mean of the positive `text_reward` values over frames, so that text may come and go; 0 if none."""
     rewards = [reward for text in recognised if (reward := text_reward(text, target)) > 0]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
 def paddle_text(results: Sequence[Mapping[str, Any]]) -> str:
-    """The text in what `predict` of PaddleOCR 3 returns for one image, joined without a separator.
+    """Return the text in the results of PaddleOCR 3's `predict` for one image, joined without a separator.
 
-    A result of the whole pipeline has the key `rec_texts`, a list from top to bottom; one of its recogniser alone has
+    A result of the whole pipeline has the key `rec_texts`, a list from top to bottom; one of the recogniser alone has
     `rec_text`.
 
     Raises:
@@ -88,39 +88,39 @@ def paddle_text(results: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class OcrScorer(Scorer):
-    """`text_reward` of what PP-OCR reads on the image, or `video_reward` of what it reads on every fourth frame.
+    """`text_reward` of the text that PP-OCR reads on the image, or `video_reward` over every fourth frame.
 
-    A second column, `exact`, is 1 where exactly the target is read, else 0; of a video the share of the read frames.
-    `match`: whether all that is read must be the target, or may contain it (only of images: Flow-GRPO compares the
-    frames of videos whole). Punctuation counts: a line read as "135," is not "135".
+    A second column, `exact`, is 1 for an exact match, else 0; for a video the fraction of the read frames. `match`:
+    whether the recognised text must equal the target, or may contain it (images only: Flow-GRPO compares the whole text
+    of video frames). Punctuation counts: "135," is not "135".
 
-    The image is taken as one line of text (about 4 ms for a small sign); with `detect` text is first searched for, line
-    by line, and joined from top to bottom: for pages and photos. A target of several lines is then compared as one
-    text, and what else is written in the picture counts against it: where a scene may have other texts, take
-    `contains`. The target is the row's `metadata_key`, else the first text in double quotes of the prompt, straight or
-    typographic. `threads` are the CPU threads of the OCR model; `min_width` is the least width in pixels, at a height
-    of 48, that a line is padded to by rapidocr. The weights of `rapidocr` are inside its wheel; `paddleocr` is the
-    original, English, downloads its weights, and also runs on the CPU.
+    The image is treated as one line of text (about 4 ms for a small sign); `detect` first detects text line by line and
+    joins it from top to bottom, for pages and photos. A target of several lines is then compared as one text, and other
+    text in the image lowers the reward: use `contains` if a scene may have other text. The target is the row's
+    `metadata_key`, else the first text in double quotes, straight or typographic, in the prompt. `threads` is the
+    number of CPU threads of the OCR model; `min_width` is the minimum width in pixels, at a height of 48, to which
+    rapidocr pads a line. The wheel of `rapidocr` includes its weights; `paddleocr` is the original, in English,
+    downloads its weights, and also runs on the CPU.
     """
 
     threads: Annotated[int, Field(ge=1)] = 1
     metadata_key: str = "text"
     match: Match = "exact"
     detect: bool = False
-    # PP-OCR's own default is 320. At 48 a 64x32 sign takes a third of the time and is read about as well: 100 of 100
-    # clean ones, 99 (320: 100) blurred ones, 97 (320: 100) under strong noise.
+    # PP-OCR's default is 320. With 48 a 64x32 sign takes a third of the time at similar accuracy: 100 of 100 clean
+    # signs, 99 (320: 100) blurred, 97 (320: 100) under strong noise.
     min_width: Annotated[int, Field(ge=48)] = 48
     backend: Literal["rapidocr", "paddleocr"] = "rapidocr"
     takes_frames = True
 
     def __post_init__(self) -> None:
-        for module in PACKAGES[self.backend]:  # rapidocr imports the other two only when it is used
+        for module in PACKAGES[self.backend]:  # rapidocr imports the other two only on use
             require(module, EXTRAS[self.backend])
 
     def __call__(
         self, images: Sequence[Image.Image | Sequence[Image.Image]], prompts: list[str], metadata: list[Metadata]
     ) -> Columns:
-        """The rewards [B] and the column `exact` [B]; an image may be a list of the frames of a video."""
+        """Return the rewards `[B]` and the column `exact` `[B]`; an image may be a list of video frames."""
         targets = [self.target(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
         found = [self._score(image, target) for image, target in zip(images, targets, strict=True)]
         return {"ocr": [reward for reward, _ in found], "exact": [exact for _, exact in found]}
@@ -138,7 +138,7 @@ class OcrScorer(Scorer):
         self.target(prompt, metadata)
 
     def target(self, prompt: str, metadata: Metadata) -> str:
-        """The text that should be written; raises `DataError` if there is none."""
+        """Return the target text; raises `DataError` if there is none."""
         given = metadata.get(self.metadata_key)
         text = str(given) if given is not None else quoted(prompt)
         if not normalised(text):
@@ -149,10 +149,10 @@ class OcrScorer(Scorer):
         return text
 
     def read(self, image: Image.Image) -> str:
-        """The text on the image, lines joined without a separator; empty if there is none."""
+        """Return the text on the image, lines joined without a separator; empty if there is none."""
         if self.backend == "paddleocr":
             return paddle_text(self._paddle.predict(np.asarray(image.convert("RGB"))[..., ::-1].copy()))  # BGR
-        # One image a call: in a batch the recogniser pads to the widest, so a score would depend on its neighbours.
+        # one image per call: in a batch the recogniser pads to the widest image, so a score would depend on the others
         texts: tuple[str, ...] | None = self._engine(image.convert("RGB")).txts
         return "".join(texts or ())
 
@@ -161,11 +161,11 @@ class OcrScorer(Scorer):
         rapidocr = require("rapidocr", "ocr")
         return rapidocr.RapidOCR(
             params={
-                # Its logger has its own handler; below this level it reports every model file and every blank image.
+                # its logger has a separate handler; below this level it reports every model file and every blank image
                 "Global.log_level": "error",
                 "Global.use_det": self.detect,
                 "Global.use_cls": False,
-                "Rec.rec_img_shape": [3, 48, self.min_width],  # channels, height, least width
+                "Rec.rec_img_shape": [3, 48, self.min_width],  # channels, height, minimum width
                 "EngineConfig.onnxruntime.intra_op_num_threads": self.threads,
                 "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             }
@@ -177,7 +177,7 @@ class OcrScorer(Scorer):
         place: dict[str, object] = {"device": "cpu", "cpu_threads": self.threads}
         if not self.detect:
             return paddleocr.TextRecognition(**place)
-        # Without these three it would turn and unbend pages, which takes further models.
+        # without these three it would rotate and unwarp pages, which needs further models
         return paddleocr.PaddleOCR(
             lang="en",
             use_doc_orientation_classify=False,

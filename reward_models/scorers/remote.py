@@ -1,4 +1,4 @@
-"""Rewards from gerl's own reward services, DeQA-Score among them."""
+"""Scorers that call gerl's reward services, including DeQA-Score."""
 
 import json
 import math
@@ -12,17 +12,16 @@ from gerl.errors import DataError, RewardError
 from gerl.rewards.scorers.base import JSON, VERSION, Columns, Metadata, number_of
 from reward_models.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
-# --- Rewards from gerl's own reward services: a scorer with packages, a GPU or a machine of its own.
+# --- gerl's reward services: scorers with separate packages, GPU or machine
 #
-# The protocol is JSON. `POST {url}/v1/score` takes {"scorer": name, "images": [PNG in base64], "prompts": [text],
-# "metadata": [object]}, each [B], and answers {"scores": {column: [number]}, "version": "1"}, columns [B], the first
-# the score that counts. `GET {url}/v1/health` answers an object with the same version. Errors have a status of 400 or
-# above.
+# JSON protocol: `POST {url}/v1/score` takes {"scorer": name, "images": [PNG in base64], "prompts": [text], "metadata":
+# [object]}, each `[B]`, and returns {"scores": {column: [number]}, "version": "1"}, columns `[B]`, the first of which
+# is the score. `GET {url}/v1/health` returns an object with the same version. Errors have a status of 400 or above.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceScorer(HttpScorer):
-    """Sends `batch_size` images a request to the reward service at `url`, reduced to at most `image_size` a side."""
+    """Base class that sends `batch_size` images per request to `url`, downscaled to at most `image_size` a side."""
 
     url: str
     batch_size: Annotated[int, Field(ge=1)] = 8
@@ -33,7 +32,7 @@ class ServiceScorer(HttpScorer):
         check_url("url", self.url)
 
     def columns(self, scorer: str, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> Columns:
-        """The columns [B] that `scorer` of the service gives.
+        """Return the columns `[B]` of the service's scorer `scorer`.
 
         Raises:
             RewardError: a request failed, or an answer does not have one finite number per image and column.
@@ -74,7 +73,7 @@ class RemoteScorer(ServiceScorer):
         return self.columns(self.scorer, images, prompts, metadata)
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
-        """Refuse only what cannot be sent; the service is not called, as it need not run yet."""
+        """Reject only metadata that cannot be sent; the service is not called, because it need not run yet."""
         _check_json(prompt, metadata)
 
 
@@ -90,7 +89,7 @@ def _check_json(prompt: str, metadata: Metadata) -> None:
 
 
 def checked_answer(client: Client, answer: JSON) -> dict[str, JSON]:
-    """An answer that is of this protocol; raises `RewardError` for another."""
+    """Return an answer that follows this protocol; raises `RewardError` otherwise."""
     if isinstance(answer, dict) and answer.get("version") == VERSION:
         return answer
     raise RewardError(
@@ -100,7 +99,7 @@ def checked_answer(client: Client, answer: JSON) -> dict[str, JSON]:
 
 
 def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
-    """The checked columns [size] of an answer."""
+    """Validate and return the columns `[size]` of an answer."""
     scores = checked_answer(client, answer).get("scores")
     if not isinstance(scores, dict) or not scores:
         raise RewardError(
@@ -128,7 +127,7 @@ def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
     return columns
 
 
-# --- DeQA-Score, an image quality model, behind a reward service of gerl that offers it as `deqa`.
+# --- DeQA-Score, an image quality model, behind a gerl reward service that offers it as `deqa`
 #
 # Source: "Teaching Large Language Models to Regress Accurate Image Quality Scores using Score Distribution" (arXiv
 # 2501.11561); the scale is that of Flow-GRPO's reward code.
@@ -139,12 +138,12 @@ ROUNDING = 0.05  # of a mean over five levels in half precision
 
 @dataclass(frozen=True, kw_only=True)
 class DeqaScorer(ServiceScorer):
-    """The quality 1 to 5 in the first column of the scorer `deqa`, divided by 5; the prompt does not matter."""
+    """Image quality from 1 to 5, the first column of the scorer `deqa`, divided by 5; ignores the prompt."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         qualities = next(iter(self.columns("deqa", images, prompts, [{} for _ in metadata]).values()))
         for i, quality in enumerate(qualities):
-            # A service that divides by 5 itself would otherwise go unnoticed.
+            # a service that already divides by 5 would otherwise go unnoticed
             if not WORST - ROUNDING <= quality <= BEST + ROUNDING:
                 raise RewardError(
                     f"{self.url} gave image {i} of {len(images)} a quality of {quality:g}, expected {WORST:g} to "

@@ -1,4 +1,4 @@
-"""Likeness of images: to a reference, in the features of DINO or CLIP, and to others of the group (diversity)."""
+"""Image similarity to a reference in DINO or CLIP features, and diversity within a group."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceScorer(Scorer):
-    """Cosine of the features of image and reference, in [-1, 1], 1 for the reference itself.
+    """Base class of scorers that return the cosine of the features of image and reference, in [-1, 1].
 
-    The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image.
+    The reference is the row's `metadata_key`: a path, absolute or relative to the current directory, or a PIL image.
     """
 
     metadata_key: str = "image"
 
-    label = ""  # in messages
+    label = ""  # scorer name in error messages
 
     def features(self, images: list[Image.Image]) -> torch.Tensor:
-        """Features [B, dim] of length 1, fp32 on the CPU."""
+        """Return unit-norm features `[B, dim]`, fp32 on the CPU."""
         raise NotImplementedError
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
@@ -41,13 +41,13 @@ class ReferenceScorer(Scorer):
         reference_of(self.label, prompt, metadata, self.metadata_key)
 
 
-# --- Likeness to a reference or source picture in the features of DINO, DINOv2 or DINOv3.
+# --- Similarity to a reference or source image in DINO, DINOv2 or DINOv3 features
 #
-# Source: the DINO metric of "DreamBooth" (arXiv 2208.12242), section 4.2, the cosine of the CLS features of a ViT that
-# learnt without labels: unlike CLIP it tells apart subjects of one kind. Models: arXiv 2104.14294, 2304.07193 and
+# Source: the DINO metric of "DreamBooth" (arXiv 2208.12242), section 4.2, the cosine of the CLS features of a
+# self-supervised ViT: unlike CLIP it distinguishes subjects of the same class. Models: arXiv 2104.14294, 2304.07193 and
 # 2508.10104. The published weights have not been run by this project.
 
-# Those whose first token, after the last norm, is the feature of the whole image; "vit" is the first DINO.
+# models whose first token, after the last norm, is the feature of the whole image; "vit" is the first DINO
 KINDS = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit", "dinov3_convnext")
 
 
@@ -55,8 +55,8 @@ KINDS = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit", "dinov3_convnex
 class DinoSimilarity(ReferenceScorer, NetworkScorer):
     """Cosine of the CLS features of image and reference, in [-1, 1], 1 for the reference itself.
 
-    The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image. `model`
-    is the Hub id or the folder of a DINO, DINOv2 or DINOv3 model of transformers.
+    The reference is the row's `metadata_key`: a path, absolute or relative to the current directory, or a PIL image.
+    `model` is the Hub id or folder of a DINO, DINOv2 or DINOv3 model of transformers.
     """
 
     model: str = "facebook/dinov2-base"
@@ -66,7 +66,7 @@ class DinoSimilarity(ReferenceScorer, NetworkScorer):
 
     @property
     def network(self) -> "DinoNetwork":
-        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        """DINO network, loaded on first use, once per process."""
         return _network(self.model, *self.placement)
 
     def features(self, images: list[Image.Image]) -> torch.Tensor:
@@ -75,14 +75,14 @@ class DinoSimilarity(ReferenceScorer, NetworkScorer):
 
 @dataclass(frozen=True, eq=False)
 class DinoNetwork:
-    """A DINO model with its image processor."""
+    """DINO model with its image processor."""
 
     model: "PreTrainedModel"
     processor: "BaseImageProcessor"
     dtype: torch.dtype
 
     def features(self, images: list[Image.Image]) -> torch.Tensor:
-        """CLS features [B, dim] of length 1, fp32."""
+        """Return unit-norm CLS features `[B, dim]`, fp32."""
         pixels = self.processor(images=[image.convert("RGB") for image in images], return_tensors="pt")["pixel_values"]
         tokens = self.model(pixels.to(self.model.device, self.dtype)).last_hidden_state
         return F.normalize(tokens[:, 0].float(), dim=-1)
@@ -97,17 +97,17 @@ def _network(model: str, device: torch.device, dtype: torch.dtype) -> DinoNetwor
         kind = transformers.AutoConfig.from_pretrained(expanded(model)).model_type
     if kind not in KINDS:
         raise RewardError(f"model={model} is a {kind} model: give {what} ({', '.join(KINDS)})")
-    # The pooler of the first DINO's class was never trained, and takes no part.
+    # the pooler in the class of the first DINO is untrained and unused
     network = pretrained(transformers.AutoModel, model, what, unused="pooler.")
     with loading("model", model, what):
-        if kind.startswith("dinov3"):  # its class has no form without torchvision; that of ViT does the same
+        if kind.startswith("dinov3"):  # its class requires torchvision; the ViT processor is equivalent
             processor = transformers.ViTImageProcessorPil.from_pretrained(expanded(model))
         else:
             processor = image_processor(model)
     return DinoNetwork(network.to(device, dtype), processor, dtype)
 
 
-# --- Likeness to a reference image, for editing and for a given subject, in the features of CLIP.
+# --- Similarity to a reference image in CLIP features, for editing and subject-driven generation
 #
 # Source: the CLIP-I metric of "DreamBooth" (arXiv 2208.12242), section 4.2.
 
@@ -116,7 +116,7 @@ def _network(model: str, device: torch.device, dtype: torch.dtype) -> DinoNetwor
 class ImageSimilarity(ReferenceScorer, ClipScorer):
     """Cosine of the CLIP features of image and reference, in [-1, 1], 1 for the reference itself.
 
-    The reference is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image.
+    The reference is the row's `metadata_key`: a path, absolute or relative to the current directory, or a PIL image.
     """
 
     label = "image_similarity"
@@ -125,15 +125,15 @@ class ImageSimilarity(ReferenceScorer, ClipScorer):
         return self.tower.image_features(images, self.batch_size)
 
 
-# --- Diversity: how unlike the other images of its prompt an image is, against the collapse to one picture per prompt
+# --- Diversity: dissimilarity to the other images of the prompt, against mode collapse
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diversity(ClipScorer):
-    """1 - the mean cosine of an image's CLIP feature with those of the other images of its group, in [0, 2].
+    """1 - the mean cosine of an image's CLIP feature with the features of the rest of its group, in [0, 2].
 
-    0 for an image without others, as in validation. `nearest`: 1 - the largest cosine in place of the mean one, as
-    GARDO measures it (arXiv 2512.24138; there with DINOv3).
+    0 for a single image, as in validation. `nearest`: 1 - the largest cosine instead of the mean, as in GARDO (arXiv
+    2512.24138; there with DINOv3).
     """
 
     nearest: bool = False

@@ -1,4 +1,4 @@
-"""VideoAlign's VideoReward: how good a video looks, how well it moves, and how well it follows its prompt."""
+"""VideoAlign's VideoReward: visual quality, motion quality and text alignment of a video."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ from gerl.rewards.scorers.base import Columns, Metadata
 from reward_models.scorers.networks import hub_file, in_batches, read_tensors
 from reward_models.scorers.vlm_reward import VlmNetwork, VlmScorer, base_parts, build_backbone
 
-# --- The model of VideoAlign: frames of a video go through a Qwen2-VL, three tokens of the text end in a linear layer.
+# --- VideoAlign's model: a Qwen2-VL on video frames, with a linear head on three special tokens of the text
 #
 # Source: github.com/KwaiVGI/VideoAlign, commit 219ab9d: the model in trainer.py, lines 59 to 173, its tokens and LoRA
 # in train_reward.py, lines 93 to 134, its files in utils.py, lines 163 to 198, the choice and size of frames in
 # vision_process.py, lines 26 to 81, 129 to 166, 246 to 254 and 300 to 323, the normalisation in inference.py, lines 59
-# to 66. Two things differ and change what rounding does: frames are resized by Pillow, which differs from torchvision
-# by at most one of 255 levels, and the last layer is in fp32.
+# to 66. Two differences affect rounding: frames are resized by Pillow, which differs from torchvision by at most one of
+# 255 levels, and the last layer is in fp32.
 
-TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")  # in the order of the text and of the numbers
+TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")  # in the order of the text and of the head's outputs
 SETTINGS = "model_config.json"
-LEAST_PIXELS = 128 * 28 * 28  # of a frame
-LEAST_FRAMES, MOST_FRAMES = 4, 768  # seen of a video, in pairs
-PREFIX = "base_model.model."  # of the names of tensors, from peft
+LEAST_PIXELS = 128 * 28 * 28  # per frame
+LEAST_FRAMES, MOST_FRAMES = 4, 768  # used per video; the number of frames is even
+PREFIX = "base_model.model."  # of tensor names, from peft
 HEAD = "rm_head.weight"
 Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How a video is seen: `fps` frames a second, each of at most `max_frame_pixels`."""
+    """Frame sampling of a video: `fps` frames per second, each of at most `max_frame_pixels`."""
 
     fps: Positive
     max_frame_pixels: Annotated[int, Field(gt=0)]
     sample_type: Literal["uniform"]
     prompt_template_type: Literal["detailed_special"]
-    num_frames: None = None  # instead of fps
+    num_frames: None = None  # alternative to fps
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A head with one number, or with one for each of the tokens."""
+    """Head with one output, or with one output per special token."""
 
     output_dim: Literal[1, 3]
     use_special_tokens: Literal[True]
@@ -54,7 +54,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The LoRA that lies in the checkpoint beside the weights it was trained on."""
+    """LoRA weights in the checkpoint, stored beside the base weights."""
 
     lora_enable: bool
     lora_r: Annotated[int, Field(gt=0)]
@@ -64,7 +64,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Mean and deviation of each number among the videos of the authors; neutral where a file has none."""
+    """Mean and standard deviation of each output over the authors' videos; neutral if the file has none."""
 
     VQ_mean: float = 0.0
     VQ_std: Positive = 1.0
@@ -76,7 +76,7 @@ class Normalisation:
 
 @dataclass(frozen=True)
 class Settings:
-    """The parts of `model_config.json` that are needed to grade."""
+    """Settings of `model_config.json` that are needed for scoring."""
 
     data: Annotated[DataSettings, Field(alias="data_config")]
     model: Annotated[ModelSettings, Field(alias="model_config")]
@@ -86,7 +86,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class VideoRewardModel(VlmNetwork):
-    """A model for videos with its head for grades."""
+    """Video reward model: backbone and head."""
 
     head: torch.nn.Linear
     settings: Settings
@@ -94,9 +94,9 @@ class VideoRewardModel(VlmNetwork):
     def outputs(
         self, videos: Sequence[Sequence[Image.Image]], texts: Sequence[str], fps: float, batch_size: int
     ) -> torch.Tensor:
-        """Grades [B, 3], normalised, fp32 on the CPU, of videos with `fps` frames a second.
+        """Return scores `[B, 3]`, normalised, fp32 on the CPU, of videos with `fps` frames per second.
 
-        A text has the three tokens once, in their order; it follows its video.
+        Each text follows its video and has the three special tokens once, in order.
         """
 
         def grades(videos: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
@@ -110,7 +110,7 @@ class VideoRewardModel(VlmNetwork):
         return (in_batches(batch_size, grades, videos, texts) - means) / deviations
 
     def _inputs(self, videos: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tokens, padded on the right, and pixels: a video's mark stands once for each patch of its pairs of frames."""
+        """Return right-padded tokens and pixels; a video's placeholder is repeated once per merged patch."""
         pixels, grids = zip(*(self._patches(video) for video in videos), strict=True)
         grid = torch.stack(grids)
         lengths = [[int(size)] for size in grid.prod(-1) // self.processor.merge_size**2]
@@ -122,10 +122,10 @@ class VideoRewardModel(VlmNetwork):
         }
 
     def _patches(self, frames: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Patches [F / 2 * N, values] of pairs of frames, and their grid: pairs, rows and columns.
+        """Return patches `[F / 2 * N, values]` of pairs of frames, and their grid: pairs, rows and columns.
 
-        The processor for images is used, since that for videos needs torchvision. It makes of an image two frames that
-        are the same; here the second is that of the next image.
+        Uses the image processor, because the video processor needs torchvision. It duplicates each image into two
+        frames; here the second is replaced by the next frame.
         """
         most = self.settings.data.max_frame_pixels
         size = {"shortest_edge": LEAST_PIXELS, "longest_edge": most}
@@ -138,10 +138,10 @@ class VideoRewardModel(VlmNetwork):
 
 
 def chosen_frames(count: int, fps: float, wanted: float) -> list[int]:
-    """Which of the `count` frames of a video of `fps` are seen, as evenly spread as whole numbers allow.
+    """Select frames of a video with `count` frames at `fps`, evenly spaced up to rounding; return their indices.
 
-    Some `wanted` a second, an even number of them, at least 4 where there are as many. Raises `RewardError` for a
-    video of one frame.
+    Selects `wanted` frames per second, rounded to an even number, and at least 4 if available. Raises `RewardError` for
+    a video of one frame.
     """
     if count < 2:
         raise RewardError(f"a video of {count} frame cannot be graded for motion: sample videos with at least 2")
@@ -151,12 +151,12 @@ def chosen_frames(count: int, fps: float, wanted: float) -> list[int]:
 
 @cache
 def video_reward_model(model: str, file: str, base: str, device: torch.device, dtype: torch.dtype) -> VideoRewardModel:
-    """The model with the weights in the `file` of `model`, a Hub id or a folder; `base` names its sizes and tokens.
+    """Load the weights in `file` of `model`, a Hub id or folder; `base` provides configuration and tokenizer.
 
-    Loaded once a process.
+    Loaded once per process.
 
     Raises:
-        RewardError: something cannot be loaded, is of another kind of model, or the weights do not fit.
+        RewardError: something cannot be loaded, the model is of another kind, or the weights do not match.
     """
     from peft import LoraConfig
 
@@ -178,7 +178,7 @@ def video_reward_model(model: str, file: str, base: str, device: torch.device, d
 
 
 def read_settings(model: str) -> Settings:
-    """Read `model_config.json` of `model`, a Hub id or a folder; raises `RewardError` for a model of another kind."""
+    """Read `model_config.json` of `model`, a Hub id or folder; raises `RewardError` for another kind of model."""
     text = Path(hub_file("model", model, SETTINGS)).read_text(encoding="utf-8")
     try:
         return TypeAdapter(Settings).validate_json(text)
@@ -191,20 +191,19 @@ def read_settings(model: str) -> Settings:
         ) from None
 
 
-# --- VideoAlign's VideoReward: how good a video looks, how well it moves, and how well it follows its prompt.
+# --- VideoAlign's VideoReward: visual quality, motion quality and text alignment of a video
 #
 # Source: "Improving Video Generation with Human Feedback" (arXiv 2501.13918) and its code
 # (github.com/KwaiVGI/VideoAlign, commit 219ab9d: inference.py, lines 103 to 180, prompt_template.py, lines 24 to 61 and
-# 121 to 122): a Qwen2-VL-2B with a LoRA; the published weights have not been run by this
-# project.
+# 121 to 122): a Qwen2-VL-2B with a LoRA; the published weights have not been run by this project.
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoAlign(VlmScorer):
-    """The sum of `vq`, `mq` and `ta`, further columns: visual quality, motion quality and alignment with the text.
+    """Sum of `vq`, `mq` and `ta`, which are further columns: visual quality, motion quality and text alignment.
 
-    Each is normalised with the mean and the deviation in the model's `model_config.json`. Of a video with `fps` frames
-    a second (16 as Wan 2.1 generates them) two a second are seen, or as many as that file says.
+    Each is normalised with the mean and standard deviation in the model's `model_config.json`. `fps` is the frame rate
+    of the videos (16 for Wan 2.1); two frames per second are used, or the number given in that file.
     """
 
     model: str = "KwaiVGI/VideoReward"
@@ -224,13 +223,13 @@ class VideoAlign(VlmScorer):
 
     @property
     def network(self) -> VideoRewardModel:
-        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        """Video reward model, loaded on first use, once per process."""
         return video_reward_model(self.model, self.checkpoint, self.base, *self.placement)
 
     def __call__(
         self, images: Sequence[Image.Image | Sequence[Image.Image]], prompts: list[str], metadata: list[Metadata]
     ) -> Columns:
-        """The grades [B]; what is graded are lists of the frames of videos."""
+        """Return the scores `[B]`; each entry of `images` is the list of frames of a video."""
         videos = [_frames(image) for image in images]
         grades = self.network.outputs(videos, self.texts("overall", prompts), self.fps, self.batch_size)
         parts = dict(zip(("vq", "mq", "ta"), grades.T.tolist(), strict=True))

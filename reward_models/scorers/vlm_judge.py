@@ -1,7 +1,7 @@
-"""Grades by a vision language model behind an OpenAI-compatible endpoint: any judge, and UnifiedReward.
+"""Scores by a vision language model behind an OpenAI-compatible endpoint: any judge, and UnifiedReward.
 
 Sources of the judge: numbers in its text, "Judging LLM-as-a-Judge" (arXiv 2306.05685); the probability of "yes",
-VQAScore (arXiv 2404.01291); the source of an edit shown to it, VIEScore (arXiv 2312.14867).
+VQAScore (arXiv 2404.01291); the source of an edit as an input, VIEScore (arXiv 2312.14867).
 """
 
 import re
@@ -40,19 +40,19 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class VlmJudge(ChatScorer):
-    """The verdict of a vision language model about image and prompt, in one of three `mode`s.
+    """Score of image and prompt by a vision language model, in one of three `mode`s.
 
     regex: the number that `pattern` finds in the answer, divided by `scale`. yes_no: the probability of yes against no
-    as the first word, in [0, 1], with `yes` and `no` the words that count. rubric: a number for each of `aspects`
-    (name: question), divided by `scale`, as columns behind their mean, in one request or, with `one_request`
-    false, one by one. A number outside `limits` counts as no answer. Images are reduced to at most `image_size` pixels
-    a side. `max_tokens` is by default 1 for yes_no, else 512.
+    as the first word, in [0, 1]; `yes` and `no` are the words that count. rubric: a number for each of `aspects` (name:
+    question), divided by `scale`, as columns after their mean, in one request or, with `one_request` false, in one
+    request per aspect. A number outside `limits` counts as no answer. Images are downscaled to at most `image_size`
+    pixels a side. `max_tokens` defaults to 1 for yes_no, else 512.
 
-    `sources` are columns of the row with pictures that are shown before the image, such as the one that was edited:
-    a path (absolute, or from the current directory), a PIL image, or a list of them.
+    `sources` are columns of the row with images shown before the scored image, such as the source of an edit: a path
+    (absolute, or relative to the current directory), a PIL image, or a list of them.
 
     `template` may use {prompt}, the row's other columns, {low} and {high} (the limits), and in a rubric {aspects} and
-    {keys}, or {question} where each aspect is a request.
+    {keys}, or {question} if each aspect is a request.
     """
 
     mode: Literal["regex", "yes_no", "rubric"] = "regex"
@@ -90,7 +90,7 @@ class VlmJudge(ChatScorer):
         self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]
     ) -> list[float] | Columns:
         sources = [self._sources(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)]
-        # The images of a group have the same sources: each is read once.
+        # the images of a group have the same sources: read each once
         shown = {key: self.png(read(found)) for key, found in {_key(s): s for row in sources for s in row}.items()}
         with self.client(self.base_url) as client:
 
@@ -130,7 +130,7 @@ class VlmJudge(ChatScorer):
         return fill(self._template, prompt, metadata, **fields)
 
     def _judge(self, client: Client, images: list[str], prompt: str, metadata: Metadata) -> dict[str, float]:
-        """The score of an image, or that of each aspect."""
+        """Return the score of an image, or of each aspect."""
 
         def ask(reader: Callable[[Choice], Answer], question: str = "", tokens: int = 512, **body: object) -> Answer:
             text = self._text(prompt, metadata, question)
@@ -177,10 +177,10 @@ def _key(source: Reference) -> str | int:
     return id(source) if isinstance(source, Image.Image) else str(source)
 
 
-# --- UnifiedReward and its version 2, vision language models trained to grade images.
+# --- UnifiedReward and its version 2, vision language models trained to score images
 #
 # Source: "Unified Reward Model for Multimodal Understanding and Generation" (arXiv 2503.05236); image size and scale of
-# the first are those of Flow-GRPO's reward code, the answer of the second that of github.com/CodeGoat24/UnifiedReward
+# the first are from Flow-GRPO's reward code, the answer format of the second from github.com/CodeGoat24/UnifiedReward
 # (inference_qwen/UnifiedReward-2.0-inference/point_score_ACS_image_generation.py, lines 28 to 59).
 
 FINAL_SCORE = rf"Final Score:\s*({WHOLE_NUMBER})"
@@ -190,10 +190,10 @@ ASPECTS = ("alignment", "coherence", "style")
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedReward(ChatScorer):
-    """The kwargs of both versions.
+    """Base class of both versions.
 
-    `template` may use {prompt} and the row's other columns: a checkpoint grades best with the wording it was
-    trained with, which are on its model card. `model` is the name under which the endpoint serves it.
+    `template` may use {prompt} and the row's other columns: a checkpoint scores best with the wording it was trained
+    with, which is on its model card. `model` is the name under which the endpoint serves it.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] | None = 512
@@ -202,7 +202,7 @@ class UnifiedReward(ChatScorer):
     def grades(
         self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata], read: Callable[[Choice], Answer]
     ) -> list[Answer]:
-        """What `read` finds in the answer for each of the images."""
+        """Return the value that `read` extracts from the answer for each image."""
         with self.client(self.base_url) as client:
 
             def grade(item: tuple[Image.Image, str, Metadata]) -> Answer:
@@ -218,7 +218,7 @@ class UnifiedReward(ChatScorer):
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedReward1(UnifiedReward):
-    """The grade 1 to 5 behind the words Final Score, divided by 5; images are sent as squares of `image_size`."""
+    """Score from 1 to 5 after the words Final Score, divided by 5; images are sent as squares of `image_size`."""
 
     model: str = "CodeGoat24/UnifiedReward-7b-v1.5"
     template: str = TEMPLATES["unified_reward"]
@@ -236,7 +236,7 @@ class UnifiedReward1(UnifiedReward):
 
 @dataclass(frozen=True, kw_only=True)
 class UnifiedReward2(UnifiedReward):
-    """The mean of the grades 1 to 5 for alignment, coherence and style, divided by 5; each is a further column."""
+    """Mean of the scores from 1 to 5 for alignment, coherence and style, divided by 5; each is a further column."""
 
     model: str = "CodeGoat24/UnifiedReward-2.0-qwen3vl-8b"
     template: str = TEMPLATES["unified_reward2"]

@@ -1,4 +1,4 @@
-"""Reward models on a vision language model of the Qwen2-VL family that ends in a small network: HPSv3, EditReward."""
+"""Reward models with a Qwen2-VL backbone and a small head: HPSv3 and EditReward."""
 
 import ast
 import importlib.util
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# --- A vision language model of the Qwen2-VL family that ends in a small network instead of words.
+# --- Qwen2-VL backbone with a small head instead of the language model head
 #
-# Source: the reward models that go back to VideoAlign (github.com/KwaiVGI/VideoAlign, commit 219ab9d, trainer.py, lines
-# 59 to 173), HPSv3 and EditReward among them: the hidden state of a token that was added goes through a head in fp32.
-# Two things of theirs count and are kept: the model is called on embeddings without ids, so that tokens of an image
-# have the positions of a text, one after the other; and an image is resized to a fixed number of pixels.
+# Source: reward models derived from VideoAlign (github.com/KwaiVGI/VideoAlign, commit 219ab9d, trainer.py, lines 59 to
+# 173), including HPSv3 and EditReward: the hidden state of an added token is the input of a head in fp32. Two
+# properties of that code affect the scores and are kept: the model is called on embeddings without ids, so that image
+# tokens have sequential text positions; and images are resized to a fixed number of pixels.
 
-PIXELS = 256 * 28 * 28  # of an image
+PIXELS = 256 * 28 * 28  # per image
 TOKEN = "<|Reward|>"
-PLACE = "{text_prompt}"  # of the prompt in an instruction
+PLACE = "{text_prompt}"  # placeholder of the prompt in an instruction
 MARKS = re.compile(r"<\|[A-Za-z_]+\|>")
-# Names of tensors in files of transformers before and after 4.52, and here.
+# tensor names in files of transformers before and after 4.52 -> names used here
 NAMES = (
     (re.compile(r"^(model\.)?visual\."), "visual."),
     (re.compile(r"^model\.(language_model\.)?"), "language_model."),
@@ -52,7 +52,7 @@ LINEAR = (0, 3, 5)  # of a head: 1 and 4 are ReLU, 2 is dropout
 
 @dataclass(frozen=True, eq=False)
 class VlmNetwork:
-    """A model without its head for words, and what turns messages into tokens."""
+    """Backbone without its language model head, with tokenizer and image processor."""
 
     backbone: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
@@ -61,9 +61,9 @@ class VlmNetwork:
     def message_tokens(
         self, kind: str, lengths: Sequence[Sequence[int]], texts: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `attention_mask` [B, L], padded on the right: pictures, then the text, an answer due.
+        """Return right-padded `input_ids` and `attention_mask` `[B, L]`: images or videos, text, generation prompt.
 
-        kind: image or video. lengths: of each message's pictures, the number of tokens in its place.
+        kind: image or video. lengths: for each message, the number of tokens of each of its images or videos.
         """
         mark = str(self.tokenizer.convert_ids_to_tokens(getattr(self.backbone.config, f"{kind}_token_id")))
         written = []
@@ -77,7 +77,7 @@ class VlmNetwork:
         return {name: tokens[name].to(self.backbone.device) for name in ("input_ids", "attention_mask")}
 
     def hidden_at(self, inputs: Mapping[str, torch.Tensor], tokens: Sequence[str]) -> torch.Tensor:
-        """The hidden states [N, width], fp32, of all `tokens` in `inputs`, message by message in their order."""
+        """Return the hidden states `[N, width]`, fp32, of all `tokens` in `inputs`, ordered by message and position."""
         ids = inputs["input_ids"]
         positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         hidden = self.backbone(**inputs, position_ids=positions).last_hidden_state
@@ -87,7 +87,7 @@ class VlmNetwork:
 
 @dataclass(frozen=True, eq=False)
 class RewardModel(VlmNetwork):
-    """A model for images, of `pixels` each, with its heads by name; they get the hidden state of `TOKEN`."""
+    """Image reward model with named heads on the hidden state of `TOKEN`; images have `pixels` pixels each."""
 
     heads: Mapping[str, torch.nn.Sequential]
     pixels: int
@@ -95,7 +95,7 @@ class RewardModel(VlmNetwork):
     def outputs(
         self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
     ) -> torch.Tensor:
-        """The numbers [B, N] of `head`, fp32 on the CPU; texts [B] have one reward token and follow their pictures."""
+        """Return the outputs `[B, N]` of `head`, fp32 on the CPU; texts have one reward token and follow their images."""
 
         def numbers(pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
             found: torch.Tensor = self.heads[head](self.hidden_at(self._inputs(pictures, texts), [TOKEN]))
@@ -104,7 +104,7 @@ class RewardModel(VlmNetwork):
         return in_batches(batch_size, numbers, pictures, texts)
 
     def _inputs(self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Tokens, padded on the right, and pixels: in place of each image's mark stand as many as it has patches."""
+        """Return right-padded tokens and pixels; each image's placeholder is repeated once per merged patch."""
         size = {"shortest_edge": self.pixels, "longest_edge": self.pixels}
         flat = [picture.convert("RGB") for row in pictures for picture in row]
         seen = self.processor(images=flat, size=size, return_tensors="pt")
@@ -121,12 +121,12 @@ class RewardModel(VlmNetwork):
 def reward_model(
     model: str, file: str, base: str, pixels: int, device: torch.device, dtype: torch.dtype
 ) -> RewardModel:
-    """The model with the weights in the `file` of `model`, a Hub id or a folder; `base` names its sizes and tokens.
+    """Load the weights in `file` of `model`, a Hub id or folder; `base` provides configuration and tokenizer.
 
-    Of `base`, the Qwen2-VL or Qwen2.5-VL that was trained further, the weights are not needed. Loaded once a process.
+    `base` is the Qwen2-VL or Qwen2.5-VL that was fine-tuned; its weights are not needed. Loaded once per process.
 
     Raises:
-        RewardError: something cannot be loaded, or the weights do not fit.
+        RewardError: something cannot be loaded, or the weights do not match.
     """
     config, tokenizer, processor = base_parts(base, [TOKEN])
     tensors = read_tensors("model", hub_file("model", model, file))
@@ -138,7 +138,7 @@ def reward_model(
 
 
 def base_parts(base: str, tokens: Sequence[str]) -> tuple[Any, "PreTrainedTokenizerBase", "BaseImageProcessor"]:
-    """Configuration, tokenizer with the added `tokens`, and image processor of `base`, a Hub id or a folder."""
+    """Load the configuration, tokenizer (with added `tokens`) and image processor of `base`, a Hub id or folder."""
     import transformers
 
     with loading("base", base, "a Qwen2-VL or Qwen2.5-VL model of transformers"):
@@ -157,9 +157,9 @@ def base_parts(base: str, tokens: Sequence[str]) -> tuple[Any, "PreTrainedTokeni
 def build_backbone(
     model: str, config: Any, tensors: Mapping[str, torch.Tensor], lora: "LoraConfig | None" = None
 ) -> "PreTrainedModel":
-    """The backbone with the weights among `tensors`, under the names of any version of transformers.
+    """Build the backbone with the weights in `tensors`, named as in any version of transformers.
 
-    lora: where `tensors` has the weights of one, its settings.
+    lora: settings of the LoRA weights, if `tensors` contains them.
     """
     import accelerate
     import transformers
@@ -170,7 +170,7 @@ def build_backbone(
             new = next((pattern.sub(with_, name) for pattern, with_ in NAMES if pattern.match(name)), name)
             own[new] = value
     words = own.get("language_model.embed_tokens.weight")
-    if words is not None:  # a token was added, and the rows that no token uses were cut off
+    if words is not None:  # a token was added, and unused rows were removed
         config.get_text_config().vocab_size = len(words)
     with accelerate.init_empty_weights(include_buffers=False):
         backbone = transformers.AutoModel.from_config(config)
@@ -191,7 +191,7 @@ def build_backbone(
 
 
 def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[str, torch.nn.Sequential]:
-    """The heads [B, width] -> [B, N] in fp32 among `tensors`, each by its name (`rm_head`, `rm_heads.head_0`)."""
+    """Build the heads `[B, width]` -> `[B, N]` in fp32 from `tensors`, by name (`rm_head`, `rm_heads.head_0`)."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("rm_head"):
@@ -218,18 +218,18 @@ def _heads(model: str, tensors: Mapping[str, torch.Tensor], width: int) -> dict[
     return heads
 
 
-# --- Scorers on such a model. It grades well only with the instruction that it was trained with, which is its authors'
-# and not part of gerl. The wording is read from the authors' code, which is parsed and never run: their
-# packages need versions of others that conflict with gerl's.
+# --- Scorers on these models. The scores are accurate only with the training instruction, which belongs to the authors
+# and is not part of gerl. It is read from the authors' code, which is parsed and never run: their packages need
+# versions of other packages that conflict with gerl's.
 
 
 @dataclass(frozen=True, kw_only=True)
 class VlmScorer(NetworkScorer):
-    """The kwargs of these scorers.
+    """Base class of scorers on a Qwen2-VL reward model.
 
-    `model` is a Hub repository or a local folder with the file `checkpoint`, `base` the model that it was trained from,
-    of which the weights are not needed. The instruction is read from `code`, the folder of a clone of the authors'
-    repository, or from their installed package; nothing of it is run.
+    `model` is a Hub repository or a local folder with the file `checkpoint`, `base` the model it was fine-tuned from,
+    whose weights are not needed. The instruction is read from `code`, the folder of a clone of the authors' repository,
+    or from their installed package; neither is run.
     """
 
     model: str
@@ -237,7 +237,7 @@ class VlmScorer(NetworkScorer):
     base: str
     code: str | None = None
 
-    package, remedy = "", ""  # the folder in the authors' repository, and where to get that
+    package, remedy = "", ""  # the folder in the authors' repository, and where to get it
     tokens: ClassVar[tuple[str, ...]] = (TOKEN,)  # of an instruction
 
     def __post_init__(self) -> None:
@@ -245,13 +245,13 @@ class VlmScorer(NetworkScorer):
 
     @cached_property
     def instructions(self) -> dict[str, str]:
-        """The instruction by each column that has its own, with `PLACE` for the prompt."""
+        """Instructions by output column, with `PLACE` for the prompt."""
         raise NotImplementedError
 
     def wording(self, *places: tuple[str, str]) -> str:
-        """The texts of the `places`, a file of the authors' code and a constant in it, one after the other.
+        """Return the concatenated texts of `places`, pairs of a file of the authors' code and a constant in it.
 
-        Raises `RewardError` if there is no such text, or it does not have the tokens and `PLACE` once each.
+        Raises `RewardError` if a text is missing, or the result does not have each token and `PLACE` exactly once.
         """
         folder = self._code()
         text = "".join(constant(folder / file, name) for file, name in places)
@@ -263,7 +263,7 @@ class VlmScorer(NetworkScorer):
         return text
 
     def _code(self) -> Path:
-        """The folder `code`, or that of the installed package."""
+        """Return the folder `code`, or the folder of the installed package."""
         if self.code is not None:
             folder = Path(self.code).expanduser()
             if not folder.is_dir():
@@ -275,7 +275,7 @@ class VlmScorer(NetworkScorer):
         return Path(found.submodule_search_locations[0])
 
     def texts(self, column: str, prompts: Sequence[str]) -> list[str]:
-        """The instruction of `column` for each of the prompts."""
+        """Return the instruction of `column` for each prompt."""
         for prompt in prompts:
             check_marks(prompt)
         return [self.instructions[column].replace(PLACE, prompt) for prompt in prompts]
@@ -285,13 +285,13 @@ class VlmScorer(NetworkScorer):
 
 
 def check_marks(prompt: str) -> None:
-    """Raise `DataError` for a prompt with something in it that the model takes for a token of the conversation."""
+    """Raise `DataError` if a prompt contains a special token of the chat template."""
     if found := MARKS.search(prompt):
         raise DataError(f"{prompt!r} contains {found[0]!r}, a special token of the reward model: remove it")
 
 
 def constant(file: Path, name: str) -> str:
-    """The text that a Python file assigns to `name` at its top level, without running it; raises `RewardError`."""
+    """Return the string constant `name` of a Python file without running it; raises `RewardError` if missing."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
@@ -307,27 +307,27 @@ def constant(file: Path, name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageVlmScorer(VlmScorer):
-    """Those for images, which are resized to `pixels` each."""
+    """Base class of image scorers; images are resized to `pixels` pixels each."""
 
     pixels: Annotated[int, Field(ge=28 * 28)] = PIXELS
 
     @property
     def network(self) -> RewardModel:
-        """Loaded when it is first needed, once a process for all that ask for the same one."""
+        """Reward model, loaded on first use, once per process."""
         return reward_model(self.model, self.checkpoint, self.base, self.pixels, *self.placement)
 
 
-# --- HPSv3: how much people prefer an image for its prompt, and how sure of it the model is.
+# --- HPSv3: human preference for an image given its prompt, with uncertainty
 #
 # Source: "HPSv3: Towards Wide-Spectrum Human Preference Score" (arXiv 2508.03789) and its code (package hpsv3 1.0.0 of
 # github.com/MizzenAI/HPSv3: inference.py, lines 97 to 147, model/qwen2vl_trainer.py, lines 59 to 247 and 706 to 722): a
-# Qwen2-VL-7B whose head gives the mean and the logarithm of the deviation of a score. The published weights have not
-# been run by this project.
+# Qwen2-VL-7B whose head outputs the mean and the logarithm of the standard deviation of a score. The published weights
+# have not been run by this project.
 
 
 @dataclass(frozen=True, kw_only=True)
 class HpsV3(ImageVlmScorer):
-    """The mean of the score, and as a further column `sigma`, its deviation."""
+    """Mean of the score; its standard deviation is the further column `sigma`."""
 
     model: str = "MizzenAI/HPSv3"
     checkpoint: str = "HPSv3.safetensors"
@@ -351,12 +351,12 @@ class HpsV3(ImageVlmScorer):
         return {"mu": outputs[:, 0].tolist(), "sigma": outputs[:, 1].exp().tolist()}
 
 
-# --- EditReward: how well an image is edited by an instruction, judged beside its source.
+# --- EditReward: quality of an edit given source image and instruction
 #
 # Source: "EditReward" (arXiv 2509.26346) and its code (github.com/TIGER-AI-Lab/EditReward, commit edb027e:
 # EditReward/inference_vl_edit.py, lines 111 to 195, EditReward/model/qwen2_5_vl_trainer.py, lines 61 to 399): a
-# Qwen2.5-VL-7B that is asked twice, for how the instruction is followed and for quality, with a head for each, whose
-# means count alike. The published weights have not been run by this project.
+# Qwen2.5-VL-7B that is queried twice, for instruction following and for quality, with a separate head each; the two
+# means are averaged. The published weights have not been run by this project.
 
 # column: (the authors' name of the question, the head)
 QUESTIONS = {
@@ -367,10 +367,10 @@ QUESTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EditReward(ImageVlmScorer):
-    """The mean of `following` and `quality`, which are further columns, as is `sigma`, the deviation of their score.
+    """Mean of the columns `following` and `quality`; the column `sigma` is the standard deviation of the score.
 
-    The source is the row's `metadata_key`: a path, absolute or from the current directory, or a PIL image; the prompt
-    is the instruction of the edit.
+    The source is the row's `metadata_key`: a path, absolute or relative to the current directory, or a PIL image; the
+    prompt is the instruction of the edit.
     """
 
     model: str = "TIGER-Lab/EditReward-Qwen2.5-VL-7B"
@@ -396,7 +396,7 @@ class EditReward(ImageVlmScorer):
             if head not in self.network.heads:
                 raise RewardError(f"model={self.model} has no {head}: use a model with a head for each question")
             found.append(self.network.outputs(pictures, texts, head, self.batch_size))
-        both = torch.stack(found)  # [questions, B, mean and logarithm of the deviation]
+        both = torch.stack(found)  # [questions, B, mean and logarithm of the standard deviation]
         means = dict(zip(QUESTIONS, both[..., 0].tolist(), strict=True))
         mean = both.mean(0)
         return {"mean": mean[:, 0].tolist(), **means, "sigma": mean[:, 1].exp().tolist()}

@@ -1,11 +1,11 @@
-"""People as the reward: the images of a group go to a vote service (`python -m gerl.vote`), and ranks come back.
+"""Human feedback as reward: sends the images of a group to a vote service (`python -m gerl.vote`), receives ranks.
 
 The protocol is that of reward services with two additions. `POST {url}/v1/score` takes {"scorer": "vote", "images":
 [PNG in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests
-[B], together}}, with images also "sources": [PNG of a picture that the prompt comes with], if there are any. It answers
-200 {"scores": {"vote": [number]}, "version": "1"} once people have voted, before that 202 {"waiting": "images" |
-"votes", "version": "1"}: images are sent when they are requested. The client polls.
-`POST {url}/v1/hello` answers {"scorers": ["vote"], "version": "1"}: the service is there, and the token is right.
+[B], together}}, with images also "sources": [PNG of a condition image], if there are any. It returns 200 {"scores":
+{"vote": [number]}, "version": "1"} once people have voted, before that 202 {"waiting": "images" | "votes",
+"version": "1"}: images are sent on request. The client polls. `POST {url}/v1/hello` returns {"scorers": ["vote"],
+"version": "1"} if the service is up and the token is correct.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ from reward_models.scorers.http import Client, HttpScorer, Transient, at_most, c
 from reward_models.scorers.remote import checked_answer, checked_columns
 
 NAME = "vote"
-FPS = 8.0  # of videos, which are shown as moving PNGs
+FPS = 8.0  # of videos, which are shown as animated PNGs
 
 
 @dataclass(frozen=True, kw_only=True)
 class VoteScorer(PeopleScorer, HttpScorer):
-    """How people ranked the images of a group, from 1 for the best to 0 for the last, evenly spread; ties share.
+    """Human ranking of the images of a group, from 1 for the best to 0 for the last, evenly spaced; ties share a value.
 
-    Only the best picked: 1 for it and 0 for the others. 0.5 for all where they skipped the group. The service is at
-    `url`; images are sent reduced to at most `image_size` a side. One that does not answer is waited for.
+    If only the best was picked: 1 for it and 0 for the others. 0.5 for all if the group was skipped. The service is at
+    `url`; images are sent downscaled to at most `image_size` a side. If the service does not answer, the run waits.
 
-    `sources`: columns of the row with pictures that are shown beside the images, such as the one that is edited, all of
-    which a row must have; by default those of `image`, `mask_image` and `control_image` that it has.
+    `sources`: required columns of the row with images shown beside the samples, such as the source of an edit; by
+    default `image`, `mask_image` and `control_image`, if present.
     """
 
     url: str
@@ -46,7 +46,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
     fps: Annotated[float, Field(gt=0)] = FPS
     sources: list[str] | None = None
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    retries: Annotated[int, Field(ge=0)] = 0  # it is polled anyway
+    retries: Annotated[int, Field(ge=0)] = 0  # the service is polled anyway
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,15 +61,15 @@ class VoteScorer(PeopleScorer, HttpScorer):
 
     @cached_property
     def _digests(self) -> dict[str, list[str]]:
-        """Digests of the images of pending groups, by key, so that they are computed once."""
+        """Image digests of pending groups, by key, cached because asking is repeated."""
         return {}
 
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """The scores of a group; "" while nobody has voted, and the problem with the service while it is down."""
+        """Return the scores of a group, "" if nobody has voted yet, or the problem if the service is unavailable."""
         if len(occasion.seeds) < 2:
-            return [0.5]  # there is nothing to choose from
+            return [0.5]  # a single image has no ranking
         if occasion.key not in self._digests:
             self._digests[occasion.key] = [digest(image) for image in images()]
         group = {
@@ -97,7 +97,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
             return f"{error}; the run waits"
 
     def _files(self, images: Sequence[Any], sources: Sequence[Reference]) -> dict[str, object]:
-        """The pictures of a request; sources are sent no larger than the images that are judged."""
+        """Return the encoded images of a request; sources are sent no larger than the samples."""
         files: dict[str, object] = {"images": [encoded(image, self.image_size, self.fps) for image in images]}
         if sources:
             first = images[0][0] if isinstance(images[0], list) else images[0]
@@ -106,7 +106,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
         return files
 
     def reach(self) -> str:
-        """ "" if the service is there; raises `RewardError` if it is another service, or rejects the token."""
+        """Return "" if the service is up, else the problem; raises `RewardError` if it is another or rejects the token."""
         try:
             with self.client(self.url) as client:
                 checked_answer(client, client.post("/v1/hello", {"scorer": NAME}))
@@ -116,7 +116,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
 
 
 def digest(image: Any) -> str:
-    """A name of the content of an image, or of the frames of a video."""
+    """Return a digest of the pixels of an image, or of the frames of a video."""
     hashed = hashlib.sha256()
     for frame in image if isinstance(image, list) else [image]:
         pixels = np.asarray(frame.convert("RGB"))
@@ -126,7 +126,7 @@ def digest(image: Any) -> str:
 
 
 def encoded(image: Any, size: int | None, fps: float) -> str:
-    """An image as a PNG in base64; the frames of a video as a moving one."""
+    """Encode an image as a PNG in base64, the frames of a video as an animated PNG."""
     if not isinstance(image, list):
         return png_base64(at_most(image, size))
     frames: list[Image.Image] = [at_most(frame, size).convert("RGB") for frame in image]

@@ -1,4 +1,4 @@
-"""Benchmarks whose questions about an image a vision language model answers: DPG-Bench and GenEval 2."""
+"""Benchmarks with questions about an image, answered by a vision language model: DPG-Bench and GenEval 2."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ from reward_models.scorers.http import Client
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionScorer(ChatScorer):
-    """The kwargs of both: the questions are in the row's `metadata_key`, and each of them is a request."""
+    """Base class of both; the questions are in the row's `metadata_key`, and each question is a request."""
 
     model: str = "Qwen/Qwen3-VL-8B-Instruct"
     metadata_key: str
     template: str
 
-    label = ""  # in messages
+    label = ""  # scorer name in error messages
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +41,11 @@ class QuestionScorer(ChatScorer):
             raise RewardError("template has no {question}, so the judge would not see the question: add it")
 
     def questions(self, prompt: str, metadata: Metadata) -> Any:
-        """The questions of a row; raises `DataError` if there are none, or their form is another."""
+        """Return the questions of a row; raises `DataError` if they are missing or malformed."""
         raise NotImplementedError
 
     def answer(self, client: Client, image: str, prompt: str, question: Any) -> Any:
-        """The model's answer to a question about `image`, a PNG in base64."""
+        """Return the model's answer to a question about `image`, a PNG in base64."""
         raise NotImplementedError
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
@@ -54,7 +54,7 @@ class QuestionScorer(ChatScorer):
     def answers(
         self, images: list[Image.Image], prompts: list[str], questions: Sequence[Sequence[Any]]
     ) -> list[list[Any]]:
-        """The answers to the `questions` about each of the images [B]."""
+        """Return the answers to the `questions` about each of the images `[B]`."""
         pngs = [self.png(image) for image in images]
         pairs = [(i, question) for i, row in enumerate(questions) for question in row]
         with self.client(self.base_url) as client:
@@ -70,20 +70,20 @@ class QuestionScorer(ChatScorer):
         )
 
 
-# --- DPG-Bench: questions about a long prompt, which depend on each other.
+# --- DPG-Bench: questions about a long prompt, which depend on each other
 #
 # Source: "ELLA" (arXiv 2403.05135) and its code (github.com/TencentQQGYLab/ELLA, commit 3c228f1,
 # dpg_bench/compute_dpg_bench.py, lines 69 to 102 and 119 to 163), after the graphs of "Davidsonian Scene Graph" (arXiv
-# 2310.18235). There mPLUG-large of ModelScope answers, which transformers does not have; here whatever model an
-# endpoint serves does. So these are not the benchmark's published numbers, though its prompts, questions and rule are
-# the same.
+# 2310.18235). The benchmark answers with ModelScope's mPLUG-large, which is not in transformers; here the model behind
+# an endpoint answers. The scores are therefore not comparable with published ones, though prompts, questions and rule
+# are the same.
 
 ID, PARENTS, TEXT = "proposition_id", "dependency", "question_natural_language"  # columns of the benchmark's file
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question that yes is the right answer to; it counts only if those of `parents` are answered with yes too."""
+    """Question whose correct answer is yes; it counts only if all `parents` are answered with yes too."""
 
     text: str
     parents: tuple[int, ...]
@@ -91,12 +91,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class DpgScorer(QuestionScorer):
-    """The share of the row's questions, from 0 to 1, that are answered with yes, as are all those they depend on.
+    """Fraction of the row's questions, in [0, 1], that are answered with yes, and whose parents are too.
 
-    They are in the row's `metadata_key`, a list of objects with the columns of the benchmark's file: `proposition_id`
-    (a number), `dependency` (the numbers of its parents with commas between, 0 for none) and
-    `question_natural_language`. A parent that is not among the questions counts as answered with yes. `yes`, a column
-    that is watched, is the share of yes alone. A question is a request.
+    The questions are in the row's `metadata_key`, a list of objects with the columns of the benchmark's file:
+    `proposition_id` (a number), `dependency` (comma-separated numbers of the parents, 0 for none) and
+    `question_natural_language`. A parent that is not among the questions counts as answered with yes. The further
+    column `yes` is the fraction of yes answers regardless of parents. Each question is a request.
     """
 
     metadata_key: str = "questions"
@@ -114,7 +114,7 @@ class DpgScorer(QuestionScorer):
         }
 
     def questions(self, prompt: str, metadata: Metadata) -> dict[int, Question]:
-        """The questions of a row by their numbers; raises `DataError` if there are none, or their form is another."""
+        """Return the questions of a row by number; raises `DataError` if they are missing or malformed."""
         given = metadata.get(self.metadata_key)
         found: dict[int, Question] = {}
         try:
@@ -150,7 +150,7 @@ def yes_or_no(choice: Choice) -> bool:
 
 
 def score(questions: Mapping[int, Question], answers: Mapping[int, bool]) -> float:
-    """The mean over the questions, where one counts 0 if a parent does, in the order of the questions."""
+    """Return the mean over the questions; a question counts as 0 if a parent does, in the order of the questions."""
     counted = {key: float(answer) for key, answer in answers.items()}
     for key, question in questions.items():
         if any(counted.get(parent, 1.0) == 0 for parent in question.parents):
@@ -158,27 +158,27 @@ def score(questions: Mapping[int, Question], answers: Mapping[int, bool]) -> flo
     return fmean(counted.values())
 
 
-# --- GenEval 2: a question about each part of a prompt.
+# --- GenEval 2: a question about each part of a prompt
 #
 # Source: "GenEval 2" (arXiv 2512.16853) and its code (github.com/facebookresearch/GenEval2, commit a6e82d2,
-# evaluation.py, lines 30 to 53, 73 to 100 and 131 to 190): Soft-TIFA, the probability of the right answer as the first
-# word. There the probability is read from all tokens of a Qwen3-VL-8B in the process, here from the 20 likeliest that
-# an endpoint gives. The questions are those of the benchmark's file, or your own.
+# evaluation.py, lines 30 to 53, 73 to 100 and 131 to 190): Soft-TIFA, the probability of the correct answer as the
+# first word. The benchmark uses the full token distribution of a local Qwen3-VL-8B, here the top 20 log-probabilities
+# of an endpoint. The questions are from the benchmark's file, or custom.
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-COUNTING = "how many"  # how a question begins whose answer is a number
+COUNTING = "how many"  # prefix of a question whose answer is a number
 OTHER_COUNTS = ("zero", "no", "none", "several", "many")
-Pair = tuple[str, str]  # a question and the right answer
+Pair = tuple[str, str]  # a question and the correct answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenEval2(QuestionScorer):
-    """A mean, from 0 to 1, of the probabilities of the right answers to the questions of the row's `metadata_key`.
+    """Mean, in [0, 1], of the probabilities of the correct answers to the questions in the row's `metadata_key`.
 
-    They are a list of pairs of a question and its answer, which is a number for one that begins with "How many", and
-    else yes. `mean`: geometric, the benchmark's for prompts, near 0 where one thing is wrong; or arithmetic, which
-    rises with each. The other one is a further column, as is `correct`, the share of answers that were right. An answer
-    is requested again where all possible ones together have less than the probability `min_mass`.
+    The questions are a list of pairs of question and answer; the answer is a number if the question begins with "How
+    many", else yes. `mean`: geometric, the benchmark's per prompt, near 0 if one answer is wrong; or arithmetic, which
+    increases with each. The other mean is a further column, as is `correct`, the fraction of correct answers. An answer
+    is requested again if all possible answers together have a probability below `min_mass`.
     """
 
     metadata_key: str = "vqa_list"
@@ -198,7 +198,7 @@ class GenEval2(QuestionScorer):
         return {self.mean: columns.pop(self.mean), **columns, "correct": [fmean(right for _, right in r) for r in rows]}
 
     def questions(self, prompt: str, metadata: Metadata) -> list[Pair]:
-        """The questions of a row with their answers; raises `DataError` if there are none, or their form is another."""
+        """Return the questions of a row with their answers; raises `DataError` if they are missing or malformed."""
         given = metadata.get(self.metadata_key)
         pairs = [tuple(pair) for pair in given if isinstance(pair, list | tuple)] if isinstance(given, list) else []
         found = [pair for pair in pairs if len(pair) == 2 and all(isinstance(part, str) and part for part in pair)]
@@ -209,7 +209,7 @@ class GenEval2(QuestionScorer):
         return found
 
     def answer(self, client: Client, image: str, prompt: str, question: Pair) -> tuple[float, bool]:
-        """The probability of the right answer, and whether it is the likeliest."""
+        """Return the probability of the correct answer, and whether it is the most likely one."""
         wanted = words(*question)
 
         def read(choice: Choice) -> tuple[float, bool]:
@@ -228,14 +228,14 @@ class GenEval2(QuestionScorer):
 
 
 def _possible(question: str, top: Sequence[tuple[str, float]]) -> list[str]:
-    """The words among the likeliest tokens that could answer a question, rightly or not."""
+    """Return the words among the top tokens that are possible answers to a question."""
     if not question.lower().startswith(COUNTING):
         return ["yes", "no"]
     return [*NUMBERS, *OTHER_COUNTS, *(token for token, _ in top if bare(token).isdigit())]
 
 
 def words(question: str, answer: str) -> list[str]:
-    """The first words that count as the right answer: a number in letters and digits, else yes.
+    """Return the first words that count as correct: a number in words and digits, else yes.
 
     Raises `DataError` for an answer that is neither.
     """
@@ -253,5 +253,5 @@ def words(question: str, answer: str) -> list[str]:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """The root of the product of `values`; 0 if one of them is."""
+    """Return the geometric mean of `values`; 0 if one of them is 0."""
     return prod(value ** (1 / len(values)) for value in values)
