@@ -1,1 +1,1 @@
-"""Reward services: a scorer of gerl, or one of your own, over HTTP."""
+"""Reward services: a scorer of gerl, or a custom one, over HTTP."""

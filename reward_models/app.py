@@ -1,8 +1,8 @@
-"""The HTTP side of a reward service: a FastAPI application in front of a scorer, wherever that one runs.
+"""HTTP interface of a reward service: a FastAPI application in front of a scorer.
 
-Paths: `POST /v1/score` (the protocol of `reward_models.scorers.remote`), `GET /v1/health` (the process answers),
-`GET /v1/ready` (the scorer is loaded), `GET /metrics` (Prometheus), `/docs` and `/openapi.json`. Errors are
-{"error": sentence, "version": "1"}.
+Paths: `POST /v1/score` (the protocol of `reward_models.scorers.remote`), `GET /v1/health` (the process is live), `GET
+/v1/ready` (the scorer is loaded), `GET /metrics` (Prometheus), `/docs` and `/openapi.json`. Errors are {"error":
+sentence, "version": "1"}.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class ScoreRequest(BaseModel):
-    """Images to be scored, each with its prompt and the other columns of the prompt's row."""
+    """Images to score, each with its prompt and the other columns of the prompt's row."""
 
     model_config = ConfigDict(extra="forbid")
 
     scorer: str = Field(description="name of the scorer of this service", examples=["ocr"])
-    # At the first wrong entry they are left: an error for each of millions would fill the memory.
+    # validation stops at the first wrong entry: an error for each of millions would fill the memory
     images: Annotated[list[str], FailFast()] = Field(min_length=1, description="PNG or JPEG files in base64")
     prompts: Annotated[list[str], FailFast()]
     metadata: Annotated[list[Metadata], FailFast()]
@@ -51,14 +51,14 @@ class ScoreRequest(BaseModel):
 
 
 class ScoreResponse(BaseModel):
-    """One list per column, in the order of the images; the first column is the score that counts."""
+    """One list of scores per column, in the order of the images; the first column is the score."""
 
     scores: Columns
     version: str = VERSION
 
 
 class Health(BaseModel):
-    """The process answers; whether it can score is asked at /v1/ready."""
+    """Liveness of the process; see /v1/ready for the scorer."""
 
     status: Literal["live"] = "live"
     scorers: list[str]
@@ -66,7 +66,7 @@ class Health(BaseModel):
 
 
 class Ready(BaseModel):
-    """The scorer can score; further keys say where it runs."""
+    """Readiness of the scorer; additional keys describe where it runs."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,7 +75,7 @@ class Ready(BaseModel):
 
 
 def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> FastAPI:
-    """The service of the scorer `name`, which `scoring` runs."""
+    """Build the application of the scorer `name`, which `scoring` runs."""
     limits = limits or Limits()
     app = FastAPI(
         title=f"gerl reward service: {name}",
@@ -88,7 +88,7 @@ def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> Fast
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _broken)
-    # The guard checks the token before the body is read; this one only tells the OpenAPI page about it.
+    # the guard checks the token before reading the body; this dependency only documents it in OpenAPI
     asks = [Depends(HTTPBearer(auto_error=False))] if limits.token is not None else []
     errors: dict[int | str, dict[str, object]] = {status: {"model": Error} for status in REASONS}
 
@@ -129,7 +129,7 @@ def build_app(name: str, scoring: Scoring, limits: Limits | None = None) -> Fast
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def numbers() -> Response:
-        """The numbers of this service in the text format of Prometheus."""
+        """Metrics of this service in Prometheus text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -149,7 +149,7 @@ def _exception(refusal: Refusal) -> HTTPException:
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # Without the input, which FastAPI would send back: it may be megabytes of images.
+    # without the input, which FastAPI would include: it may be megabytes of images
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return answer(

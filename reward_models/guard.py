@@ -1,4 +1,4 @@
-"""Access to a reward service: tokens, limits of requests, and the metrics at /metrics."""
+"""Access control of a reward service: tokens, request limits, and the metrics at /metrics."""
 
 import asyncio
 import math
@@ -21,9 +21,9 @@ from gerl.web.server import bearer, is_token
 from reward_models.scoring import ImageLimits
 
 SCORE = "/v1/score"
-BODY_SECONDS = 120.0  # for the body of a request to arrive
-WAIT_SECONDS = 30.0  # of a request for the pixels of others to be scored
-DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # of the body of a refused request
+BODY_SECONDS = 120.0  # time-out for receiving a request's body
+WAIT_SECONDS = 30.0  # maximum wait for the pixels of other requests to be scored
+DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # bounds for reading the body of a refused request
 BUSY = "the images of other requests use all the pixels of max_in_flight_megapixels: send fewer at a time"
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # seconds: a JPEG takes 0.01, a large judge minutes
 REASONS = {  # of errors, in the metrics
@@ -34,10 +34,10 @@ REASONS = {  # of errors, in the metrics
 
 @dataclass(frozen=True)
 class Limits(ImageLimits):
-    """The requests that a service admits; 0 requests a minute means any number. `token` None admits everyone.
+    """Request limits of a service; 0 requests per minute means unlimited, and `token` None admits everyone.
 
-    `max_in_flight` requests may be under way at a time, of `max_in_flight_mb` million bytes and with
-    `max_in_flight_megapixels` million pixels together. `local`: only those that name this machine itself.
+    At most `max_in_flight` requests are processed at a time, with a total of `max_in_flight_mb` million bytes and
+    `max_in_flight_megapixels` million pixels. `local`: accept only requests whose host is this machine.
     """
 
     token: str | None = None
@@ -50,14 +50,14 @@ class Limits(ImageLimits):
 
 
 class Error(BaseModel):
-    """The answer to a request that failed, in one sentence."""
+    """Error answer to a request, in one sentence."""
 
     error: str
     version: str = VERSION
 
 
 class Metrics:
-    """The numbers at /metrics, in a registry of their own."""
+    """Metrics at /metrics, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -72,14 +72,14 @@ class Metrics:
 
 
 class TokenBucket:
-    """Admits `per_minute` requests a minute, and as many at once after a minute's rest; 0 admits all."""
+    """Rate limiter for `per_minute` requests a minute, with bursts of the same size; 0 means unlimited."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_minute, self.clock = per_minute, clock
         self._left, self._seen = float(per_minute), clock()
 
     def take(self) -> float:
-        """Take one, or take none and return the seconds until there is one."""
+        """Take a token and return 0, or return the seconds until one is available."""
         if self.per_minute == 0:
             return 0.0
         now = self.clock()
@@ -93,7 +93,7 @@ class TokenBucket:
 
 
 class Room:
-    """Admits work up to a total size of `most`; the rest waits."""
+    """Semaphore for work up to a total size of `most`."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -101,7 +101,7 @@ class Room:
 
     @asynccontextmanager
     async def hold(self, size: int, seconds: float) -> AsyncIterator[bool]:
-        """Hold `size` of the room within the context, which is entered with False if it was not free in `seconds`."""
+        """Reserve `size` within the context; yields False if it was not available within `seconds`."""
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self.left >= size)
@@ -118,7 +118,7 @@ class Room:
 
 
 class Guard:
-    """ASGI middleware: admits requests to `SCORE` by token, rate, number and size, and counts all of them."""
+    """ASGI middleware that admits requests to `SCORE` by token, rate, number and size, and counts them."""
 
     def __init__(self, app: ASGIApp, limits: Limits, metrics: Metrics) -> None:
         self.app, self.limits, self.metrics = app, limits, metrics
@@ -157,7 +157,7 @@ class Guard:
         more = True
 
         async def count() -> Message:
-            # The length need not be announced, so it is also counted.
+            # also counted here, because the length need not be announced
             nonlocal read, more
             try:
                 async with asyncio.timeout_at(until if more else None):
@@ -185,11 +185,11 @@ class Guard:
             self.metrics.in_flight.dec()
 
     def _size(self, headers: Headers) -> int:
-        """The Content-Length, or without one the largest body allowed."""
+        """Return the Content-Length, or the largest allowed body if it is missing."""
         return _announced(headers) or self.limits.max_body_mb * 10**6
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
-        if is_foreign("POST", headers):  # a browser with a page of another site, which needs no token on this machine
+        if is_foreign("POST", headers):  # a page of another site in a browser, which needs no token on this machine
             return answer(403, "the request comes from a page of another site: send it from a program")
         if self.limits.local and not is_loopback(host_name(headers.get("host", ""))):
             return answer(403, "the host is not this machine: use 127.0.0.1 or localhost, or set a token")
@@ -206,7 +206,7 @@ class Guard:
         if self.admitted_bytes + self._size(headers) > (most := self.limits.max_in_flight_mb) * 10**6:
             sentence = f"the requests being scored have {self.admitted_bytes} bytes, at most {most} MB are allowed"
             return answer(429, f"{sentence} together: send fewer at a time", {"Retry-After": "1"})
-        # Last, so that what is refused for another reason does not use up the rate.
+        # last, so that requests refused for another reason do not consume the rate
         if wait := self.bucket.take():
             sentence = f"more than {self.limits.rate_per_minute} requests per minute: wait {wait:.1f} s"
             return answer(429, sentence, {"Retry-After": str(math.ceil(wait))})
@@ -218,13 +218,13 @@ class Guard:
 
 
 def _announced(headers: Headers) -> int:
-    """The Content-Length, 0 without one; the bytes received are counted as well."""
+    """Return the Content-Length, or 0 if it is missing; received bytes are counted as well."""
     length = headers.get("content-length", "")
     return int(length[:20]) if length.isascii() and length.isdigit() else 0
 
 
 async def _refuse(refusal: JSONResponse, headers: Headers, receive: Receive, send: Send) -> None:
-    """Answer before any of the body is read, then read and drop it."""
+    """Answer before reading any of the body, then drain it."""
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
     await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
     await _drain(headers, receive)
@@ -232,9 +232,9 @@ async def _refuse(refusal: JSONResponse, headers: Headers, receive: Receive, sen
 
 
 async def _drain(headers: Headers, receive: Receive) -> None:
-    """Read and drop what the client is sending, within bounds.
+    """Read and discard what the client is sending, within bounds.
 
-    A client that is still sending when the connection closes sees a broken connection and not the answer.
+    A client that is still sending when the connection closes sees a broken connection instead of the answer.
     """
     if headers.get("expect", "").lower() == "100-continue" or _announced(headers) > DRAIN_BYTES:
         return
@@ -251,5 +251,5 @@ async def _drain(headers: Headers, receive: Receive) -> None:
 
 
 def answer(status: int, sentence: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as JSON."""
+    """Return an error as JSON."""
     return JSONResponse(Error(error=sentence).model_dump(), status, headers)

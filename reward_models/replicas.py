@@ -1,7 +1,7 @@
-"""The scorer in replicas of Ray Serve: started, batched across requests, watched and replaced when one dies.
+"""Scorer replicas in Ray Serve: started, batched across requests, monitored, and replaced if one dies.
 
-Serve's own HTTP proxy is not used: the application of `reward_models.app` runs in the process that was started, so
-that a port in use, a wrong token or a body too large is answered before anything reaches Ray.
+Serve's HTTP proxy is not used: the application of `reward_models.app` runs in the started process, so that a port in
+use, a wrong token or an oversized body is answered before anything reaches Ray.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]  # replicas import this package from here
 DEPLOYMENT = "scorer"
-TRUSTED_SECONDS = 1.0  # that there is a replica, before Serve is asked again
+TRUSTED_SECONDS = 1.0  # how long a running replica is assumed before Serve is asked again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How many replicas there are, what each may use, and how it forms batches.
+    """Number of replicas, their resources and batching.
 
-    `gpus` of one replica (a part lets several share a GPU) and its CPU `threads`: None shares out what there is.
-    A batch has at most `max_batch_size` images, of any requests that come within `batch_wait_s` seconds.
+    `gpus` (a fraction lets replicas share a GPU) and CPU `threads` are per replica; None divides those available. A
+    batch has at most `max_batch_size` images, from any requests that arrive within `batch_wait_s` seconds.
     """
 
     replicas: int = 1
@@ -53,14 +53,14 @@ class Placement:
 
 
 class Replica:
-    """One copy of the scorer; `warm` is the prompt and the metadata of an image to score first, None for none."""
+    """Replica of the scorer; `warm` is the prompt and metadata of a warm-up image, None to skip the warm-up."""
 
     def __init__(
         self, name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, Metadata] | None
     ) -> None:
         self.name, self.placement = name, placement
         self.scorer = build_scorer(name, config)
-        # One thread: a scorer need not be thread-safe. Requests are decoded beside it, and health checks answered.
+        # One thread, because a scorer need not be thread-safe. Decoding and health checks run beside it.
         self._thread = ThreadPoolExecutor(1)
         self._numbers = itertools.count()
         batched: Any = self._batched  # the decorator adds these methods
@@ -70,7 +70,7 @@ class Replica:
             self._thread.submit(warm_up, name, self.scorer, *warm).result()
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
-        """The columns [B] for image files [B] of one request."""
+        """Return the columns `[B]` for the image files `[B]` of one request."""
         pictures = await asyncio.to_thread(decode, images)
         if isinstance(pictures, Refusal):
             return pictures
@@ -80,7 +80,7 @@ class Replica:
             return join(self.name, await asyncio.gather(*(self._batched(Item(number, i, *row)) for i, row in rows)))
         finally:
             for picture in pictures:
-                picture.close()  # Serve holds on to the last batch until the next one comes
+                picture.close()  # Serve keeps the last batch until the next one
 
     @serve.batch
     async def _batched(self, items: list[Item]) -> list[Row]:
@@ -89,14 +89,14 @@ class Replica:
 
 
 class RayScoring:
-    """Hands requests to the replicas of the Serve application `application`."""
+    """Client of the replicas of the Serve application `application`."""
 
     def __init__(self, application: str, handle: DeploymentHandle, warm: bool) -> None:
         self.application, self.handle, self.warm = application, handle, warm
         self._ready_until = 0.0
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
-        # A handle would keep the request until there is a replica, beyond the client's time-out.
+        # a handle would keep the request until a replica is available, beyond the client's time-out
         if time.monotonic() > self._ready_until:
             if isinstance(state := await self.state(), Refusal):
                 return state
@@ -114,7 +114,7 @@ class RayScoring:
         return await asyncio.to_thread(self.look)
 
     def look(self) -> dict[str, JSON] | Refusal:
-        """The number of replicas that run, or why there are none."""
+        """Return the number of running replicas, or the reason why there are none."""
         try:
             application = serve.status().applications[self.application]
         except (ray.exceptions.RayError, RayServeException, KeyError) as error:
@@ -144,18 +144,18 @@ class RayScoring:
 def deployed(
     name: str, config: ScorerConfig, placement: Placement, warm: tuple[str, Metadata] | None
 ) -> Iterator[RayScoring]:
-    """Replicas of the scorer `name`, which start while the context goes on and end with it.
+    """Run replicas of the scorer `name` within the context; they start in the background.
 
-    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, else starts one on this machine; ends
-    only what it started.
+    Joins the Ray cluster of the environment variable RAY_ADDRESS if it is set, else starts a local one; stops only what
+    it started.
 
     Raises:
-        ClusterError: Ray does not start, or has fewer GPUs than asked for.
+        ClusterError: Ray does not start, or has fewer GPUs than requested.
     """
     joined = os.environ.get("RAY_ADDRESS")
     options: dict[str, object] = {"logging_level": logging.ERROR}
     application = f"gerl_reward_{name}_{os.getpid()}"
-    with contextlib.ExitStack() as ends:  # a cluster of our own ends, with Serve and the replicas; a joined one is left
+    with contextlib.ExitStack() as ends:  # a local cluster ends, with Serve and replicas; a joined one keeps running
         if joined:
             join_cluster(joined, options)
             ends.callback(ray.shutdown)
@@ -172,7 +172,7 @@ def deployed(
 
 
 def _delete(application: str) -> None:
-    with contextlib.suppress(ray.exceptions.RayError, RayServeException):  # Ray may be the reason why we are here
+    with contextlib.suppress(ray.exceptions.RayError, RayServeException):  # this may run because Ray is gone
         serve.delete(application)
 
 
@@ -189,23 +189,23 @@ def _deployment(placement: Placement) -> serve.Deployment:
     environment = {
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(paths),
-        # Else glibc keeps the memory of large images for ever after they were freed.
+        # otherwise glibc never returns the freed memory of large images
         "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
     }
     return serve.deployment(
         Replica,
         name=DEPLOYMENT,
         num_replicas=placement.replicas,
-        # Each may take all: a replica that dies leaves its share to the others.
+        # each may take all requests: a replica that dies leaves its share to the others
         max_ongoing_requests=placement.max_in_flight,
-        max_constructor_retry_count=1,  # for the first replica only: later ones are tried for ever
+        max_constructor_retry_count=1,  # for the first replica only: later ones are retried forever
         # No CPU is reserved: CPUs are shared by design, and a replica must not wait for one that is never free.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": environment}},
     )
 
 
 def _cause(message: str) -> str:
-    """The sentence at the bottom of a traceback that came as text."""
+    """Return the final error message of a traceback in text form."""
     for mark in ("gerl.errors.RewardError: ", "gerl.errors.DataError: "):
         if mark in message:
             return " ".join(message.rsplit(mark, 1)[1].split())

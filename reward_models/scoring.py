@@ -1,6 +1,6 @@
-"""The work on a request to a reward service: decode the images, score them in batches, check the scores.
+"""Scoring of a request to a reward service: decode the images, score them in batches, check the scores.
 
-A failure is a value, a `Refusal` with the HTTP status it becomes, so that it travels between processes like a score.
+A failure is a value, a `Refusal` with an HTTP status, so that it travels between processes like a score.
 """
 
 import copy
@@ -23,7 +23,7 @@ from gerl.utils.condition_images import BROKEN
 log = logging.getLogger(__name__)
 
 FORMATS = ("PNG", "JPEG")
-SHOWN = 500  # characters of what a scorer raised that an answer quotes
+SHOWN = 500  # characters of a scorer's exception that an answer quotes
 MEGAPIXEL = 10**6
 WARM_PROMPT = 'a photo of a sign that reads "ready"'
 WARM_SIZE = 256
@@ -31,7 +31,7 @@ WARM_SIZE = 256
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there are no scores: an HTTP status and one sentence."""
+    """Reason for missing scores: an HTTP status and one sentence."""
 
     status: int
     message: str
@@ -52,18 +52,18 @@ class Item:
 
 
 class Scoring(Protocol):
-    """Where the scorer runs: in replicas of Ray Serve (`reward_models.replicas`)."""
+    """Interface to the running scorer, implemented by Ray Serve replicas (`reward_models.replicas`)."""
 
     async def score(self, images: list[bytes], prompts: list[str], metadata: list[Metadata]) -> Columns | Refusal:
-        """The columns [B] for image files [B], or why there are none."""
+        """Return the columns `[B]` for image files `[B]`, or the reason why there are none."""
 
     async def state(self) -> dict[str, JSON] | Refusal:
-        """Facts about the running scorer, or, with status 503, why it cannot score yet."""
+        """Return facts about the running scorer, or with status 503 the reason why it cannot score yet."""
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """How many images a request may have, and how many million pixels each of them and all together."""
+    """Limits of a request: number of images, million pixels per image, and million pixels in total."""
 
     max_images: int = 256
     max_image_megapixels: int = 64
@@ -71,7 +71,10 @@ class ImageLimits:
 
 
 def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
-    """The number of pixels of PNG or JPEG files [B] by their headers: a small file may hold what fills the memory."""
+    """Return the number of pixels of PNG or JPEG files `[B]` from their headers, or a refusal.
+
+    Checked before decoding, because a small file may decode to more than the memory holds.
+    """
     if len(images) > limits.max_images:
         return Refusal(
             413,
@@ -104,13 +107,13 @@ def measure(images: Sequence[bytes], limits: ImageLimits) -> int | Refusal:
 
 
 def decode(images: Sequence[bytes]) -> list[Image.Image] | Refusal:
-    """RGB images [B] of PNG or JPEG files [B] that `measure` has admitted."""
+    """Decode PNG or JPEG files `[B]` that `measure` admitted to RGB images `[B]`."""
     pictures = []
     for i, data in enumerate(images):
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             image.load()
-            # A conversion would be a second copy; another mode's first one is dropped before the next is decoded.
+            # a conversion is a second copy: other modes drop the first copy before the next image is decoded
             pictures.append(image if image.mode == "RGB" else image.convert("RGB"))
         except (*BROKEN, zlib.error) as error:
             reason = " ".join(str(error).split())[:SHOWN]
@@ -119,10 +122,9 @@ def decode(images: Sequence[bytes]) -> list[Image.Image] | Refusal:
 
 
 def score_items(name: str, scorer: Scorer, items: list[Item]) -> list[Row]:
-    """Score images of several requests in one batch; one row each.
+    """Score images of several requests in one batch; return one row each.
 
-    If that fails, each request is scored by itself: what is wrong with one must not fail another that happened to come
-    at the same time.
+    If that fails, each request is scored separately, so that a faulty request cannot fail the others in its batch.
     """
     rows = _attempt(name, scorer, items)
     if not isinstance(rows, Refusal):
@@ -136,7 +138,7 @@ def score_items(name: str, scorer: Scorer, items: list[Item]) -> list[Row]:
 
 
 def join(name: str, rows: list[Row]) -> Columns | Refusal:
-    """The columns [B] of rows [B], or the first refusal among them."""
+    """Join rows `[B]` into columns `[B]`, or return the first refusal."""
     good: list[dict[str, float]] = []
     for row in rows:
         if isinstance(row, Refusal):
@@ -171,9 +173,9 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
             [copy.deepcopy(item.metadata) for item in items],
         )
         lists = columns_of(returned, name)
-    except DataError as error:  # the request asks for what cannot be scored
+    except DataError as error:  # the request cannot be scored
         return Refusal(422, str(error))
-    # The scorer may be a user's code and raise anything; the client is told in a refusal.
+    # the scorer may be user code and raise anything; the client receives a refusal
     except Exception as error:
         log.exception("scorer %s raised", name)
         what = str(error) if isinstance(error, GerlError | ReturnError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""`python -m reward_models.serve scorer=NAME [key=value ...]`: a scorer over HTTP, for the scorer `remote` of a run."""
+"""`python -m reward_models.serve scorer=NAME [key=value ...]`: serve a scorer over HTTP, for the scorer `remote`."""
 
 if __name__ == "__main__":
-    # the imports below take most of a second: signals are heard before
+    # the imports below take most of a second: handle signals before
     import sys
 
     from gerl.commandline.command import WITH_LEVELS, start
@@ -31,12 +31,12 @@ logger = logging.getLogger("reward_models")
 
 Count = Annotated[int, Field(ge=1)]
 WATCH_SECONDS = 1.0
-CLOSING_SECONDS = 10.0  # for the requests under way when the service is stopped
+CLOSING_SECONDS = 10.0  # for requests in progress when the service is stopped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keys of the command line."""
+    """Command-line options."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -77,12 +77,12 @@ class Options:
                 raise ConfigError(f"{all_name}={whole} is less than {one_name}={one} of a single request: raise it")
 
     def config(self) -> ScorerConfig:
-        """The scorer as a run would be given it; its file absolute, as replicas may start elsewhere."""
+        """Return the scorer's configuration as in a run, with an absolute path because replicas may start elsewhere."""
         path = None if self.path is None else str(Path(self.path).expanduser().absolute())
         return ScorerConfig(path=path, function=self.function, kwargs=self.kwargs)
 
     def token(self) -> str | None:
-        """The token clients must send; raises `ConfigError`, without showing it, if it cannot be one."""
+        """Return the token that clients must send; raises `ConfigError`, without showing it, if it is invalid."""
         try:
             return read_token(self.token_file, self.token_env)[0]
         except RewardError as error:
@@ -107,10 +107,10 @@ PARSER = Parser(
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Options from `key=value` arguments; values are YAML, keys after a dot are those of `kwargs` or `warm_metadata`.
+    """Parse `key=value` arguments; values are YAML, keys with a dot belong to `kwargs` or `warm_metadata`.
 
     Raises:
-        ConfigError: an argument is not of this form, a key is unknown or given twice, or a value is wrong.
+        ConfigError: an argument is malformed, a key is unknown or given twice, or a value is wrong.
     """
     values, _ = PARSER.values(arguments)
     for name in values.keys() & {"kwargs", "warm_metadata"}:
@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
-    """Prompt and metadata of the image to warm up with; None, with a warning, if the scorer needs one that is given.
+    """Return prompt and metadata of the warm-up image; None, with a warning, if the scorer needs other ones.
 
     Raises `ConfigError` for a scorer that cannot be served.
     """
@@ -155,7 +155,7 @@ def run(options: Options, stop: threading.Event) -> None:
     """Serve until `stop` is set.
 
     Raises:
-        GerlError: something in the options is wrong, or the scorer or Ray does not start or is lost.
+        GerlError: an option is wrong, or the scorer or Ray does not start or is lost.
     """
     for module in ("ray.serve", "uvicorn", "prometheus_client"):
         require(module, "serve")
@@ -177,7 +177,7 @@ def run(options: Options, stop: threading.Event) -> None:
     with listen(options.host, options.port) as listener:
         logger.info("starting the scorer %s at %s", options.scorer, address(listener))
         with deployed(options.scorer, options.config(), placement, warm) as scoring:
-            stop_on_signals(stop)  # Ray sets a handler of its own when it starts: ours come after it
+            stop_on_signals(stop)  # after Ray, which sets its own signal handler when it starts
             app = build_app(options.scorer, scoring, limits)
             ready = False
             with serving(app, listener, CLOSING_SECONDS) as thread:
@@ -190,7 +190,7 @@ def run(options: Options, stop: threading.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
+    """Run the command line; return the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
 
     def work(arguments: list[str]) -> None:
         options = parse(arguments)

@@ -95,7 +95,7 @@ class RewardModel(VlmNetwork):
     def outputs(
         self, pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str], head: str, batch_size: int
     ) -> torch.Tensor:
-        """Return the outputs `[B, N]` of `head`, fp32 on the CPU; texts have one reward token and follow their images."""
+        """Return the outputs `[B, N]` of `head`, fp32 on the CPU; texts have one reward token, after the images."""
 
         def numbers(pictures: Sequence[Sequence[Image.Image]], texts: Sequence[str]) -> torch.Tensor:
             found: torch.Tensor = self.heads[head](self.hidden_at(self._inputs(pictures, texts), [TOKEN]))

@@ -106,7 +106,7 @@ class VoteScorer(PeopleScorer, HttpScorer):
         return files
 
     def reach(self) -> str:
-        """Return "" if the service is up, else the problem; raises `RewardError` if it is another or rejects the token."""
+        """Return "" if the service is up, else the problem; raises `RewardError` for a wrong service or token."""
         try:
             with self.client(self.url) as client:
                 checked_answer(client, client.post("/v1/hello", {"scorer": NAME}))

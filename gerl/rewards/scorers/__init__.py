@@ -1,4 +1,4 @@
-"""Scorers turn images and their prompts into numbers, one per image, or several by name."""
+"""Scorers: compute one or several named numbers per image and prompt."""
 
 import pkgutil
 from inspect import signature
@@ -25,8 +25,8 @@ __all__ = [
     "scorer_class",
 ]
 
-# Module (of `MODELS`, unless it is gerl's) and class of each scorer; the fields of a class are the scorer's kwargs.
-# Names instead of classes: some need torch, and only the scorers in use are imported.
+# Module (in `MODELS`, unless it starts with gerl) and class of each scorer; the fields of a class are its kwargs.
+# Names instead of classes, because some need torch, and only the scorers in use are imported.
 MODELS = "reward_models.scorers"
 SCORERS = {
     "ocr": "ocr:OcrScorer",
@@ -60,24 +60,24 @@ SCORERS = {
 
 
 def scorer_class(name: str) -> type[Scorer]:
-    """The class of gerl's scorer `name`, one of `SCORERS`."""
+    """Return the class of the built-in scorer `name`, one of `SCORERS`."""
     place = SCORERS[name]
     found: type[Scorer] = pkgutil.resolve_name(place if place.startswith("gerl.") else f"{MODELS}.{place}")
     return found
 
 
 def asks_people(name: str) -> bool:
-    """Whether gerl's scorer `name` asks people; False where gerl has none of this name."""
+    """Whether the built-in scorer `name` asks people; False if it does not exist."""
     return name in SCORERS and issubclass(scorer_class(name), PeopleScorer)
 
 
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """The scorer `name`: the user's function if `config.path` is given, else one of gerl's.
+    """Build the scorer `name`: the custom function if `config.path` is given, else a built-in scorer.
 
-    Building checks everything that can be checked without scoring, and loads no model weights.
+    Checks everything that does not require scoring, and loads no model weights.
 
     Raises:
-        RewardError: no such scorer, its package is not installed, wrong kwargs, or a file or function is missing.
+        RewardError: unknown scorer, package not installed, wrong kwargs, or a missing file or function.
     """
     key = f"reward.scorers.{name}"
     if config.path is not None and config.path.startswith(PREFIX):
@@ -102,9 +102,9 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """As `build_scorer`, in a process that does not score and may lack the packages of `config.env`.
+    """Build a scorer in a process that does not score and may lack the packages of `config.env`.
 
-    Where a package is missing here and the scorer has an environment, it is an `RemoteOnlyScorer`.
+    Returns a `RemoteOnlyScorer` if a package is missing here and the scorer has an environment.
     """
     try:
         return build_scorer(name, config)

@@ -1,4 +1,4 @@
-"""The base class of all scorers, the types they share, the import of their packages, and reference pictures."""
+"""Base class and shared types of all scorers, package imports, and reference images."""
 
 import base64
 import importlib
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import torch
 
 
-# --- The base class of all scorers, the types they share, and the import of their packages
+# --- Base class and shared types of all scorers, and package imports
 
 VERSION = "1"  # of the HTTP protocol of reward services
 Metadata = dict[str, Any]  # the other columns of a prompt's row
-Columns = dict[str, list[float]]  # name of a column -> [B]
+Columns = dict[str, list[float]]  # column name -> [B]
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
 
 class Scorer(ABC):
-    """Gives images a score: higher is better, in the scorer's own unit.
+    """Scorer of images; higher is better, in arbitrary units.
 
-    A scorer of gerl is a dataclass derived from this, whose fields are its kwargs. `groupwise`: a call gets all images
-    of one group, to be compared with each other. `takes_frames`: a video arrives as a list of frames; others are shown
-    single frames, and the mean of their scores counts. `differentiable`: `tensor_scores` gives scores with a gradient.
+    Built-in scorers are dataclasses whose fields are the kwargs. `groupwise`: a call gets all images of one group, for
+    comparison. `takes_frames`: a video is passed as a list of frames; other scorers get single frames, and their scores
+    are averaged. `differentiable`: `tensor_scores` returns differentiable scores.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -44,28 +44,28 @@ class Scorer(ABC):
 
     @property
     def shares(self) -> str | None:
-        """Scorers with the same value run in the same processes, as they use the same model; None: alone."""
+        """Key of the model in use: scorers with equal keys run in the same processes; None: not shared."""
         return None
 
     @abstractmethod
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
-        """Scores [B], a list of floats, for images [B] of prompts [B] with metadata [B].
+        """Return scores `[B]`, a list of floats, for images `[B]` of prompts `[B]` with metadata `[B]`.
 
-        Or several such lists by name, of which the first is the score and the others are watched. The type is `object`
-        because a user's own function may return anything; `columns_of` and the reward worker check it.
+        May return several such lists by name; the first is the score, the others are only logged. The type is `object`
+        because a custom function may return anything; `columns_of` and the reward worker check it.
         """
 
     def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
-        """Scores `[B]` with graph, where `differentiable`, of images `[B, 3, H, W]`, fp32 in [0, 1], on its device.
+        """Return differentiable scores `[B]` of images `[B, 3, H, W]`, fp32 in [0, 1], on their device.
 
-        Of those that take frames, of videos `[B, F, 3, H, W]` too.
+        If `takes_frames`, also of videos `[B, F, 3, H, W]`. Only defined if `differentiable`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def place(self, error: BaseException | None = None) -> str:
-        """` (FILE, line N: code)` of the user's own code that raised `error` or, without one, of the function called.
+        """Return ` (FILE, line N: code)` of the user code that raised `error`, or without one of the called function.
 
-        Empty for the scorers of gerl, and where no line of the user's file took part.
+        Empty for built-in scorers, and if the error did not pass through the user's file.
         """
         return ""
 
@@ -78,11 +78,11 @@ class Scorer(ABC):
                 raise DataError(f"prompt {prompt.id}: {error}") from None
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:  # noqa: B027  most scorers take any prompt
-        """Raise `DataError` if images of this row could not be scored; does nothing unless a scorer overrides it."""
+        """Raise `DataError` if images of this row could not be scored; does nothing unless overridden."""
 
 
 class PeopleScorer(Scorer):
-    """Asks people, about groups of training only; the request is repeated until they have answered."""
+    """Base class of human feedback on training groups; the request is repeated until people have answered."""
 
     groupwise = True
     takes_frames = True
@@ -91,24 +91,24 @@ class PeopleScorer(Scorer):
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """Scores [B] of the `images` of a group; while there are none a text: "", or the problem with the service.
+        """Return the scores `[B]` of a group's `images`; before an answer "", or the problem with the service.
 
-        Returns at once. Raises `RewardError` for a problem that waiting does not solve.
+        Does not block. Raises `RewardError` for a problem that waiting does not solve.
         """
 
     @abstractmethod
     def reach(self) -> str:
-        """ "" if people can be asked, else the problem with the service; raises `RewardError` as `ask` does."""
+        """Return "" if people can be asked, else the problem with the service; raises `RewardError` like `ask`."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
         raise NotImplementedError("people are asked about groups: call ask")
 
 
 class RemoteOnlyScorer(Scorer):
-    """A scorer that can be built only in the environment of its processes; of `kind`, if it is one of gerl.
+    """Placeholder for a scorer that can be built only in its own environment; `kind` is its built-in class, if any.
 
-    Its prompts are checked when they are scored. A user's function counts as neither groupwise nor taking frames, which
-    its process checks.
+    Prompts are checked when they are scored. A custom function counts as neither groupwise nor taking frames, which its
+    process checks.
     """
 
     def __init__(self, kind: type[Scorer] = Scorer) -> None:
@@ -119,11 +119,11 @@ class RemoteOnlyScorer(Scorer):
 
 
 class ReturnError(TypeError):
-    """A scorer returned something that is no list of numbers, nor a dict of such lists."""
+    """Error for a scorer's return value that is neither a list of numbers nor a dict of such lists."""
 
 
 def columns_of(returned: object, name: str) -> dict[str, list[object]]:
-    """The values that the scorer `name` returned, as lists by column; one list alone is the column `name`.
+    """Convert the return value of the scorer `name` to lists by column; a single list is the column `name`.
 
     Raises `ReturnError` for anything but a list or a dict of lists.
     """
@@ -138,7 +138,7 @@ def columns_of(returned: object, name: str) -> dict[str, list[object]]:
 
 
 def _no_list(values: object) -> str | None:
-    """The kind of `values` where they are no list with a number per image, else None."""
+    """Describe `values` if they are not a list with a number per image; None if they are."""
     shape = getattr(values, "shape", None)
     if isinstance(values, str | bytes | bytearray | Mapping | Set):
         return f"a {type(values).__name__}"
@@ -154,7 +154,7 @@ def _of(column: object, returned: object) -> str:
 
 
 def _idea(returned: object) -> str:
-    """A remedy for a return value that is no list, if one is known."""
+    """Suggest a fix for a return value that is not a list; "" if none is known."""
     shape = getattr(returned, "shape", ())
     if returned is None:
         return ": is a return missing?"
@@ -162,7 +162,7 @@ def _idea(returned: object) -> str:
         return ": return only the scores, such as its first part"
     if isinstance(returned, Awaitable):
         if inspect.iscoroutine(returned):
-            returned.close()  # else Python warns that nobody awaited it
+            returned.close()  # otherwise Python warns that it was never awaited
         return ": it must be awaited, which gerl does not do: use asyncio.run inside"
     if len(shape) == 2 and 1 in shape:
         return ": return its .reshape(-1)"
@@ -170,7 +170,7 @@ def _idea(returned: object) -> str:
 
 
 def number_of(score: object) -> float | None:
-    """A score as a float; None for text, which float() would parse, and everything else that is not one number."""
+    """Convert a score to float; None for text, which float() would parse, and for anything but a single number."""
     try:
         return None if isinstance(score, str | bytes) else float(score)  # type: ignore[arg-type]  # it is tried
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -188,15 +188,15 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-# --- Pictures in a prompt's row that a scorer needs: a reference, the source of an edit
+# --- Reference images in a prompt's row, such as the source of an edit
 
 Reference: TypeAlias = Path | Image.Image
 
 
 def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> Reference:
-    """The one picture in the row's `column`: the path of a file, or a PIL image.
+    """Return the single image in the row's `column`: the path of a file, or a PIL image.
 
-    Raises `DataError`, which names the prompt and the `scorer`, if there is none, or several.
+    Raises `DataError`, naming prompt and `scorer`, if there is none or more than one.
     """
     found = references_of(scorer, prompt, metadata, column)
     if len(found) > 1:
@@ -208,7 +208,7 @@ def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> R
 
 
 def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> list[Reference]:
-    """The pictures in the row's `column`, which has one or a list of them; raises `DataError` if there is none."""
+    """Return the images in the row's `column`, one or a list of them; raises `DataError` if there are none."""
     given = metadata.get(column)
     parts: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not parts or not all(isinstance(part, Image.Image | Path) or (isinstance(part, str) and part) for part in parts):
@@ -229,14 +229,14 @@ def _file(prompt: str, given: str | Path) -> Path:
 
 
 def read(reference: Reference) -> Image.Image:
-    """The picture of a reference in RGB, turned upright; raises `DataError` for a file that is no image."""
+    """Load a reference as an upright RGB image; raises `DataError` if the file is not an image."""
     return reference if isinstance(reference, Image.Image) else read_picture(reference)
 
 
 def features_of(
     references: Sequence[Reference], features: Callable[[list[Image.Image]], "torch.Tensor"]
 ) -> "torch.Tensor":
-    """`features` [B, dim] of references [B]; each is read and encoded once, as the images of a group share theirs."""
+    """Return `features` `[B, dim]` of references `[B]`; each is encoded once, because a group shares its reference."""
     keys = [str(reference) if isinstance(reference, Path) else id(reference) for reference in references]
     unique = dict(zip(keys, references, strict=True))
     rows = {key: row for row, key in enumerate(unique)}

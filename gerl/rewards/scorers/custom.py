@@ -1,6 +1,6 @@
-"""Custom scorers: functions from a file or from the program that started the run, on images or on tensors."""
+"""Custom scorers: functions from a file or from the calling program, on images or on tensors."""
 
-from __future__ import annotations  # of torch, which the driver of a run may do without
+from __future__ import annotations  # of torch, which a run's driver may lack
 
 import inspect
 import traceback
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 
-# --- Functions of the user's that score tensors, so that rewards can be differentiated.
+# --- Custom functions on tensors, for differentiable rewards
 #
-# One whose attribute `takes_tensors` is true gets images `[B, 3, H, W]`, fp32 in [0, 1], and returns scores `[B]` as a
-# tensor; with `takes_frames` it gets videos as `[B, F, 3, H, W]`. Where only scores are needed, as in a validation, it
-# gets the finished pictures in the same form.
+# A function with a true attribute `takes_tensors` gets images `[B, 3, H, W]`, fp32 in [0, 1], and returns scores `[B]`
+# as a tensor; with `takes_frames` it gets videos `[B, F, 3, H, W]`. If only scores are needed, as in validation, it
+# gets the decoded images in the same form.
 
 
 def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[str], metadata: list[Any]) -> object:
-    """The scores by `called` of PIL images or lists of frames, which may be of several sizes: each one by itself."""
+    """Score PIL images or lists of frames with `called`, one at a time because sizes may differ."""
     import torch
 
     from gerl.utils.tensors import tensors_of
@@ -49,7 +49,7 @@ def on_pictures(called: Callable[..., object], images: list[Any], prompts: list[
 
 
 def checked(found: object, images: torch.Tensor, place: str) -> torch.Tensor:
-    """The scores `found` of `images`; raises `RewardError` unless they are a tensor `[B]` with a gradient."""
+    """Return the scores `found` of `images`; raises `RewardError` unless they are a tensor `[B]` with a gradient."""
     import torch
 
     shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
@@ -66,10 +66,10 @@ def checked(found: object, images: torch.Tensor, place: str) -> torch.Tensor:
     return found
 
 
-# --- How a function of the user's is called: by the names of its parameters, where they say what they are for
+# --- Argument binding of a custom function, by parameter names if they are known
 
-GIVEN = ("images", "prompts", "metadata")  # in the order in which parameters of other names get them
-# Names of parameters without a default that leave no doubt either; those of `GIVEN` are meant with a default, too.
+GIVEN = ("images", "prompts", "metadata")  # in the order in which parameters with other names receive them
+# unambiguous names of parameters without a default; names in `GIVEN` count even with a default
 SYNONYMS = {
     "images": ("image", "imgs", "img", "pictures", "pixels", "videos", "video"),
     "prompts": ("prompt", "texts", "text", "captions", "caption"),
@@ -80,17 +80,17 @@ PLAIN = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Call:
-    """A function with what each of its parameters gets: one of `GIVEN`, or its own keyword.
+    """Custom function with its argument binding: each parameter receives one of `GIVEN`, or its own keyword.
 
     Raises:
-        RewardError: it cannot be called so; the message begins with `key` and calls the function `name`.
+        RewardError: it cannot be called like this; the message begins with `key` and calls the function `name`.
     """
 
     def __init__(self, key: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, object]) -> None:
         self.function, self.kwargs = function, dict(kwargs)
         _check_kind(key, name, function)
         try:
-            # torch's modules take anything, and hand it on to their forward
+            # torch modules accept anything and pass it to their forward
             signature = inspect.signature(function if inspect.isroutine(function) else _forward(function))
         except (TypeError, ValueError):  # of a builtin
             self.positional, self.named = list(GIVEN), dict[str, str]()
@@ -119,7 +119,7 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
-    """Raise `RewardError` for a class in place of an object of it, and for what has to be awaited."""
+    """Raise `RewardError` for a class instead of an instance, and for an async function."""
     if inspect.isclass(function):
         raise RewardError(
             f"{key}: {name} is a class, and calling it creates an object, not scores: give a callable object, {name}()"
@@ -134,9 +134,10 @@ def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
 def _assigned(
     key: str, name: str, signature: inspect.Signature, kwargs: Mapping[str, object]
 ) -> tuple[list[str], dict[str, str]]:
-    """The positional arguments, and by parameter those that are passed by keyword.
+    """Return the positional arguments, and a mapping of parameters passed by keyword.
 
-    Parameters whose names are known get what they say; others without a default what is left, in the order of `GIVEN`.
+    Parameters with known names receive the named argument; others without a default receive the remaining ones, in the
+    order of `GIVEN`.
     """
     parameters = [p for p in signature.parameters.values() if p.name not in kwargs]
     if foreign := next((p.name for p in parameters if p.name in OF_TRL), None):
@@ -156,7 +157,7 @@ def _assigned(
     for parameter, what in zip((p for p in required if p.name not in found and p.kind in PLAIN), left, strict=False):
         found[parameter.name] = what
     positional = []
-    for parameter in signature.parameters.values():  # by position as far as it goes: a decorator may take no keywords
+    for parameter in signature.parameters.values():  # by position where possible: a decorator may not accept keywords
         if parameter.name not in found or parameter.kind not in PLAIN:
             break
         positional.append(found.pop(parameter.name))
@@ -164,10 +165,9 @@ def _assigned(
 
 
 class UserScorer(Scorer):
-    """A scorer that calls a function of the user's, whose attributes say how.
+    """Scorer that calls a custom function and reads its attributes.
 
-    `groupwise` and `takes_frames` mean what they do for `Scorer`; with `takes_tensors` it is given tensors, see
-    `tensor_function`.
+    `groupwise` and `takes_frames` are as in `Scorer`; with `takes_tensors` the function receives tensors.
     """
 
     def __init__(self, call: Call) -> None:
@@ -185,17 +185,17 @@ class UserScorer(Scorer):
         return checked(self.call(images, prompts, metadata), images, self.place())
 
 
-# --- A user's own scorer: a function in a Python file
+# --- Custom scorer from a Python file
 
 
 class CustomScorer(UserScorer):
-    """Calls a function of images, prompts and metadata [B], or of some of these, and its kwargs: see `Call`.
+    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
 
-    It is `function` of the Python file `path`. `key` is the configuration key of the scorer, for messages. Relative
-    paths are from the current directory.
+    Calls `function` of the Python file `path`; relative paths are from the current directory. `key` is the
+    configuration key of the scorer, for error messages.
 
     Raises:
-        RewardError: the file or the function is missing, the file fails, or the function does not take these arguments.
+        RewardError: the file or function is missing, the file fails, or the function does not take these arguments.
     """
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
@@ -203,14 +203,14 @@ class CustomScorer(UserScorer):
         super().__init__(Call(key, function, _function(key, path, function), kwargs))
 
     def place(self, error: BaseException | None = None) -> str:
-        """Where in the user's file `error` was raised or, without one, the function begins; see `Scorer.place`."""
+        """Return where `error` was raised in the user's file, or where the function begins; see `Scorer.place`."""
         if error is not None:
             return raised_at(error, self.path)
         code = getattr(self.call.function, "__code__", None) or getattr(
             type(self.call.function).__call__, "__code__", None
         )
         if not isinstance(code, CodeType) or Path(code.co_filename) != absolute(self.path):
-            return f" ({self.path})"  # it comes from elsewhere
+            return f" ({self.path})"  # defined elsewhere
         return f" ({self.path}, line {code.co_firstlineno}: {code.co_name})"
 
 
@@ -232,13 +232,13 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
     return found
 
 
-# --- A reward that is a function of the program that started the run
+# --- Custom scorer from the calling program
 
 
 class FunctionScorer(UserScorer):
-    """Calls a function of images, prompts and metadata [B], or of some of these, and its kwargs: see `Call`.
+    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
 
-    Raises `RewardError` if the function is not here, or does not take these arguments.
+    Raises `RewardError` if the function is missing here, or does not take these arguments.
     """
 
     def __init__(self, key: str, path: str, kwargs: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Scorers without a model, for first tries and as baselines: sharpness, JPEG size, colourfulness and named colours."""
+"""Scorers without a model, for testing and as baselines: sharpness, JPEG size, colourfulness and named colours."""
 
 import io
 import math
@@ -15,19 +15,18 @@ from pydantic import Field
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer
 
-# --- A cheap baseline: how sharp an image is. It needs no model, and optimizing it ends in noise: a curve to compare
-# with.
+# --- Sharpness: a cheap baseline without a model. Optimizing it leads to noise: a reference curve.
 #
 # Source: the variance of the Laplacian as a measure of focus (Pech-Pacheco et al., ICPR 2000).
 
-LUMA = np.array([0.299, 0.587, 0.114])  # Rec. 601, of R, G, B
+LUMA = np.array([0.299, 0.587, 0.114])  # Rec. 601, for R, G, B
 
 
 def sharpness(image: Image.Image) -> float:
-    """Variance over pixels of the Laplacian (four neighbours minus four times the pixel) of the luminance in [0, 1].
+    """Return the variance of the Laplacian (four neighbours minus four times the pixel) of the luminance in [0, 1].
 
-    Border pixels have no Laplacian. The range is [0, 16], and 16 is a checkerboard of single pixels; a flat image or a
-    linear ramp has 0.
+    Border pixels are excluded. The range is [0, 16]; 16 is a checkerboard of single pixels, 0 a flat image or a linear
+    ramp.
 
     Raises:
         RewardError: the image is less than 3 pixels wide or high.
@@ -47,14 +46,14 @@ class Sharpness(Scorer):
         return [sharpness(image) for image in images]
 
 
-# --- Rewards from the size of the image as a JPEG file: no model, so ideal for a first try.
+# --- JPEG file size as reward, without a model: ideal for testing
 #
 # Source: "Training Diffusion Models with Reinforcement Learning" (DDPO, arXiv 2305.13301); the scales are those of
 # Flow-GRPO's reward code.
 
 
 def jpeg_kilobytes(image: Image.Image, quality: int = 95) -> float:
-    """Size of the image as a JPEG file, in kB (1000 bytes)."""
+    """Return the size of the image as a JPEG file, in kB (1000 bytes)."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, format="JPEG", quality=quality)
     return buffer.tell() / 1000
@@ -62,7 +61,7 @@ def jpeg_kilobytes(image: Image.Image, quality: int = 95) -> float:
 
 @dataclass(frozen=True)
 class JpegIncompressibility(Scorer):
-    """The size in kB: rewards detail."""
+    """JPEG size in kB: rewards detail."""
 
     quality: Annotated[int, Field(ge=1, le=100)] = 95
 
@@ -72,21 +71,21 @@ class JpegIncompressibility(Scorer):
 
 @dataclass(frozen=True)
 class JpegCompressibility(JpegIncompressibility):
-    """Minus the size in kB, divided by 500: rewards smoothness."""
+    """Negative JPEG size in kB, divided by 500: rewards smoothness."""
 
     def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> list[float]:
         return [-size / 500 for size in super().__call__(images, prompts, metadata)]
 
 
-# --- A cheap baseline: how colourful an image looks. It needs no model, and optimizing it ends in garish images.
+# --- Colourfulness: a cheap baseline without a model. Optimizing it leads to garish images.
 #
 # Source: Hasler and Suesstrunk, "Measuring colourfulness in natural images" (SPIE 2003), the metric M3.
 
 
 def colourfulness(image: Image.Image) -> float:
-    """Hypotenuse of the standard deviations of R - G and (R + G) / 2 - B, plus 0.3 times that of their means.
+    """Return the norm of the standard deviations of R - G and (R + G) / 2 - B, plus 0.3 times the norm of the means.
 
-    Pixel values are 0..255. A grey image has 0; the paper calls 15 slightly, 45 averagely and 82 highly colourful.
+    Pixel values are 0..255. A grey image scores 0; the paper calls 15 slightly, 45 averagely and 82 highly colourful.
     """
     red, green, blue = np.moveaxis(np.asarray(image.convert("RGB"), dtype=np.float64), -1, 0)
     red_green, yellow_blue = red - green, (red + green) / 2 - blue
@@ -102,18 +101,18 @@ class Colourfulness(Scorer):
         return [colourfulness(image) for image in images]
 
 
-# --- Whether an image has the colour that its prompt names: no model, made to be watched beside another reward
+# --- Whether an image has the colour that its prompt names: no model, intended as an additional metric
 
 NAMES = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white", "gray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Colour(Scorer):
-    """1 minus the distance of the image's median colour from the one that the prompt names first, in [0, 1].
+    """1 minus the distance of the image's median colour from the first colour named in the prompt, in [0, 1].
 
-    `named`, a column that is watched: 1 where the median is nearer to that colour than to all others, else 0. The
-    median is that of the ground, whatever is written on it. For a prompt that names no colour both are 1.
-    `colours`: name -> RGB, 0 to 255, or a name or code as CSS has it; by default eleven basic colours.
+    The column `named` is 1 if the median is closest to that colour, else 0. The median is the background colour,
+    regardless of text on it. Both are 1 if the prompt names no colour. `colours`: name -> RGB, 0 to 255, or a CSS name
+    or code; by default eleven basic colours.
     """
 
     colours: Mapping[str, list[int] | str] = field(default_factory=lambda: {name: name for name in NAMES})
@@ -140,7 +139,7 @@ class Colour(Scorer):
         return {"likeness": list(likeness), "named": list(named)}
 
     def _score(self, image: Image.Image, prompt: str) -> tuple[float, float]:
-        outside = re.sub(r'["\u201c\u201d\u201e].*?["\u201c\u201d\u201e]', " ", prompt.lower())  # not the text to write
+        outside = re.sub(r'["\u201c\u201d\u201e].*?["\u201c\u201d\u201e]', " ", prompt.lower())  # without quoted text
         named = [word for word in re.findall(r"\w+", outside) if word in self._table]
         if not named:
             return 1.0, 1.0
