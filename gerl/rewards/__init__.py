@@ -1,1 +1,1 @@
-"""Rewards: the scorers, the processes they run in, and the total they make."""
+"""Rewards: scorers, their processes, and the total reward."""

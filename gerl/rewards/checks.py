@@ -1,4 +1,4 @@
-"""The check of the reward before any work, and of a step's samples for groups without all their scores."""
+"""Checks of the reward and the prompts before a run starts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,15 +12,15 @@ from gerl.protocol import Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
 from gerl.rewards.total import active_scorers, applies, check_routes
 
-PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # of a run, by their key
+PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # by configuration key
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
-    """Build every scorer and let it check all prompts, without loading model weights of gerl's scorers.
+    """Build every scorer and check all prompts with it, without loading weights of built-in scorers.
 
     Raises:
-        RewardError: a scorer is unknown, not installed, or wrongly configured.
-        DataError: a prompt lacks what a scorer needs.
+        RewardError: a scorer is unknown, not installed, or misconfigured.
+        DataError: a prompt lacks data that a scorer needs.
     """
     check_routes(config.scorers, prompts)
     for name, scorer in config.scorers.items():
@@ -34,9 +34,9 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """Read the prompts of `given`, the value of `key`, at most `most` of them, and check them with the scorers.
+    """Read the prompts of `given`, the value of `key`, at most `most`, and check them with the scorers.
 
-    arrange: makes the prompts of those that the file has in its rows.
+    arrange: transform of the prompts read from the file.
     """
     prompts = load(given, config.data, key)
     if key == "data.train":
@@ -56,7 +56,7 @@ def read_prompts(
 
 
 def read_regularising(config: Config) -> list[Prompt]:
-    """The images of `data.regularise`, each with its prompt; raises `DataError`."""
+    """Read the images of `data.regularise`, each with its prompt; raises `DataError`."""
     given, key = config.data.regularise, "data.regularise"
     if given is None:
         if config.algorithm.data_coef:
@@ -73,7 +73,7 @@ def read_regularising(config: Config) -> list[Prompt]:
 
 
 def without_people(config: RewardConfig) -> RewardConfig:
-    """The reward without people, who are asked only while a run trains.
+    """Return the reward without human feedback, which is available only in training.
 
     Raises `ConfigError` if no scorer with a weight is left.
     """

@@ -1,6 +1,6 @@
-"""The total reward of images as a function with a gradient, computed where the images are decoded."""
+"""Differentiable total reward, computed in the process that decodes the images."""
 
-from __future__ import annotations  # of torch, which the driver of a run may do without
+from __future__ import annotations  # of torch, which a run's driver may lack
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]:
-    """The scorers with a weight whose scores have a gradient; raises `ConfigError` if there is none.
+    """Return the weighted scorers with differentiable scores; raises `ConfigError` if there are none.
 
-    `all_of_them`: also if there is one whose scores have none.
+    `all_of_them`: raise also if any weighted scorer is not differentiable.
     """
     weighted = {name: scorer for name, scorer in reward.scorers.items() if scorer.weight}
     without = {name: why for name, scorer in weighted.items() if (why := _why_without_gradient(name, scorer))}
@@ -38,13 +38,13 @@ def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]
 
 
 def scorers_with_gradient(config: Config) -> list[str]:
-    """The scorers whose gradient is used; raises `ConfigError` where the algorithm needs one that has none."""
-    # beside a policy gradient, which learns from all scorers, those without a gradient may stay
+    """Return the scorers whose gradient is used; raises `ConfigError` if a required one is not differentiable."""
+    # next to a policy gradient, which learns from all scorers, non-differentiable ones are allowed
     return differentiable_scorers(config.reward, all_of_them=not config.algorithm.needs.ratio)
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """`config` for workers that build scorers: files of scorers by paths that are the same in any current directory."""
+    """Return `config` with absolute paths of scorer files, for workers with another current directory."""
     if not config.algorithm.needs.reward_gradient:
         return config
     scorers = {
@@ -61,7 +61,7 @@ def _built_in() -> list[str]:
 
 
 def _why_without_gradient(name: str, config: ScorerConfig) -> str:
-    """Why the scores of a scorer have no gradient; "" if they have one."""
+    """Return the reason why a scorer is not differentiable; "" if it is."""
     if config.env:
         return "it runs in its own environment"
     if config.normalise != "none":
@@ -73,7 +73,7 @@ def _why_without_gradient(name: str, config: ScorerConfig) -> str:
 
 
 class TensorReward:
-    """The weighted sum of the scores that have a gradient; a scorer is built, and loads its model, when first needed.
+    """Weighted sum of the differentiable scores; each scorer is built, and loads its model, on first use.
 
     Relative paths of scorers are from the current directory of this process.
     """
@@ -86,9 +86,9 @@ class TensorReward:
     def __call__(
         self, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str] = str
     ) -> torch.Tensor:
-        """Totals `[B]`, fp32 with graph, of images `[B, 3, H, W]` or videos `[B, F, 3, H, W]`, fp32 in [0, 1].
+        """Return differentiable totals `[B]` of images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` in [0, 1], all fp32.
 
-        `text`: what becomes of a prompt's text before the scorers read it. A total is 0 where no scorer applies.
+        `text`: transform of a prompt's text before scoring. A total is 0 if no scorer applies.
         """
         import torch
 
@@ -122,6 +122,6 @@ class TensorReward:
         if name not in self.scorers:
             scorer: Any = build_scorer(name, self.configs[name])
             if getattr(scorer, "device", None) == "auto":
-                scorer = dataclasses.replace(scorer, device=self.device)  # that of the images
+                scorer = dataclasses.replace(scorer, device=self.device)  # the device of the images
             self.scorers[name] = scorer
         return self.scorers[name]

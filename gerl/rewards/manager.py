@@ -1,4 +1,4 @@
-"""The reward manager: the processes of the scorers, images on their way through them, and their first trial."""
+"""Reward manager: scorer processes, scoring of images, and the trial of the scorers."""
 
 import hashlib
 import json
@@ -29,27 +29,27 @@ from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-# --- The processes of scorers: started, restarted, and waited for where Ray has no room for them; and calls of them
+# --- Scorer processes: start, restart, waiting for resources in Ray; and their calls
 
-PAUSE = 1.0  # seconds before a process that died as it began is started once more
+PAUSE = 1.0  # seconds before a process that died while starting is started again
 
 
 @dataclass(eq=False)
 class Job:
-    """A call of a scorer: images of one micro-batch or, for a groupwise scorer, all of a group."""
+    """Call of a scorer on the images of one micro-batch or, for a groupwise scorer, of one group."""
 
     round: "ScoringRound"
     scorer: str
     places: list[tuple[int, int]]  # (micro-batch, row)
     attempts: int = 0
     queued: float = field(default_factory=time.perf_counter)
-    polls: int = 0  # times that people had not answered yet
+    polls: int = 0  # number of times that people had not answered yet
     wake: float = 0.0  # when they are asked again
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process that starts. `until`: when waiting for room ends; None: it has room and builds its scorers."""
+    """Starting process. `until`: deadline for getting resources; None: placed and building its scorers."""
 
     process: int
     until: float | None = None
@@ -57,18 +57,18 @@ class Start:
 
 @dataclass(eq=False)
 class Pool:
-    """Processes that are alike, and the calls that wait for one of them."""
+    """Pool of identical processes, with a queue of calls."""
 
     workers: WorkerGroup[RewardWorker]
     timeout: float
-    patience: float = math.inf  # seconds for which room for a process is waited for
+    patience: float = math.inf  # seconds to wait for resources of a process
     idle: list[int] = field(default_factory=list)
-    starting: dict[Pending[None], Start] = field(default_factory=dict)  # not part of what `timeout` limits
+    starting: dict[Pending[None], Start] = field(default_factory=dict)  # not subject to `timeout`
     queue: deque[Job] = field(default_factory=deque)
-    died: set[int] = field(default_factory=set)  # while they started, the last time
+    died: set[int] = field(default_factory=set)  # while starting, at the last attempt
 
     def start(self, process: int, until: float | None = None) -> None:
-        """Let a new process build its scorers as soon as it has room."""
+        """Start a process, which builds its scorers as soon as Ray has placed it."""
         if not self.workers.remote:
             self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
@@ -76,20 +76,20 @@ class Pool:
         self.starting[self.workers.submit(process, RewardWorker.ping)] = Start(process, until)
 
     def start_all(self) -> None:
-        """Start all processes again after Ray was restarted."""
+        """Start all processes again after a restart of Ray."""
         self.idle, self.starting, self.died = [], {}, set()
         self.workers.forget()
         for process in range(len(self.workers)):
             self.renew(process)
 
     def renew(self, process: int, until: float | None = None) -> None:
-        """End a process, even if it is working, and start another in its place."""
+        """End a process, even if it is working, and start a replacement."""
         self.idle = [other for other in self.idle if other != process]
         self.workers.restart(process)
         self.start(process, until)
 
     def started(self, pending: Pending[None]) -> None:
-        """Make a process available whose scorers are built; one that died meanwhile is started once more.
+        """Make a process available after it has built its scorers; restart it once if it died while starting.
 
         Raises `RewardError` if it could not build them, or died again.
         """
@@ -99,7 +99,7 @@ class Pool:
             pending.result()
         except WorkerDied as error:
             if until is not None and time.perf_counter() < until < math.inf:
-                time.sleep(PAUSE)  # it was on a machine that has died, too, of which Ray does not know yet
+                time.sleep(PAUSE)  # its machine may have died too, which Ray has not noticed yet
                 self.renew(process, until)
                 return
             if process in self.died:
@@ -116,13 +116,13 @@ class Pool:
 
     @property
     def without_room(self) -> dict[Pending[None], Start]:
-        """The processes that have no room yet."""
+        """Processes that Ray has not placed yet."""
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
     def check_room(self) -> None:
-        """Go on without processes for which there was no room in time; they join the others later.
+        """Continue without processes that were not placed in time; they join later.
 
-        Raises `RewardError` if no process has room.
+        Raises `RewardError` if no process was placed.
         """
         now, late, count = time.perf_counter(), self.without_room, len(self.workers)
         for pending, start in late.items():
@@ -135,7 +135,7 @@ class Pool:
             self.starting[pending] = Start(start.process, math.inf)
 
     def wait_until_ready(self, process: int) -> None:
-        """Wait until a process has built its scorers; raises `RewardError` if it cannot, or has no room."""
+        """Wait until a process has built its scorers; raises `RewardError` if it cannot, or Ray cannot place it."""
         while pending := [pending for pending, start in self.starting.items() if start.process == process]:
             until = self.starting[pending[0]].until or math.inf
             left = until - time.perf_counter()
@@ -146,7 +146,7 @@ class Pool:
             self.started(pending[0])
 
     def _starts_slowly(self, pending: Pending[None], process: int) -> bool:
-        """Wait longer for a process that was placed but has not started: its Python may be on a network disk."""
+        """Extend the wait for a process that was placed but has not started: its Python may be on a network disk."""
         if not self.workers.has_room(process):
             return False
         logger.info("%s %d has been scheduled but not started yet: waiting", self.workers.name, process)
@@ -163,7 +163,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Call:
-    """A job at work in a process."""
+    """Running job and its process."""
 
     job: Job
     pool: Pool
@@ -171,12 +171,12 @@ class Call:
     started: float
 
 
-# --- The work of a scorer since the last report
+# --- Scorer load since the last report
 
 
 @dataclass
 class ScorerLoad:
-    """The work of a scorer, in calls, images and seconds, and what went wrong."""
+    """Load of a scorer: calls, images, seconds and problems."""
 
     calls: int = 0
     images: int = 0
@@ -187,7 +187,7 @@ class ScorerLoad:
     warnings: int = 0
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Seconds a call took and waited, images a second, and what went wrong, of the scorer `name`."""
+        """Return the metrics of scorer `name`: latency and queue seconds per call, images per second, and problems."""
         calls = max(self.calls, 1)
         return {
             f"scorer/{name}/latency_s": self.seconds / calls,
@@ -199,18 +199,18 @@ class ScorerLoad:
         }
 
 
-# --- Requests to people: what they are about, and when they are repeated
+# --- Human feedback: requests and polling
 
-SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # seconds until the second time, and at most, and from one to the next
+SOON, LATE, GROWTH = 0.05, 1.0, 1.5  # first and maximum polling interval in seconds, and its growth factor
 
 
 class FeedbackQueue(list[Job]):
-    """Calls that wait for people; they cost nothing but a short call now and then."""
+    """Queue of calls that wait for people; each costs only a short request now and then."""
 
-    problem: str = ""  # what was wrong the last time
+    problem: str = ""  # the last known problem
 
     def put(self, call: Job, problem: str) -> None:
-        """Let a call wait; log the `problem` with the service where it is another than the last time."""
+        """Queue a call; log the `problem` with the service if it has changed."""
         call.wake = time.perf_counter() + min(LATE, SOON * GROWTH ** min(call.polls, 20))
         call.polls += 1
         self.append(call)
@@ -219,7 +219,7 @@ class FeedbackQueue(list[Job]):
             self.problem = problem
 
     def awake(self) -> list[Job]:
-        """Take out those that are to be made again."""
+        """Remove and return the calls that are due again."""
         now = time.perf_counter()
         found = [call for call in self if call.wake <= now]
         self[:] = [call for call in self if call.wake > now]
@@ -227,14 +227,14 @@ class FeedbackQueue(list[Job]):
 
 
 def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[Any]]:
-    """The `pending` calls that have ended, as soon as one has or after `seconds`."""
-    if not pending and seconds is not None:  # nothing but people is waited for
+    """Wait until one of the `pending` calls ends, at most `seconds`; return those that have ended."""
+    if not pending and seconds is not None:  # only people are awaited
         time.sleep(seconds)
     return set(wait_any(pending, seconds))
 
 
 def feedback_requests(run: str, groups: Mapping[Group, Sequence[Sample]]) -> dict[Group, FeedbackRequest]:
-    """What people are told about each of the groups that are scored together."""
+    """Return the feedback request of each of the groups that are scored together."""
     keys = {}
     for group, members in groups.items():
         named = [run, members[0].step, *group, [sample.seed for sample in members]]
@@ -246,25 +246,25 @@ def feedback_requests(run: str, groups: Mapping[Group, Sequence[Sample]]) -> dic
     return found
 
 
-# --- The reward manager: the processes of the scorers, and images on their way through them.
+# --- Reward manager: the scorer processes, and the scoring of images
 #
-# Every scorer has processes of its own (`reward.scorers.NAME.replicas`), but for those that share a model. A call that
-# fails, hangs or dies with its process is repeated, then its images have a failure in place of a score. The manager
-# only scores: the caller adds the images of a micro-batch as they come (`gerl.trainer.rollouts`).
+# Each scorer has separate processes (`reward.scorers.NAME.replicas`), unless it shares a model with others. A call that
+# fails, hangs or dies with its process is repeated; after that, its images get a failure instead of a score. The
+# manager only scores: the caller adds the images of a micro-batch when they are sampled (`gerl.trainer.rollouts`).
 
 SHOWN = 3  # prompts named in a warning
 
 
 def functions_of(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
-    """The functions of this program that are scorers, by name."""
+    """Return the functions of this program that are scorers, by name."""
     paths = [scorer.path for scorer in scorers.values() if scorer.path is not None and scorer.path.startswith(PREFIX)]
     return {path.removeprefix(PREFIX): found for path in paths if (found := function(path)) is not None}
 
 
 class RewardManager:
-    """The processes of all scorers; `open` begins the scoring of a step's micro-batches, or of a validation's.
+    """Manager of all scorer processes; `open` starts scoring the micro-batches of a step or of a validation.
 
-    Of several rounds under way calls are made in the order in which images were added. `run`: its name, for people.
+    Concurrent rounds are scored in the order in which images were added. `run`: name of the run, shown to people.
     """
 
     def __init__(self, config: RewardConfig, cluster: Cluster, run: str = "", timeline: Timeline | None = None) -> None:
@@ -276,8 +276,8 @@ class RewardManager:
         self.feedback_queue = FeedbackQueue()
         self.load = {name: ScorerLoad() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
-        self.pools: dict[str, Pool] = {}  # by scorer; those that share a model have the same one
-        self.failure: Exception | None = None  # of what was done while the run waited for something else
+        self.pools: dict[str, Pool] = {}  # by scorer; scorers that share a model have the same pool
+        self.failure: Exception | None = None  # of work done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
         for name, scorer in config.scorers.items():
             kind = (scorers[name].shares or name, scorer.replicas, scorer.gpus, scorer.timeout, repr(scorer.env))
@@ -297,8 +297,8 @@ class RewardManager:
                 gpus=first.gpus,
                 environment=first.env,
             )
-            patience = cluster.config.patience if cluster.joined else math.inf  # else there is room
-            patience += cluster.config.hang_after if first.env else 0.0  # Ray makes the environment first
+            patience = cluster.config.patience if cluster.joined else math.inf  # otherwise resources are available
+            patience += cluster.config.hang_after if first.env else 0.0  # Ray creates the environment first
             pool = Pool(workers, first.timeout, patience)
             for process in range(count):
                 pool.start(process)
@@ -306,17 +306,17 @@ class RewardManager:
         self.distinct_pools = list(dict.fromkeys(self.pools.values()))
 
     def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False) -> "ScoringRound":
-        """Begin to score micro-batches of `samples`, whose images are added as they are sampled.
+        """Start scoring the micro-batches of `samples`, whose images are added as they are sampled.
 
-        `held_out`: images of a validation, about which people are not asked.
+        `held_out`: images of a validation, for which people are not asked.
         """
         part = active_scorers(self.config.scorers, "validation" if held_out else "training")
         scorers = {name: scorer for name, scorer in part.items() if not (held_out and name in self.people)}
         return ScoringRound(self, samples, scorers)
 
     def give_up(self) -> None:
-        """Drop all rounds: the results of running calls are discarded."""
-        self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of what is dropped
+        """Drop all rounds; the results of running calls are discarded."""
+        self.failure = self.failure if isinstance(self.failure, RewardError) else None  # of dropped work
         self.feedback_queue.clear()
         for pool in self.distinct_pools:
             pool.queue.clear()
@@ -325,7 +325,7 @@ class RewardManager:
         self.timeline.forget()
 
     def start_all(self) -> None:
-        """Start all processes again, with no call under way, after Ray was restarted."""
+        """Start all processes again after a restart of Ray, with no running call."""
         self.running.clear()
         self.failure = None
         for pool in self.distinct_pools:
@@ -338,11 +338,11 @@ class RewardManager:
 
     @property
     def capacity(self) -> int:
-        """Micro-batches with calls in a queue at which the scorers have enough to do."""
+        """Number of queued micro-batches at which the scorers are saturated."""
         return 2 * max((len(pool.workers) for pool in self.distinct_pools), default=1)
 
     def submit(self) -> None:
-        """Give idle processes the calls at the heads of their queues."""
+        """Assign queued calls to idle processes."""
         for job in self.feedback_queue.awake():
             self.pools[job.scorer].queue.append(job)
         for pool in self.distinct_pools:
@@ -356,11 +356,11 @@ class RewardManager:
 
     @property
     def remote(self) -> bool:
-        """Whether scorers have processes of their own."""
+        """Whether scorers run in separate processes."""
         return any(pool.workers.remote for pool in self.distinct_pools)
 
     def awaited(self) -> tuple[list[Pending[Any]], float | None]:
-        """Starts and calls whose end moves a round on, and the seconds after which one hangs, or is made again."""
+        """Return the starts and calls to wait for, and the seconds until one hangs or is due again."""
         starting = [pending for pool in self.distinct_pools for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
         deadlines += [job.wake for job in self.feedback_queue]
@@ -369,9 +369,9 @@ class RewardManager:
         return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
-        """Process the calls and starts that have `ended`, and restart the processes of calls that take too long.
+        """Process the `ended` calls and starts, and restart processes whose call timed out.
 
-        Raises `RewardError` if a process has no room, cannot start or build its scorers, and what sampling raised.
+        Raises `RewardError` if a process cannot be placed, start, or build its scorers, and errors of sampling.
         """
         if self.failure is not None:
             raise self.failure
@@ -394,7 +394,7 @@ class RewardManager:
         try:
             answer = pending.ended()
         except WorkerDied:
-            lost = job.round.sampling_error(job)  # if it was the worker that samples who died
+            lost = job.round.sampling_error(job)  # the sampling worker may have died instead
             if lost is None:
                 self._renew(call, "its process died")
                 return
@@ -402,7 +402,7 @@ class RewardManager:
             if job.round.wanted:
                 raise lost from None
             return
-        except Exception:  # what sampling the images raised: the process has nothing to do with it
+        except Exception:  # an error of sampling, unrelated to this process
             call.pool.idle.append(call.process)
             if job.round.wanted:
                 raise
@@ -424,7 +424,7 @@ class RewardManager:
         job.round.store(job, answer.rows)
 
     def _renew(self, call: Call, reason: str) -> None:
-        """Restart a process that died or hangs, and repeat its call, or give it up."""
+        """Restart a process that died or hangs, and repeat its call or give up."""
         job, load = call.job, self.load[call.job.scorer]
         texts = job.round.texts(job)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
@@ -444,7 +444,7 @@ class RewardManager:
         job.round.store(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
 
     def metrics(self) -> dict[str, float]:
-        """Of each scorer since the last time: seconds a call took and waited, images a second, and what went wrong."""
+        """Return the metrics of each scorer since the last call, and reset them."""
         metrics: dict[str, float] = {}
         for name, load in self.load.items():
             metrics |= load.metrics(name)
@@ -453,14 +453,14 @@ class RewardManager:
 
 
 class ScoringRound:
-    """Micro-batches in scoring; those that were added are scored while the next ones are sampled."""
+    """Scoring of a set of micro-batches; added ones are scored while the next ones are sampled."""
 
     def __init__(
         self, manager: RewardManager, samples: Sequence[Sequence[Sample]], scorers: Mapping[str, ScorerConfig]
     ) -> None:
         self.manager, self.samples, self.scorers = manager, samples, scorers
         self.wanted = True
-        self.images: dict[int, Pending[Images]] = {}  # of the micro-batches that are sampled
+        self.images: dict[int, Pending[Images]] = {}  # of the sampled micro-batches
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
         self.left = 0  # calls that have not ended
         self.groups: dict[Group, list[tuple[int, int]]] = {}
@@ -473,12 +473,12 @@ class ScoringRound:
 
     @property
     def queued(self) -> int:
-        """Micro-batches with calls that wait for a process."""
+        """Number of micro-batches with queued calls."""
         jobs = [job for pool in self.manager.distinct_pools for job in pool.queue if job.round is self]
         return len({i for job in jobs for i, _ in job.places})
 
     def add(self, batch: int, images: Pending[Images]) -> None:
-        """Queue the calls that are possible now that the `images` of micro-batch `batch` are sampled."""
+        """Queue the calls that are possible once the `images` of micro-batch `batch` are sampled."""
         self.images[batch] = images
         for sample in self.samples[batch]:
             self.missing[sample.group] -= 1
@@ -494,9 +494,9 @@ class ScoringRound:
                     self.left += 1
 
     def finish(self) -> list[Scores]:
-        """The scores of all micro-batches, in order, once all are added; the order of scoring changes nothing.
+        """Wait for the scores of all micro-batches, after all were added; they do not depend on the order of scoring.
 
-        Raises what the manager's `collect` does.
+        Raises the errors of the manager's `collect`.
         """
         while self.left:
             self.manager.submit()
@@ -505,7 +505,7 @@ class ScoringRound:
         return self.scores()
 
     def scores(self) -> list[Scores]:
-        """The scores of all micro-batches, in order; none of their calls is left."""
+        """Return the scores of all micro-batches, in order, after all calls have ended."""
         return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
 
     def score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
@@ -523,17 +523,17 @@ class ScoringRound:
         return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
     def store(self, job: Job, rows: Sequence[Row]) -> None:
-        """Keep the rows that the call of `job` has brought."""
+        """Store the rows returned by the call of `job`."""
         self.left -= 1
         for (i, row), found in zip(job.places, rows, strict=True):
             self.rows[i][row] |= found
 
     def texts(self, job: Job) -> list[str]:
-        """The prompts of `job`, each once."""
+        """Return the distinct prompts of `job`."""
         return list(dict.fromkeys(self.samples[i][row].prompt.text for i, row in job.places))
 
     def sampling_error(self, job: Job) -> Exception | None:
-        """Why the images of `job` are not there; None if they are."""
+        """Return the error that sampling the images of `job` raised, None if it succeeded."""
         for i in {i for i, _ in job.places}:
             try:
                 self.images[i].result()
@@ -547,7 +547,7 @@ class ScoringRound:
         totals = [None if isinstance(value, ScorerFailure) else value for value in sums]
         found = list(dict.fromkeys(label for row in rows for label in row))
         labels = [label for name in scorers for label in (name, *(c for c in found if c.startswith(f"{name}/")))]
-        # Weighted scorers first: the first failure of a sample without a total is why it has none.
+        # weighted scorers first: the first failure of a sample explains its missing total
         order = sorted(labels, key=lambda label: label not in scorers or scorers[label].weight == 0)
         failures = [
             [v for v in (value, *map(row.get, order)) if isinstance(v, ScorerFailure)]
@@ -559,28 +559,28 @@ class ScoringRound:
         return Scores(totals, by_scorer, failures)
 
 
-# --- The trial of the scorers: each is called once on grey images, before a model is loaded and anything is written.
+# --- Scorer trial: one call of each scorer on grey images, before a model is loaded and anything is written
 #
-# It happens in the process that will score later, so what a scorer loads stays loaded. Over Ray a
-# scorer that hangs or dies is ended with its process; in this process a time-out interrupts its Python code.
+# Runs in the processes that score later, so that loaded models stay loaded. With Ray a scorer that hangs or dies is
+# ended with its process; in this process a time-out interrupts its Python code.
 
-GREY, SIZE = 128, 512  # pixel value; pixels, where the pipeline's own size is not known yet
+GREY, SIZE = 128, 512  # pixel value; size in pixels if the pipeline's default is not known yet
 
 
 class Overdue(BaseException):
-    """A scorer in this process takes longer than its time-out; no `Exception`, which the scorer might catch."""
+    """Time-out of a scorer in this process; not an `Exception`, which the scorer might catch."""
 
 
 def try_scorers(
     manager: RewardManager, config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
 ) -> None:
-    """Call every scorer once as training will, on grey images with rows of `prompts`; nothing if `reward.trial` is off.
+    """Call every scorer once as in training, on grey images with rows of `prompts`; no-op if `reward.trial` is off.
 
-    Scorers of the validation only get rows of `held_out`.
+    Scorers used only in validation get rows of `held_out`.
 
-    The call has a micro-batch of images, of a groupwise scorer a group; in training's way it is repeated
-    (`reward.retries`) and checked. A scorer with weight 0 that fails is only warned of. People are not asked; only the
-    connection to their service is checked.
+    The call has a micro-batch of images, or a group for a groupwise scorer; as in training it is repeated
+    (`reward.retries`) and checked. A failure of a scorer with weight 0 is only a warning. People are not asked; only
+    the connection to their service is checked.
 
     Raises:
         RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.
@@ -599,12 +599,12 @@ def try_scorers(
             count = config.rollout.n if name in manager.groupwise else config.rollout.micro_batch_size
             rows = rows[:1] * count if name in manager.groupwise else [rows[i % len(rows)] for i in range(count)]
             calls[name] = _submit(manager.pools[name], name, rows, _grey(config, count))
-    for name, call in calls.items():  # those of a process one after the other: each waits its whole time-out
+    for name, call in calls.items():  # calls in one process run one after the other, each with its full time-out
         _conclude(manager.pools[name], name, config.reward.scorers[name], call)
 
 
 def _reach(pool: Pool, name: str) -> None:
-    """Warn if people cannot be asked; a run may begin before that is possible."""
+    """Warn if people cannot be asked; a run may start before that is possible."""
     try:
         problem = pool.workers.submit(0, RewardWorker.reach, name).result()
     except RewardError as error:
@@ -614,7 +614,7 @@ def _reach(pool: Pool, name: str) -> None:
 
 
 def _grey(config: Config, count: int) -> Images:
-    """Grey images `[B, H, W, 3]`, or videos `[B, F, H, W, 3]`, of the size that the configuration asks for."""
+    """Return grey images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of the configured size."""
     frames = config.sampling.call.get("num_frames")
     size = (config.sampling.height or SIZE, config.sampling.width or SIZE, 3)
     shape = (frames, *size) if isinstance(frames, int) and frames > 1 else size
@@ -622,7 +622,7 @@ def _grey(config: Config, count: int) -> Images:
 
 
 def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pending[Answer] | str:
-    """The call of a scorer; in this process it has ended, and a time-out is its sentence."""
+    """Call a scorer; in this process it ends at once, and a time-out is returned as a sentence."""
     texts, metadata = [row.text for row in rows], [row.metadata for row in rows]
     places = [(0, row) for row in range(len(rows))]
     try:
@@ -669,7 +669,7 @@ def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:
 
 @contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `Overdue` in the Python code that runs longer, where that is possible: in the main thread."""
+    """Raise `Overdue` in Python code that runs longer, if possible: only in the main thread."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The reward of an image from the scores of its scorers, and scored images as rows of a table."""
+"""Total reward of an image from its scores, and scored images as table rows."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,30 +10,30 @@ from gerl.config.blocks import RunPart
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import DATA_SOURCE, Group, Prompt, Sample, ScorerFailure, Scores
 
-# --- The reward of an image from the scores of its scorers: which of them apply, on what scale, and their weighted sum
+# --- Total reward of an image: applicable scorers, rescaling, weighted sum
 
-LARGEST = 3.4028234663852886e38  # of a float32, in which rewards are trained on
+LARGEST = 3.4028234663852886e38  # maximum float32, the dtype in which rewards are trained on
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
-    """Whether images of `prompt` are scored by `scorer` (`reward.scorers.NAME.data_sources`); files' are not."""
+    """Whether `scorer` scores images of `prompt` (`reward.scorers.NAME.data_sources`); never images from files."""
     if prompt.dataset_images:
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
 
 def active_scorers(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[str, ScorerConfig]:
-    """The scorers of the images of a `part` of a run (`reward.scorers.NAME.during`)."""
+    """Return the scorers that are active in `part` of a run (`reward.scorers.NAME.during`)."""
     return {name: scorer for name, scorer in scorers.items() if scorer.during in ("both", part)}
 
 
 def with_all_active(config: RewardConfig) -> RewardConfig:
-    """The reward where nothing is trained, as in `gerl.score`: every scorer scores all images."""
+    """Return the reward with every scorer active for all images, as in `gerl.score`."""
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
 def rescaled(scorer: ScorerConfig, score: float) -> float:
-    """`clip(scale * score + offset)`: a score on the scale on which it counts."""
+    """Return `clip(scale * score + offset)`."""
     value = scorer.scale * score + scorer.offset
     low, high = scorer.clip or (-math.inf, math.inf)
     return min(max(value, low), high)
@@ -42,10 +42,10 @@ def rescaled(scorer: ScorerConfig, score: float) -> float:
 def total(
     scorers: Mapping[str, ScorerConfig], prompt: Prompt, scores: Mapping[str, float | ScorerFailure]
 ) -> float | ScorerFailure | None:
-    """Weighted sum of the shaped scores of the scorers that apply to `prompt`; None if one of them failed.
+    """Return the weighted sum of the rescaled scores that apply to `prompt`; None if one of them failed.
 
-    None as well if none with a weight applies, as in a validation without the people who score. A scorer of weight 0
-    is only watched: its failure changes nothing. What float32 cannot hold is a failure.
+    Also None if no scorer with a weight applies, as in validation without human feedback. Scorers of weight 0 are only
+    logged: their failure changes nothing. A value beyond float32 is a failure.
     """
     parts: dict[str, float] = {}
     for name, scorer in scorers.items():
@@ -71,7 +71,7 @@ def _too_large(name: str, value: float) -> ScorerFailure:
 
 
 def describe_reward(scorers: Mapping[str, ScorerConfig]) -> str:
-    """Which scorers count how much, in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
+    """Describe scorers and weights in one line, such as `1 x ocr + 0.1 x bright; watched: sharpness`."""
     parts = [f"{scorer.weight:g} x {name}{_notes(scorer)}" for name, scorer in scorers.items() if scorer.weight]
     only = {"both": "", "training": " (in training)", "validation": " (in validation)"}
     watched = [f"{name}{only[scorer.during]}" for name, scorer in scorers.items() if not scorer.weight]
@@ -88,7 +88,7 @@ def _notes(scorer: ScorerConfig) -> str:
 def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> None:
     """Raise `DataError` for the first prompt to which no scorer with a weight applies."""
     weighted = [scorer for scorer in scorers.values() if scorer.weight]
-    for prompt in prompts if weighted else []:  # without any nothing is to be measured
+    for prompt in prompts if weighted else []:  # without weights there is no total
         if not prompt.dataset_images and not any(applies(scorer, prompt) for scorer in weighted):
             sources = sorted({source for scorer in scorers.values() for source in scorer.data_sources or ()})
             raise DataError(
@@ -98,13 +98,13 @@ def check_routes(scorers: Mapping[str, ScorerConfig], prompts: list[Prompt]) -> 
             )
 
 
-# --- Scored images as rows of a table: a column for the total and for each scorer, and why a value is missing
+# --- Scored images as table rows: a column for the total and for each scorer, and the reason for missing values
 
-TOTAL = "total"  # the column that scorers are summed up in
+TOTAL = "total"  # column of the sum over scorers
 
 
 class Row(Protocol):
-    """An image, `label` in messages, with its value in each column, None where there is none: `failure` says why."""
+    """Image with a `label` for messages and a value per column, None if missing; `failure` is the reason."""
 
     @property
     def label(self) -> str: ...
@@ -117,15 +117,15 @@ class Row(Protocol):
 
 
 def score_row(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
-    """Values by column, and why some are missing, of image `i` of a micro-batch."""
+    """Return the values by column of image `i` of a micro-batch, and why some are missing."""
     causes = dict.fromkeys(f"{failure.scorer}: {failure.reason}" for failure in scores.failures[i])
     return {TOTAL: scores.totals[i]} | {name: column[i] for name, column in scores.by_scorer.items()}, "; ".join(causes)
 
 
 def distinct_columns(rows: Sequence[Row]) -> dict[str, str]:
-    """The columns without those that repeat another one in every row, each with its label, such as `total = ocr`.
+    """Return the distinct columns with labels; columns equal in every row share a label, such as `total = ocr`.
 
-    With a single scorer the total is its score, and a table would say everything twice.
+    With a single scorer the total equals its score, and a table would show everything twice.
     """
     labels: dict[tuple[float | None, ...], list[str]] = {}
     for name in dict.fromkeys(name for row in rows for name in row.values):
@@ -134,7 +134,7 @@ def distinct_columns(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def check_columns(reward: RewardConfig, columns: Collection[str]) -> None:
-    """Raise `ConfigError` for a scorer whose name is that of another column of scores.csv."""
+    """Raise `ConfigError` for a scorer named like another column of scores.csv."""
     if taken := [name for name in reward.scorers if name in columns]:
         raise ConfigError(f"reward.scorers.{taken[0]}: this name is a column of scores.csv, choose another")
 
@@ -155,7 +155,7 @@ def check_any_scored(rows: Sequence[Row]) -> None:
         raise RewardError(f"no image has all its scores; the first failure: {rows[0].failure}; fix the scorer")
 
 
-# --- What becomes of images that lack a score in training: their groups are dropped, or the run stops
+# --- Images without a score in training: their groups are dropped, or the run stops
 
 
 def usable_groups(
@@ -164,14 +164,14 @@ def usable_groups(
     failures: Sequence[Sequence[ScorerFailure]],
     config: RewardConfig,
 ) -> tuple[list[bool], list[str]]:
-    """Which samples [B] can be trained on, and one sentence for each group that cannot.
+    """Return which samples `[B]` can be trained on, and one sentence for each group that cannot.
 
-    A sample without a total takes its whole group with it: the group's mean and spread would be of other images than
-    intended. `samples`, `totals` and `failures` are those of a step, in one order.
+    A sample without a total drops its whole group, because mean and standard deviation of the group would change.
+    `samples`, `totals` and `failures` belong to one step, in the same order.
 
     Raises:
         RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
-            no group is left.
+        no group is left.
     """
     dropped: dict[Group, str] = {}
     for sample, total, causes in zip(samples, totals, failures, strict=True):
@@ -190,14 +190,15 @@ def usable_groups(
 
 
 def failure_text(image: str, causes: Sequence[ScorerFailure]) -> str:
-    """Why an image has no total, by its first failure."""
+    """Describe the first failure that explains an image's missing total."""
     return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
 
 
 def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
-    """Raise `RewardError` if too many of `totals` [B] are missing, or any is and `reward.on_error` is `stop`.
+    """Raise `RewardError` if too many of `totals` `[B]` are missing, or any is and `reward.on_error` is `stop`.
 
-    `first` is the first failure, `images` what was scored, `instead` what `reward.on_error=drop_group` would do.
+    `first` is the first failure, `images` names the scored images, `instead` the effect of
+    `reward.on_error=drop_group`.
     """
     failed = sum(total is None for total in totals) / len(totals)
     if failed and config.on_error == "stop":

@@ -1,4 +1,4 @@
-"""The reward worker: a process that holds scorers and calls them on images."""
+"""Reward worker: a process that holds scorers and calls them on images."""
 
 import copy
 import logging
@@ -25,14 +25,14 @@ from gerl.utils.files import capture_logs
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image
-FRAMES = 8  # of a video are shown to a scorer that knows images only
+FRAMES = 8  # of a video shown to a scorer without `takes_frames`
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a call for images [B]: a row each, its seconds, the reasons of its retries, its warnings.
+    """Result of a call for images `[B]`: a row per image, duration, reasons of retries, and warnings.
 
-    `waiting`: people have not answered yet, so there are no rows; "", or the problem with the service.
+    `waiting`: set if people have not answered yet, so there are no rows: "", or the problem with the service.
     """
 
     rows: list[Row]
@@ -43,11 +43,11 @@ class Answer:
 
 
 class RewardWorker:
-    """Calls scorers; one that fails is retried, then its failure is reported: never a score of 0 in its place.
+    """Worker that calls scorers, retries failed calls, and reports remaining failures instead of a score of 0.
 
     `folder`: the driver's current directory; relative paths are resolved against it if it exists here. `functions`:
-    those of the driver's program that are scorers here, by name. `groupwise`: the scorers to which the driver gives
-    groups; None: all that want them.
+    functions of the driver's program that are scorers, by name. `groupwise`: the scorers to which the driver passes
+    whole groups; None allows all.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RewardWorker:
         """Return, which shows that this process has been placed."""
 
     def build(self) -> None:
-        """Build the scorers, without their models; raises `RewardError` if that is not possible on this machine."""
+        """Build the scorers, without loading models; raises `RewardError` if that fails on this machine."""
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         offer(self.functions)
@@ -95,9 +95,9 @@ class RewardWorker:
         metadata: list[Metadata],
         *images: Images,
     ) -> Answer:
-        """Scores of the images `images[i].pixels[row]` for `places` [(i, row)], with prompts [B] and metadata [B].
+        """Score the images `images[i].pixels[row]` for `places` `[(i, row)]`, with prompts `[B]` and metadata `[B]`.
 
-        A retry fills in what failed before, and keeps what did not.
+        A retry replaces only failed scores.
         """
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
@@ -118,7 +118,7 @@ class RewardWorker:
         occasion: FeedbackRequest,
         *images: Images,
     ) -> Answer:
-        """As `score`, by people and of one group: their scores, or that they have not answered yet."""
+        """Request the scores of one group from people; the answer is `waiting` if they have not answered yet."""
         start, scorer = time.perf_counter(), self._people(name)
 
         def pictures() -> list[Any]:
@@ -136,7 +136,7 @@ class RewardWorker:
         return Answer(rows, time.perf_counter() - start, [], [])
 
     def reach(self, name: str) -> str:
-        """As `PeopleScorer.reach`."""
+        """Check that people can be asked; see `PeopleScorer.reach`."""
         return self._people(name).reach()
 
     def _people(self, name: str) -> PeopleScorer:
@@ -150,7 +150,7 @@ class RewardWorker:
         The first of several columns is the score and has the scorer's name, the others are `name/column`.
         """
         scorer = self.scorers[name]
-        # Copies, so that no scorer changes what another one, or a retry, gets to see.
+        # copies, so that no scorer changes the input of another scorer or a retry
         shown = [_to_pil(p, whole=scorer.takes_frames) for p in pixels]
         owners = [i for i, pictures in enumerate(shown) for _ in pictures]
         try:
@@ -160,8 +160,8 @@ class RewardWorker:
                 [copy.deepcopy(metadata[i]) for i in owners],
             )
             columns = columns_of(returned, name)
-        # A scorer is the user's code and may raise anything; its failure becomes a value with a reason, for which the
-        # driver drops the group or stops, as `reward.on_error` says. sys.exit belongs to scripts.
+        # A scorer may be user code and raise anything. Its failure becomes a value with a reason, for which the driver
+        # drops the group or stops, as set by `reward.on_error`. sys.exit is caught because scripts call it.
         except (Exception, SystemExit) as error:
             if hasattr(error, "ray_terminate_msg"):  # Ray ends this process
                 raise
@@ -177,7 +177,7 @@ class RewardWorker:
 
 
 def _reason(error: BaseException, scorer: Scorer) -> str:
-    """Why a call failed, in one line, and where in the user's own code."""
+    """Describe in one line why a call failed, and where in the user's code."""
     if isinstance(error, ReturnError):
         return f"{error}{scorer.place()}"
     text = " ".join(str(error).split())
@@ -186,7 +186,7 @@ def _reason(error: BaseException, scorer: Scorer) -> str:
 
 
 def _to_pil(pixels: np.ndarray, whole: bool) -> list[Any]:
-    """An image [H, W, 3] as a list of one; a video [F, H, W, 3] as a list of one list of frames, or of some frames."""
+    """Convert an image `[H, W, 3]` to a list of one, a video `[F, H, W, 3]` to [all frames] or some frames."""
     if pixels.ndim == 3:
         return [Image.fromarray(pixels.copy())]
     if whole:
@@ -198,7 +198,7 @@ def _to_pil(pixels: np.ndarray, whole: bool) -> list[Any]:
 def _by_image(
     name: str, scores: list[object], owners: list[int], count: int, place: str
 ) -> list[float | ScorerFailure]:
-    """One value per image: the score, the mean over the frames that were shown, or why there is none."""
+    """Return one value per image: the score, the mean over its frames, or the failure."""
     if len(scores) != len(owners):
         reason = f"returned {len(scores)} scores for {len(owners)} images, expected one per image{place}"
         return [ScorerFailure(name, reason)] * count

@@ -1,1 +1,1 @@
-"""Pages and what serves them: HTML pages and image grids, the live page of runs, and the votes of people."""
+"""Web pages and servers: HTML pages and image grids, the live page of runs, and voting."""

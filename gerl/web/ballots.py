@@ -1,4 +1,4 @@
-"""The state of a vote service: its groups, the votes on them, the ranks these give, and the journal on disk."""
+"""State of a vote service: groups, votes, ranks, and the journal on disk."""
 
 import hashlib
 import importlib.util
@@ -18,15 +18,15 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from gerl.errors import GerlError, RewardError
 from gerl.utils.files import reason, write_file, writing
 
-# --- A group to be voted on, as the run describes it, with its votes
+# --- A group to vote on, as described by the run, and its votes
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
-MOST = 256  # images of a group, and groups of a step: more is no work for people
+MOST = 256  # images of a group, and groups of a step: more is too much work for people
 
 
 @dataclass(frozen=True, kw_only=True)
 class VoteRequest:
-    """A group as the run describes it; see `gerl.protocol.FeedbackRequest`. `digests`: of the content of its images."""
+    """Group as described by the run; see `gerl.protocol.FeedbackRequest`. `digests`: hashes of its images."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ class VoteRequest:
 
     @property
     def id(self) -> str:
-        """Names the group with the content of its images: others of the same key are another group."""
+        """Identifier of the group including its images: another set of images for the same key is another group."""
         return hashlib.sha256("/".join([self.key, *self.digests]).encode()).hexdigest()[:16]
 
 
@@ -48,7 +48,7 @@ ASKED = TypeAdapter(VoteRequest)
 
 
 def parse_request(values: object) -> VoteRequest:
-    """`values` from a request or the journal; raises `RewardError` for anything else."""
+    """Parse `values` from a request or the journal; raises `RewardError` if they are invalid."""
     try:
         found = ASKED.validate_python(values)
     except ValidationError as error:
@@ -62,20 +62,20 @@ def parse_request(values: object) -> VoteRequest:
 
 @dataclass(frozen=True)
 class Vote:
-    """Ranks `[B]` from 1 for the best, ties share one, of a voter at a time (seconds since 1970)."""
+    """Ranks `[B]` by a voter, from 1 for the best, ties sharing a rank; `time` is in seconds since 1970."""
 
     voter: str
     ranks: list[int]
     time: float
-    used: bool = False  # the run has learned from it
+    used: bool = False  # the run has trained on it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """A vote on a group of N images: `ranks` [N] from 1 for the best, ties share one; skipped: all 1.
+    """Vote on a group of N images: `ranks` `[N]` from 1 for the best, ties sharing a rank; all 1 if skipped.
 
-    images: [N] PNGs, relative to the file's folder; sources: likewise, of the pictures that the prompt comes with.
-    time: seconds since 1970. used: the run has learned from it.
+    images: `[N]` PNGs, relative to the file's folder; sources: PNGs of the prompt's condition images. time: seconds
+    since 1970. used: the run has trained on it.
     """
 
     run: str
@@ -93,9 +93,9 @@ class Preference:
 
 @dataclass
 class Ballot:
-    """A group with the files of its images, relative to the folder of the votes, and the votes, by voter.
+    """Group with its votes by voter, and the files of its images, relative to the folder of the votes.
 
-    sources: pictures that the prompt comes with, such as the one that is edited; files too.
+    sources: files of the prompt's condition images, such as the source of an edit.
     """
 
     request: VoteRequest
@@ -103,23 +103,23 @@ class Ballot:
     images: list[str]
     sources: list[str] = field(default_factory=list)
     votes: dict[str, Vote] = field(default_factory=dict)
-    taken: bool = False  # the run has the scores
+    taken: bool = False  # the run has received the scores
     seen: float = field(default_factory=time.monotonic)  # when the run last requested its scores
     holder: str | None = None  # the voter to whom it is shown
-    until: float = 0.0  # as long as nobody else is
+    until: float = 0.0  # end of the exclusive lease of `holder`
 
     @property
     def id(self) -> str:
         return self.request.id
 
     def row(self) -> dict[str, Any]:
-        """Its line of the journal."""
+        """Return its line of the journal."""
         row = {"kind": "group", "group": asdict(self.request), "text": self.text, "images": self.images}
         return {**row, "sources": self.sources} if self.sources else row
 
 
 def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind: str = "") -> list[str]:
-    """Write PNGs of a group, so that they are on disk before the journal names them; their paths in `folder`."""
+    """Write the PNGs of a group, before the journal refers to them; return their paths in `folder`."""
     paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
     (folder / "images" / group.id).mkdir(parents=True, exist_ok=True)
     for path, content in zip(paths, files, strict=True):
@@ -127,24 +127,25 @@ def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind:
     return paths
 
 
-# --- The state of a vote service: which groups are to be voted on, who looks at which, and the votes.
+# --- State of a vote service: open groups, leases and votes
 #
-# Everything is in the journal before it is answered, so a restarted service continues where the one before it ended.
+# Every event is in the journal before it is answered, so that a restarted service continues without loss.
 
 logger = logging.getLogger("gerl")
-HERE = 60.0  # seconds without a sign after which a voter, or a run that requests a group, counts as gone
-UNASKED = 600.0  # seconds after which groups that the run announced and did not ask about are waited for no longer
+HERE = 60.0  # seconds of silence after which a voter, or a run that requests a group, counts as gone
+UNASKED = 600.0  # seconds after which announced groups that the run has not requested are no longer waited for
 
 
 class VoteRefused(GerlError):
-    """A vote or undo that is not possible, in words for the voter."""
+    """Error for an impossible vote or undo, in words for the voter."""
 
 
 @dataclass
 class Rules:
-    """votes: on a group, of different people, before it counts. lease: seconds for which a group is one voter's alone.
+    """Voting rules.
 
-    undo: seconds for which the last vote of a step can be undone. steps: of the run, if they are known.
+    votes: by different people, required per group. lease: seconds for which a group is reserved for one voter. undo:
+    seconds for which the last vote of a step can be undone. steps: of the run, if known.
     """
 
     votes: int = 1
@@ -155,7 +156,7 @@ class Rules:
 
 @dataclass
 class Ballots:
-    """Groups and votes in `folder`; `changed` is called after each change, `clock` counts seconds."""
+    """Groups and votes in `folder`; calls `changed` after each change; `clock` returns seconds."""
 
     folder: Path
     rules: Rules = field(default_factory=Rules)
@@ -164,19 +165,19 @@ class Ballots:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.folder)
-        self.ballots: dict[str, Ballot] = {}  # by id, in the order in which they came
-        self.newest: dict[str, str] = {}  # key -> id: a group sampled again with other pixels takes its place
-        self.last: dict[str, list[str]] = {}  # voter -> ids voted on, the newest last
-        self.voters: dict[str, float] = {}  # when there was a sign of the page of each
-        self.active: dict[str, float] = {}  # and of the person
-        self.asking = -HERE  # when the run asked the last time
-        self.voted = 0.0  # when the last vote came
+        self.ballots: dict[str, Ballot] = {}  # by id, in order of arrival
+        self.newest: dict[str, str] = {}  # key -> id: a group sampled again with other pixels replaces the old one
+        self.last: dict[str, list[str]] = {}  # voter -> ids voted on, newest last
+        self.voters: dict[str, float] = {}  # when each voter's page last reported
+        self.active: dict[str, float] = {}  # when each voter was last active
+        self.asking = -HERE  # when the run last asked
+        self.voted = 0.0  # time of the last vote
         self.step, self.ended = 0, ""
         for row in self.journal.replay():
             self._apply(row)
 
     def _apply(self, row: dict[str, Any]) -> None:
-        """Apply a line of the journal; raises `GerlError` for an inconsistent one."""
+        """Apply a line of the journal; raises `GerlError` if it is inconsistent."""
         try:
             match row["kind"]:
                 case "group":
@@ -215,15 +216,15 @@ class Ballots:
         self._apply(row)
         self.changed()
 
-    # --- for the run
+    # --- requests of the run
 
     def ask(
         self, group: VoteRequest, text: str, files: Sequence[bytes], sources: Sequence[bytes] = ()
     ) -> list[float] | str:
-        """The scores `[B]` of a group, or what is missing: "images" or "votes".
+        """Return the scores `[B]` of a group, or what is missing: "images" or "votes".
 
-        Scores are returned once all groups of the same request have theirs; until then votes can be undone.
-        Raises `GerlError` if something cannot be written.
+        Scores are returned once all groups of the same request are decided; until then votes can be undone. Raises
+        `GerlError` if a file cannot be written.
         """
         self.asking, self.step = self.clock(), group.step
         if group.id not in self.ballots:
@@ -259,10 +260,10 @@ class Ballots:
             return True
         return now - since >= (UNASKED if None in known else self.rules.undo)
 
-    # --- for voters
+    # --- requests of voters
 
     def sign(self, voter: str, active: bool = True) -> None:
-        """A voter's page is open; an `active` one does something, and keeps the group that is shown."""
+        """Record that a voter's page is open; if `active`, the voter did something, which renews the lease."""
         now, news = self.clock(), voter not in self.present() or (active and self.idle(voter))
         self.voters[voter] = now
         if active:
@@ -273,16 +274,16 @@ class Ballots:
             self.changed()
 
     def idle(self, voter: str) -> bool:
-        """Whether there was no sign of a voter for so long that others come first, if there are others."""
+        """Whether a voter has been inactive for the lease while other voters are present."""
         away = self.clock() - self.active.get(voter, -self.rules.lease) >= self.rules.lease
         return away and any(other != voter for other in self.present())
 
     def present(self) -> list[str]:
-        """The voters who are there."""
+        """Return the voters who are present."""
         return [voter for voter, seen in self.voters.items() if self.clock() - seen < HERE]
 
     def open(self) -> list[Ballot]:
-        """The groups that want votes, the oldest step first."""
+        """Return the groups that need votes, oldest step first."""
         now = self.clock()
         asking = now - self.asking < HERE
         wanted = [
@@ -298,7 +299,7 @@ class Ballots:
         return next((b for b in self.open() if b.holder == voter and voter not in b.votes), None)
 
     def next(self, voter: str) -> tuple[Ballot | None, Ballot | None]:
-        """The group to show to a voter, who holds it from now on, and the one that is likely to come after it."""
+        """Return the group to show to a voter, which is then leased to them, and the probable next one."""
         now, held = self.clock(), self._ballot_of(voter)
         free = [b for b in self.open() if voter not in b.votes and (b.holder in (None, voter) or b.until <= now)]
         if held is None and free and not self.idle(voter):
@@ -307,7 +308,7 @@ class Ballots:
         return held, next((ballot for ballot in free if ballot is not held), None)
 
     def vote(self, voter: str, name: str, ranks: Sequence[int]) -> None:
-        """Keep the vote on group `name`; one by the same voter before is replaced. Raises `VoteRefused`."""
+        """Store the vote on group `name`, replacing an earlier one by the same voter. Raises `VoteRefused`."""
         ballot = self.ballots.get(name)
         if ballot is None:
             raise VoteRefused("there is no such group: reload the page")
@@ -322,7 +323,7 @@ class Ballots:
         self._write({"kind": "vote", "group": name, "voter": voter, "ranks": given, "time": time.time()})
 
     def last_vote(self, voter: str) -> Ballot | None:
-        """The group of the voter's last vote; it is too late to take it back where that is `taken`."""
+        """Return the group of the voter's last vote, None if missing; it cannot be undone if the group is `taken`."""
         given = self.last.get(voter)
         return self.ballots[given[-1]] if given else None
 
@@ -339,7 +340,7 @@ class Ballots:
         self._write({"kind": "undo", "group": ballot.id, "voter": voter})
 
     def progress(self) -> dict[str, Any]:
-        """The progress of the run and of the voters, for the page."""
+        """Return the progress of run and voters, for the page."""
         waiting = self.open()
         step = waiting[0].request.step if waiting else self.step
         current = [b for b in self.ballots.values() if b.request.step == step and self.newest[b.request.key] == b.id]
@@ -357,12 +358,12 @@ class Ballots:
         }
 
     def end(self, message: str) -> None:
-        """The run is over; `message` tells voters how."""
+        """Mark the run as ended; `message` tells voters how."""
         self.ended = message
         self.changed()
 
     def preferences(self) -> list[Preference]:
-        """All votes, in the order of the groups."""
+        """Return all votes, in the order of the groups."""
         return [
             Preference(
                 run=ballot.request.run,
@@ -382,7 +383,7 @@ class Ballots:
         ]
 
     def write_preferences(self) -> Path | None:
-        """Write the votes as a preference file, if there are any; a failure is only warned of: the journal has all."""
+        """Write the votes as a preference file, if any; a failure is only a warning, as the journal has all votes."""
         try:
             return write_preferences(self.folder, self.preferences())
         except GerlError as error:
@@ -390,20 +391,20 @@ class Ballots:
             return None
 
 
-# --- The journal of a vote service: a line for each event, on disk before the answer is sent
+# --- Journal of a vote service: a line per event, on disk before the answer is sent
 
 NAME = "journal.jsonl"
 
 
 class Journal:
-    """Lines of JSON in `folder`, which is created with the first one; a restarted service reads them."""
+    """Append-only JSON lines in `folder`, created with the first line; a restarted service replays them."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._file: FileIO | None = None
 
     def replay(self) -> list[dict[str, Any]]:
-        """All rows so far; what a power cut left of a last line is taken off.
+        """Return all rows; drop an incomplete last line left by a power failure.
 
         Raises `GerlError` if the file cannot be read.
         """
@@ -424,12 +425,12 @@ class Journal:
         return rows
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row; when this returns it is on disk. Raises `GerlError` if it cannot be written: nothing of it is."""
+        """Append a row and sync it to disk. Raises `GerlError` if that fails; the file is then unchanged."""
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         with writing(self.path):
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab", buffering=0)  # what cannot be written must not wait for the next row
+                self._file = self.path.open("ab", buffering=0)  # a failed row must not remain in a buffer
             end = os.fstat(self._file.fileno()).st_size
             try:
                 while line:
@@ -448,11 +449,11 @@ class Journal:
 
 # --- Ranks from 1 for the best, and their scores
 
-SKIPPED = 0.5  # the score of all images where they are all equal
+SKIPPED = 0.5  # score of all images if they are all equal
 
 
 def normalised_ranks(ranks: Sequence[int], count: int) -> list[int]:
-    """Ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for invalid ranks."""
+    """Return ranks `[count]` without gaps: 1, 2, ...; ties share one. Raises `RewardError` for invalid ranks."""
     if len(ranks) != count or any(not 1 <= rank <= count for rank in ranks):
         raise RewardError(f"ranks {list(ranks)!r:.80}: expected one from 1 to {count} for each of the {count} images")
     levels = sorted(set(ranks))
@@ -460,24 +461,24 @@ def normalised_ranks(ranks: Sequence[int], count: int) -> list[int]:
 
 
 def scores(ranks: Sequence[int]) -> list[float]:
-    """1 for the first rank, 0 for the last, the others evenly between them; all 0.5 where there is only one."""
+    """Return scores from 1 for the first rank to 0 for the last, evenly spaced; all 0.5 if there is only one rank."""
     last = max(ranks)
     return [SKIPPED if last == 1 else 1 - (rank - 1) / (last - 1) for rank in ranks]
 
 
 def mean_scores(votes: Sequence[Sequence[int]]) -> list[float]:
-    """The mean over the votes `[V, B]` on a group, `[B]`."""
+    """Return the mean scores `[B]` over the votes `[V, B]` on a group."""
     columns = zip(*(scores(ranks) for ranks in votes), strict=True)
     return [sum(column) / len(column) for column in columns]
 
 
-# --- Votes as a preference file: `preferences.parquet`, or `.jsonl` without pyarrow; docs/vote.md has the schema
+# --- Votes as a preference file: `preferences.parquet`, or `.jsonl` without pyarrow; schema in docs/vote.md
 
 STEM = "preferences"
 
 
 def write_preferences(folder: Path, rows: Sequence[Preference]) -> Path | None:
-    """Write all votes, complete or not at all; the file, None without votes. Raises `GerlError` if it cannot."""
+    """Write all votes atomically; return the file, None without votes. Raises `GerlError` if that fails."""
     if not rows:
         return None
     values = [asdict(row) for row in rows]

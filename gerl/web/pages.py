@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: a table whose lines sort the cards below it, image grids, and pages of cards."""
+"""Self-contained HTML pages: a table whose lines sort the cards below it, and image grids."""
 
 import base64
 import bisect
@@ -17,7 +17,7 @@ ASSETS = Path(__file__).parent / "assets"
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a card, and below it caption, gain, note, why it has no score, and its scores by column."""
+    """Image of a card, with caption, gain, note, reason for a missing score, and scores by column below it."""
 
     uri: str  # data: URI; JPEG is shown smooth, PNG with sharp pixels
     alt: str
@@ -31,7 +31,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Card:
-    """Pictures that belong together under a heading. `values`: by what each line of the table sorts the cards."""
+    """Images that belong together, under a heading. `values`: sort keys of the card, one per line of the table."""
 
     pictures: Sequence[Picture]
     values: Sequence[float | None] = ()
@@ -43,9 +43,9 @@ class Card:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table, whose name is a button that sorts the cards; `first` of those that belong together.
+    """Table line whose name is a button that sorts the cards; `first` marks the first of a block of lines.
 
-    A cell of numbers is shown as a histogram: the counts in equal parts of the range.
+    A cell of numbers is shown as a histogram: counts in equal parts of the range.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of its own above the others, with remarks; its lines are plain text."""
+    """Separate table with remarks above the others; its lines are plain text."""
 
     title: str
     remarks: Sequence[str]
@@ -74,10 +74,10 @@ def card_page(
     least: str = "8rem",
     sheets: Sequence[Sheet] = (),
 ) -> str:
-    """The page of a table with `lines` under `head` and of cards, sorted at first by line `chosen`, highest first.
+    """Render a page with a table of `lines` under `head` and cards, initially sorted by line `chosen`, descending.
 
-    Cards without a value there come last. wide, least: CSS lengths, the least width of a card and of a picture in it.
-    sheets: tables above all this.
+    Cards without a value are last. wide, least: CSS lengths, the minimum width of a card and of an image in it. sheets:
+    tables above the main table.
     """
     ranked = sorted(cards, key=lambda card: descending(card.values[chosen] if card.values else None))
     shown = {"note": note, "head": head, "lines": lines, "cards": ranked, "chosen": chosen, "sheets": sheets}
@@ -85,17 +85,17 @@ def card_page(
 
 
 def descending(value: float | None) -> tuple[bool, float]:
-    """A key that sorts the highest value first, and what has no value last."""
+    """Return a sort key for descending order, with missing values last."""
     return value is None, -(value or 0.0)
 
 
 def show(value: float | None, sign: str = "") -> str:
-    """A number with four significant digits; `sign` "+" shows the sign of positive ones too."""
+    """Format a number with four significant digits; `sign` "+" also shows the sign of positive numbers."""
     return "-" if value is None or math.isnan(value) else f"{value:{sign}.4g}"
 
 
 def render(template: str, **values: object) -> str:
-    """The page of `template` with `values`, escaped; a value that the template misses is an error."""
+    """Render `template` with escaped `values`; a missing value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
         autoescape=True,
@@ -108,7 +108,7 @@ def render(template: str, **values: object) -> str:
 
 
 def page_assets(own: str = "") -> dict[str, str]:
-    """`script` and `style` of the page that shows a run; with `own`, its rules are for what is in that element only."""
+    """Return `script` and `style` of the page of a run; with `own`, the style applies only inside that CSS selector."""
     script, style = ((ASSETS / f"live.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     shared, mark, rules = style.partition("/* all below")
     return {"script": script, "style": f"{shared}{own} {{\n{mark}{rules}}}\n" if own else style}
@@ -120,10 +120,10 @@ PAPER, INK, GAP = (255, 255, 255), (30, 30, 30), 6
 
 
 def enlarge(image: np.ndarray, min_width: int = 128, max_width: int = 512) -> Image.Image:
-    """An image [H, W, 3] uint8 at a width in pixels that can be looked at.
+    """Return an image `[H, W, 3]` uint8 at a viewable width in pixels.
 
-    Narrower than `min_width`: enlarged by a whole factor without smoothing, so that its pixels stay visible; wider than
-    `max_width`: reduced.
+    Narrower than `min_width`: enlarged by an integer factor without smoothing, so that pixels stay visible; wider than
+    `max_width`: downscaled.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"expected an image [H, W, 3] uint8, got {list(image.shape)} {image.dtype}")
@@ -144,10 +144,10 @@ def grid(
     min_width: int = 128,
     max_width: int = 512,
 ) -> Image.Image:
-    """Images [H, W, 3] uint8 in rows of at most `columns`, each with its caption below, cut to the tile's width.
+    """Arrange images `[H, W, 3]` uint8 in rows of at most `columns`, with captions below, cut to the tile's width.
 
-    Tiles are at least `min_width` and at most `max_width` pixels wide; sizes may differ. Raises `ValueError` if there
-    is no image or the number of captions is another.
+    Tiles are `min_width` to `max_width` pixels wide; sizes may differ. Raises `ValueError` without images, or if the
+    number of captions differs.
     """
     if not images:
         raise ValueError("a grid needs at least one image")
@@ -174,7 +174,7 @@ def grid(
 
 
 def still(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
-    """An image [H, W, 3] as it is; of a video [F, H, W, 3] some frames, from first to last, side by side."""
+    """Return an image `[H, W, 3]` unchanged; of a video `[F, H, W, 3]` some frames, first to last, side by side."""
     if pixels.ndim == 3:
         return pixels
     chosen = np.linspace(0, len(pixels) - 1, min(frames, len(pixels))).round().astype(int)
@@ -182,9 +182,9 @@ def still(pixels: np.ndarray, frames: int = 4) -> np.ndarray:
 
 
 def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
-    """An image [H, W, 3] or stills of a video [F, H, W, 3], uint8, as a data URI.
+    """Encode an image `[H, W, 3]`, or stills of a video `[F, H, W, 3]`, uint8, as a data URI.
 
-    It is at most `width` pixels wide and four times as high; up to `exact` pixels width it is kept as it is.
+    At most `width` pixels wide and four times as high; lossless up to a width of `exact` pixels.
     """
     image = enlarge(still(pixels), min_width=1, max_width=width)
     image.thumbnail((width, 4 * width))
@@ -192,7 +192,7 @@ def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
 
 
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
-    """The image as a `data:` URI: PNG, or JPEG where `lossy`."""
+    """Encode an image as a `data:` URI: PNG, or JPEG if `lossy`."""
     buffer, kind = io.BytesIO(), "jpeg" if lossy else "png"
     image.convert("RGB").save(buffer, kind, **({"quality": 88} if lossy else {"optimize": True}))
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,7 +1,7 @@
-"""Ends a training run in order when the vote service that started it is gone without having done so.
+"""Ends a training run gracefully if the vote service that started it was killed.
 
-A program of its own, which waits until its standard input ends: `python reaper.py PID`. A byte there means that the run
-has ended. It uses nothing but the standard library, to start quickly.
+A separate program that reads its standard input to the end: `python reaper.py PID`. A byte there means that the run has
+ended. Uses only the standard library, to start quickly.
 """
 
 import contextlib
