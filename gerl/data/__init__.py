@@ -1,1 +1,1 @@
-"""The prompts of a run: files, data sets of the Hugging Face hub, and mixtures of them."""
+"""Prompts of a run: files, data sets of the Hugging Face Hub, and mixtures."""

@@ -1,4 +1,4 @@
-"""Rows of data sets of the Hugging Face hub, or of local folders, by the package `datasets`."""
+"""Rows of data sets of the Hugging Face Hub, or of local folders, loaded with the package `datasets`."""
 
 import contextlib
 import errno
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
     import pyarrow
 
 logger = logging.getLogger(__name__)
-PATIENCE = 10.0  # seconds for the hub's first answer
-BATCH = 1000  # rows that are converted together
+PATIENCE = 10.0  # seconds to wait for the Hub's first answer
+BATCH = 1000  # rows converted at a time
 INSTALL = "pip install 'gerl[hub]'"
-Columns = tuple[tuple[str, str], ...]  # gerl's name, the data set's
+Columns = tuple[tuple[str, str], ...]  # gerl's name, the data set's name
 
 
 @dataclass(frozen=True)
 class HubRows:
-    """Prompts, each with where it stands, and a digest of all columns that are neither pictures nor bytes."""
+    """Prompts with their positions, and a digest of all columns except images and bytes."""
 
     rows: tuple[tuple[str, Prompt], ...]
     digest: str
 
 
 def hub_rows(source: str, prompt_key: str, columns: Columns = (), stream: int | None = None) -> HubRows:
-    """The rows of `hf:owner/name[/config][@revision][split]`, or of a local folder, `hf:./folder[split]`.
+    """Read the rows of `hf:owner/name[/config][@revision][split]`, or of a local folder, `hf:./folder[split]`.
 
-    columns: what becomes of columns under other names; pictures are kept only if they are named here, as the paths of
-    files in the cache of `datasets`. stream: only the first so many rows, of which nothing else is downloaded. A data
-    set of the hub is read once a process.
+    columns: mapping of gerl's column names to the data set's; image columns are kept only if named here, as paths of
+    files in the cache of `datasets`. stream: number of first rows to read, without downloading the rest. Data sets of
+    the Hub are read once per process.
 
     Raises:
-        DataError: there is no such data set, split, configuration or column, or it cannot be reached or read.
+        DataError: data set, split, configuration or column is missing, or cannot be reached or read.
     """
     parts = hub_parts(source, "data.train")
     return (_read if parts.local else _read_cached)(source, parts, prompt_key, columns, stream)
@@ -85,7 +85,7 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
             return _convert(_tables(datasets, source, parts, stream, prompt_key, named), source, prompt_key, named)
     except DataError:
         raise
-    except Exception as error:  # of the network, the disk, the hub and the files, which have no common class
+    except Exception as error:  # of the network, the disk, the Hub and the files, without a common class
         raise DataError(_explain(parts, unreached or error, error)) from error
 
 
@@ -93,7 +93,7 @@ _read_cached = functools.lru_cache(maxsize=8)(_read)
 
 
 def _hub_error(parts: HubParts) -> Exception | None:
-    """The error of one request to the hub about the data set, None without one; `datasets` would retry for long."""
+    """Return the error of one request to the Hub about the data set, None on success; `datasets` retries for long."""
     try:
         HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
@@ -103,7 +103,7 @@ def _hub_error(parts: HubParts) -> Exception | None:
 
 @contextlib.contextmanager
 def _offline(datasets: Any, cached: bool) -> Iterator[None]:
-    """Let `datasets` read its cache at once if the hub does not answer; it would retry for half a minute."""
+    """Make `datasets` read its cache at once if the Hub does not answer, instead of retrying for half a minute."""
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
     if cached:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -116,7 +116,7 @@ def _offline(datasets: Any, cached: bool) -> Iterator[None]:
 def _tables(
     datasets: Any, source: str, parts: HubParts, stream: int | None, prompt_key: str, columns: dict[str, str]
 ) -> Iterator["pyarrow.Table"]:
-    """The rows of the split as tables of at most `BATCH` rows, pictures as they are stored."""
+    """Yield the rows of the split as tables of at most `BATCH` rows, images as stored."""
     builder = datasets.load_dataset_builder(parts.path, parts.config, revision=parts.revision)
     split = _split(source, parts, list(builder.info.splits or builder.config.data_files or ()))
     if builder.info.features:  # known before the download
@@ -184,7 +184,7 @@ def _check_columns(names: list[str], prompt_key: str, columns: dict[str, str]) -
 
 
 def _is_picture(kind: "pyarrow.DataType") -> bool:
-    """Whether a column is of pictures as `datasets` stores them, or of lists of them."""
+    """Whether a column contains images as stored by `datasets`, or lists of them."""
     import pyarrow.types
 
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
@@ -205,7 +205,7 @@ def _skipped_columns(schema: "pyarrow.Schema", columns: dict[str, str]) -> list[
 
 
 def _value(value: Any, where: str) -> Any:
-    """A cell that `data.columns` names: of a picture its path."""
+    """Return a cell named by `data.columns`; images are saved and returned as paths."""
     if isinstance(value, list):
         return [_value(part, where) for part in value]
     if not isinstance(value, dict) or set(value) != {"bytes", "path"}:
@@ -216,7 +216,7 @@ def _value(value: Any, where: str) -> Any:
 
 
 def _save_image(content: bytes, where: str) -> str:
-    """The path of a picture in the cache, named by its content."""
+    """Save an image in the cache, named by its hash, and return the path."""
     import datasets
 
     try:
@@ -234,7 +234,7 @@ def _save_image(content: bytes, where: str) -> str:
 
 
 def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
-    """The cause and the remedy, where the data set cannot be read."""
+    """Describe cause and remedy if the data set cannot be read."""
     hub = constants.ENDPOINT
     chain = list(causes(first))
     said = " ".join(str(last or first).split())

@@ -1,12 +1,12 @@
-"""Rows of a prompt file that have images to train on, and say which of them are better.
+"""Rows of a prompt file with images to train on, and preferences between them.
 
-The columns tell which kind of row it is:
-    images, ranks: paths, and the rank of each from 1 for the best, as `gerl vote` writes them (whose column sources
-        becomes image, the picture that the prompt is about)
-    chosen, rejected: the better and the worse of two
-    image_0, image_1, label_0: 1 if the first is better, 0 if the second is, 0.5 for a tie, as Pick-a-Pic has them
-    image, label: true if it is liked, false if it is not
-    image: one that is to be imitated
+The columns determine the kind of a row:
+    images, ranks: paths, and the rank of each from 1 for the best, as written by `gerl vote` (whose column sources
+        becomes image, the condition image of the prompt)
+    chosen, rejected: the better and the worse of two images
+    image_0, image_1, label_0: 1 if the first is better, 0 if the second is, 0.5 for a tie, as in Pick-a-Pic
+    image, label: true if the image is liked, else false
+    image: an image to imitate
 """
 
 import logging
@@ -26,9 +26,9 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 
 
 def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
-    """The prompt with the images of its row, whose columns are no longer metadata; paths are relative to `folder`.
+    """Return the prompt with the images of its row, removed from the metadata; paths are relative to `folder`.
 
-    Raises `DataError`, which begins with `where`, for a row of none of the kinds above, or an image that is not there.
+    Raises `DataError`, beginning with `where`, for a row of none of the kinds above, or a missing image.
     """
     row = prompt.metadata
     kind = next((kind for kind in KINDS if all(row.get(name) is not None for name in kind)), None)
@@ -56,15 +56,16 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
             raise DataError(f"{where} has {name}={path!r:.80}: expected the path of an image")
         given.append(DatasetImage(absolute_picture(path, folder, f"{where} has {name}={path!r}"), score))
     metadata = {name: value for name, value in row.items() if name not in (*kind, "sources")}
-    if (sources := row.get("sources")) and kind[0] == "images":  # of a vote on edited pictures
+    if (sources := row.get("sources")) and kind[0] == "images":  # from votes on edits
         metadata.setdefault("image", sources[0] if isinstance(sources, list) and len(sources) == 1 else sources)
     return replace(prompt, metadata=metadata, dataset_images=tuple(given))
 
 
 def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
-    """The rows that prefer an image, or like or dislike one; of several about the same images one, with mean scores.
+    """Return the rows with a preference; rows with the same images are merged, with mean scores.
 
-    Raises `DataError` if there are none.
+    A row has a preference if its scores differ or its single image is liked or disliked. Raises `DataError` if there
+    are none.
     """
     alike: dict[tuple[str, ...], list[Prompt]] = {}
     for row in rows:
@@ -84,7 +85,7 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
 
 
 def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
-    """A prompt for each image to be imitated: the best of each row, and one alone unless it is disliked.
+    """Return a prompt for each image to imitate: the best of each row, and a single image unless it is disliked.
 
     Their ids are negative, unlike those of sampled prompts. Raises `DataError` if there are none.
     """
@@ -101,7 +102,7 @@ def images_to_imitate(rows: Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: str) -> None:
-    """Raise `DataError` if a prompt has more than `most` images, or only one where it cannot be trained on `alone`."""
+    """Raise `DataError` if a prompt has more than `most` images, or one image although `alone` is false."""
     largest = max(prompts, key=lambda prompt: len(prompt.dataset_images))
     if len(largest.dataset_images) > most:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The prompts of `data.train` or `validation.data`, from all of its sources."""
+"""Prompts of `data.train` or `validation.data`, from all of their sources."""
 
 import hashlib
 import logging
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
 logger = logging.getLogger(__name__)
-TABLES = (".jsonl", ".csv", ".parquet")  # prompt files whose columns may name pictures
+TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of images
 
 
 def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
-    """The prompts of every source of `given`, the value of the key `name`, numbered through.
+    """Load the prompts of every source of `given`, the value of the key `name`, with consecutive ids.
 
     Raises:
-        DataError: a source is missing, cannot be read, or lacks a column; it names the source.
+        DataError: a source is missing, cannot be read, or lacks a column; names the source.
     """
     prompts: list[Prompt] = []
     for number, source in enumerate(sources(given, name)):
@@ -41,14 +41,14 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
 
 
 def rows_have_images(data: DataConfig, name: str) -> bool:
-    """Whether the rows of the key `name` have the images that are trained on."""
+    """Whether the rows of the key `name` contain the images to train on."""
     return name == "data.regularise" or (name == "data.train" and data.train_on == "files")
 
 
 def digest(given: object, data: DataConfig, name: str) -> str:
-    """SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set.
+    """Return the SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set.
 
-    Weights and the names of columns do not count, the order of the sources does.
+    Depends on the order of the sources, not on weights and column names.
     """
     found = []
     for source in sources(given, name):
@@ -63,12 +63,12 @@ def digest(given: object, data: DataConfig, name: str) -> str:
 
 
 def source_names(given: object) -> str:
-    """The value of `data.train` or `validation.data` in a sentence: the names of its sources."""
+    """Return the names of the sources of `data.train` or `validation.data`, joined for a message."""
     return given if isinstance(given, str) else ", ".join(source.path for source in sources(given, "data.train"))
 
 
 def weights(given: object) -> list[Fraction] | None:
-    """The weight of each source of `data.train`; None where there is one, or none has a weight: one pool of prompts."""
+    """Return the weight of each source of `data.train`; None for a single source or no weights: one pool of prompts."""
     found = sources(given, "data.train")
     if len(found) == 1 or all(source.weight is None for source in found):
         return None
@@ -76,10 +76,10 @@ def weights(given: object) -> list[Fraction] | None:
 
 
 def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]:
-    """How many of the `per_step` prompts of a step are of each source at most, as `MixtureSchedule` samples them.
+    """Return the maximum number of each source's prompts among the `per_step` of a step, as in `MixtureSchedule`.
 
-    While a step takes the time D, of each source between w D - 1 and w D + 1 occurrences are due. Those of source i are
-    the most where it has w_i D + 1 and the others w_j D - 1, and all are `per_step`.
+    In a step of duration D, between w D - 1 and w D + 1 occurrences of each source are due. The maximum of source i is
+    reached if it has w_i D + 1 and the others w_j D - 1, with the sum `per_step`.
     """
     parts = [share / sum(shares) for share in shares]
     if all((per_step * part).denominator == 1 for part in parts):
@@ -88,9 +88,9 @@ def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]
 
 
 def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:
-    """At most `most` of the `prompts`, the first of each source of `given`, shared out as evenly as the sources allow.
+    """Return at most `most` of the `prompts`: the first of each source of `given`, distributed as evenly as possible.
 
-    Says in the log how many of each that makes, and warns of a source that gets none.
+    Logs the number per source, and warns of a source that gets none.
     """
     if most is None or len(prompts) <= most:
         return list(prompts)
@@ -116,7 +116,7 @@ def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) ->
 
 
 def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise `DataError` if a source has fewer prompts than its weight asks for in a step."""
+    """Raise `DataError` if a source has fewer prompts than its weight requires per step."""
     shares = weights(config.data.train)
     if shares is None:
         return
@@ -131,7 +131,7 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def may_have_pictures(data: DataConfig) -> bool:
-    """Whether a source of the training prompts may have columns with pictures."""
+    """Whether a source of the training prompts may have columns of images."""
     given = sources(data.train, "data.train")
     return any(
         any(name in COLUMNS for name in _columns(source, data))
@@ -168,7 +168,7 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
 def _renamed(
     rows: Sequence[tuple[str, Prompt]], columns: Mapping[str, str], prompt_key: str, path: str
 ) -> list[tuple[str, Prompt]]:
-    """Rows whose metadata have the names of gerl; raises `DataError` for a column that no row has."""
+    """Rename metadata columns to gerl's names; raises `DataError` for a column that no row has."""
     known = dict.fromkeys([prompt_key, *(name for _, prompt in rows for name in prompt.metadata)])
     if absent := [theirs for theirs in columns.values() if theirs not in known]:
         raise DataError(f"{path} has no column {absent[0]!r}, only {', '.join(known)}: correct data.columns")
@@ -182,7 +182,7 @@ def _renamed(
 
 
 def _hub(source: Source, data: DataConfig) -> "HubRows":
-    from gerl.data.hub import hub_rows  # in here: it imports the client of the hub, which files do without
+    from gerl.data.hub import hub_rows  # not at the top: it imports the Hub client, which files do not need
 
     stream = data.stream if source.stream is None else source.stream
     return hub_rows(source.path, _prompt_key(source, data), tuple(_columns(source, data).items()), stream)

@@ -1,4 +1,4 @@
-"""Prompt files, and the other tables of users: images to score, or to train on, and columns with known names."""
+"""Prompt files and other user tables: images to score or to train on, and columns with known names."""
 
 import codecs
 import csv
@@ -19,19 +19,19 @@ from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import reason
 
-# --- Prompt files, and the other tables of users: images to score, or to train on
+# --- Prompt files and other user tables: images to score or to train on
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 Row = dict[str, object]  # column -> value
 SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")
-BEGINNINGS = {  # byte order marks; the first that matches counts
+BEGINNINGS = {  # byte order marks; the first match counts
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-# Characters within a line that other programs treat as a line end.
+# characters within a line that other programs treat as a line end
 BREAKS = re.compile("[\v\f\x1c-\x1e\x85\u2028\u2029]")
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of tables that are not comma-separated
 MOST_ROWS = 10**7  # of a .parquet file: a few kB can hold billions of equal rows
@@ -40,13 +40,12 @@ MOST_ROWS = 10**7  # of a .parquet file: a few kB can hold billions of equal row
 def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
     """Read a prompt file; ids are 0, 1, ... in file order.
 
-    `source` is a .txt (a prompt per line), .jsonl, .csv (with a header) or .parquet file, relative paths from the
-    current directory, or the bare name of a list shipped with gerl. Blank lines are skipped. Columns other than
-    `prompt_key` become metadata, those that name pictures with absolute paths.
+    `source` is a .txt (a prompt per line), .jsonl, .csv (with a header) or .parquet file, relative to the current
+    directory, or the bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key`
+    become metadata, image columns with absolute paths.
 
     Raises:
-        DataError: the file is missing, empty, unreadable or ambiguous, or has a row without a prompt or with a picture
-            that is not there.
+        DataError: the file is missing, empty, unreadable or ambiguous, or a row lacks a prompt or an image file.
     """
     path = resolve(source)
     return [
@@ -56,9 +55,9 @@ def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
 
 
 def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
-    """The prompts of a .txt, .jsonl, .csv (with a header) or .parquet file as they are, each with where it stands.
+    """Read the unmodified prompts of a .txt, .jsonl, .csv (with a header) or .parquet file, with their positions.
 
-    An empty cell of a .csv file is no metadata. Errors as in `load_prompts`.
+    Empty cells of a .csv file are omitted from the metadata. Errors as in `load_prompts`.
     """
     rows: list[tuple[str, Row]]
     match path.suffix.lower():
@@ -76,12 +75,12 @@ def read_rows(path: Path, prompt_key: str) -> list[tuple[str, Prompt]]:
 
 
 def fingerprint(source: str) -> str:
-    """SHA-256 (hex) of the bytes of a prompt file, given as in `load_prompts`."""
+    """Return the SHA-256 (hex) of the bytes of a prompt file, given as in `load_prompts`."""
     return hashlib.sha256(_bytes(resolve(source))).hexdigest()
 
 
 def resolve(source: str) -> Path:
-    """The file that `source` stands for: an existing file with a known suffix; raises `DataError` otherwise."""
+    """Resolve `source` to an existing file with a known suffix; raises `DataError` otherwise."""
     try:
         path = Path(source).expanduser()
         if not path.suffix and path.name == source and not path.exists():
@@ -90,7 +89,7 @@ def resolve(source: str) -> Path:
             raise DataError(f"prompt file {source} does not exist{_near(path)}")
         if not path.is_file():
             raise DataError(f"{source} is not a file: expected a {_either(SUFFIXES)} file of prompts")
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a folder that is not ours
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, a folder of another user
         raise DataError(f"prompt file {source!r:.200} cannot be opened ({reason(error)}): correct the path") from None
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"prompt file {source} has the suffix {path.suffix!r}: it must be {_either(SUFFIXES)}")
@@ -113,7 +112,7 @@ def _near(path: Path) -> str:
     if not folder.is_dir():
         return f", nor does its folder {folder.absolute()}: correct the path"
     files = sorted(other for other in folder.iterdir() if other.suffix in SUFFIXES)
-    # Without the suffix, which would make every name look alike.
+    # without the suffix, which would make every name look alike
     near = difflib.get_close_matches(path.stem, dict.fromkeys(file.stem for file in files), n=3, cutoff=0.65)
     if near:
         return f" in {folder.absolute()}: did you mean {_either([f.name for f in files if f.stem in near][:3])}?"
@@ -132,7 +131,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, or in the encoding that it begins with; raises `DataError` if it is another one."""
+    """Read text in UTF-8, or in the encoding of its byte order mark; raises `DataError` for another encoding."""
     content = _bytes(path)
     encoding = next((name for mark, name in BEGINNINGS.items() if content.startswith(mark)), "utf-8")
     try:
@@ -149,8 +148,8 @@ def read_text(path: Path) -> str:
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
-    """(file:line, text) of every line that is not blank, without surrounding whitespace."""
-    # Not splitlines(): it also breaks at characters such as U+2028, which are legal inside JSON strings.
+    """Return (file:line, text) of every non-blank line, without surrounding whitespace."""
+    # not splitlines(), which also breaks at characters such as U+2028 that are legal inside JSON strings
     lines = enumerate(re.split("\r\n|\n|\r", read_text(path)), start=1)
     return [(f"{path}:{n}", line.strip()) for n, line in lines if line.strip()]
 
@@ -191,19 +190,19 @@ def _json_row(line: str, where: str) -> Row:
 
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> Row:
-    """An object of a .jsonl file."""
+    """Build an object of a .jsonl file from its pairs."""
     _check_once([name for name, _ in pairs], where)
     return dict(pairs)
 
 
 def _check_once(names: list[str], where: str) -> None:
-    """Raise `DataError` for a column that is there twice, of which one would be lost."""
+    """Raise `DataError` for a repeated column, one of which would be lost."""
     if twice := next((name for i, name in enumerate(names) if name and name in names[:i]), None):
         raise DataError(f"{where} has {twice!r} twice: rename or remove one")
 
 
 def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
-    """The rows of a .csv file, each with where it begins; cells without a name in the header are left out."""
+    """Read the rows of a .csv file, with their positions; cells without a name in the header are omitted."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     rows: list[tuple[str, Row]] = []
     header: list[str] = []
@@ -229,7 +228,7 @@ def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
 
 
 def _header(cells: list[str], prompt_key: str, where: str) -> list[str]:
-    """The names of the columns; raises `DataError` if `prompt_key` is not among them, or one is there twice."""
+    """Return the column names; raises `DataError` if `prompt_key` is missing, or a name is repeated."""
     names = [cell.strip() for cell in cells]
     _check_once(names, where)
     if prompt_key in names:
@@ -250,14 +249,14 @@ def _parquet_rows(path: Path) -> list[Row]:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow ({error}): run pip install 'gerl[parquet]'") from error
-    # What a damaged file makes pyarrow raise, or a value for which Python has no object, such as the year 300000.
+    # errors of pyarrow for a damaged file, or a value without a Python object, such as the year 300000
     damage = (pyarrow.ArrowException, OSError, ValueError, ArithmeticError, LookupError, TypeError, MemoryError)
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(_bytes(path)))
         if (count := file.metadata.num_rows) > MOST_ROWS:
             raise DataError(f"{path} has {count} rows: at most {MOST_ROWS} are supported, split it")
         table = file.read()
-        table.validate(full=True)  # else a column cut short could be read beyond its end
+        table.validate(full=True)  # otherwise a truncated column could be read beyond its end
     except damage as error:
         raise DataError(f"{path} is not a readable Parquet file ({reason(error):.300}): recreate it") from None
     _check_once(table.column_names, str(path))
@@ -275,7 +274,7 @@ def _parquet_rows(path: Path) -> list[Row]:
 
 
 def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
-    """The prompt of a row and its other columns."""
+    """Return the prompt of a row and its other columns."""
     if prompt_key not in row:
         columns = ", ".join(row) or "none"
         raise DataError(f"{where} has no {prompt_key!r}, only {columns}: add it, or set data.prompt_key to the column")
@@ -285,10 +284,10 @@ def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
     return text.strip(), {name: value for name, value in row.items() if name != prompt_key}
 
 
-# --- Columns of prompts with a known name that the pipeline does not get
+# --- Prompt columns with a known name that the pipeline does not receive
 
 NEGATIVE = ("negative_prompt", "negative")
-# Columns of other programs, and what a run reads instead.
+# columns of other programs, and the replacement in a run
 ELSEWHERE = {
     **dict.fromkeys(NEGATIVE, "sampling.call.negative_prompt applies to all prompts"),
     "seed": "noise is sampled from trainer.seed",
@@ -305,14 +304,14 @@ ELSEWHERE = {
     "init_image": "data.columns={image: init_image} passes it",
     "conditioning_image": "data.columns={control_image: conditioning_image} passes it",
 }
-PROMPTS = ("prompt", "caption", "captions", "description", "text")  # further texts of a row
-WRITTEN = "text"  # by these columns `ocr` knows what an image should say
+PROMPTS = ("prompt", "caption", "captions", "description", "text")  # additional texts of a row
+WRITTEN = "text"  # column from which `ocr` reads the text to render
 FOR_ALL = "sampling.call.{} applies to all prompts"
 PICTURE = "pictures are given in " + ", ".join(COLUMNS)
 
 
 def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collection[str]) -> list[str]:
-    """A warning about columns that seem meant for the pipeline with the `accepted` arguments, if there are any."""
+    """Return a warning about columns that seem intended for a pipeline with the `accepted` arguments, if any."""
     there = {name for prompt in prompts for name, value in prompt.metadata.items() if value is not None}
     given = {name for name in COLUMNS if name in accepted}
     found = {name: why for name in sorted(there - given) if (why := _remedy(name, config, accepted))}
@@ -323,7 +322,7 @@ def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collecti
 
 
 def _remedy(name: str, config: Config, accepted: Collection[str]) -> str:
-    """The key or source that a run reads in place of the column `name`; "" for one that has no known name."""
+    """Return the key or source that replaces the column `name` in a run; "" for an unknown name."""
     if name in COLUMNS or (name in NEGATIVE and NEGATIVE[0] not in accepted):
         return "the pipeline takes no such argument"
     if name in PROMPTS:

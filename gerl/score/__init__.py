@@ -1,4 +1,4 @@
-"""Look at a reward before training on it: `python -m gerl.score`, or `gerl.score(...)` in Python."""
+"""Evaluate a reward before training on it: `python -m gerl.score`, or `gerl.score(...)` in Python."""
 
 from gerl.commandline.command import make_callable
 

@@ -1,4 +1,4 @@
-"""Look at a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`."""
+"""Evaluate a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`."""
 
 import json
 import logging
@@ -39,13 +39,13 @@ from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail
 # --- Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column
 
 BINS = 24
-COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, beside those of the scorers
+COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, in addition to the scorers
 HEAD = ("column", "weight", "images", "mean", "std", "min", "median", "max", "min to max")
 
 
 @dataclass(frozen=True)
 class ScoredImage:
-    """An image: its file and name, prompt, thumbnail, value in each column, and why some lack."""
+    """Scored image: file, name, prompt, thumbnail, value in each column, and the reason for missing values."""
 
     path: Path
     name: str
@@ -56,15 +56,15 @@ class ScoredImage:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return str(self.path)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Column `name`: how many images have a value, and how these are distributed; NaN where there is none.
+    """Statistics of the column `name`: number of values and their distribution; NaN without values.
 
-    std is that of the population. bins: counts in equal parts of [low, high], empty where all values are the same.
+    std is the population standard deviation. bins: counts in equal parts of [low, high], empty if all values are equal.
     """
 
     name: str
@@ -78,12 +78,12 @@ class Summary:
 
 
 def summarise(name: str, values: Sequence[float | None]) -> Summary:
-    """The summary of a column; values that are None are left out."""
+    """Summarise a column, ignoring None."""
     known = np.array([value for value in values if value is not None], dtype=np.float64)
     if not len(known):
         return Summary(name, 0, math.nan, math.nan, math.nan, math.nan, math.nan, [])
     low, high = float(known.min()), float(known.max())
-    # Where the range is below what floats resolve, equal parts of it do not exist.
+    # a range below float resolution cannot be divided into equal parts
     flat = high - low <= 1e-9 * max(abs(low), abs(high))
     bins = [] if flat else [int(count) for count in np.histogram(known, BINS, (low, high))[0]]
     return Summary(name, len(known), float(known.mean()), float(known.std()), low, float(np.median(known)), high, bins)
@@ -92,7 +92,7 @@ def summarise(name: str, values: Sequence[float | None]) -> Summary:
 def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
     """Write `scores.csv` and `scores.jsonl` to `folder`: image, prompt, the columns of the images, failure.
 
-    A value that lacks is an empty cell, or null. Raises `GerlError` if a file cannot be written.
+    A missing value is an empty cell, or null. Raises `GerlError` if a file cannot be written.
     """
     rows: list[dict[str, object]] = [
         {"image": str(i.path.absolute()), "prompt": i.prompt, **i.values, "failure": i.failure or None} for i in images
@@ -102,10 +102,10 @@ def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
 
 
 def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
-    """Write a page of the images to `path`, sorted by their first column; those without a value there come last.
+    """Write a page of the images to `path`, sorted by their first column; images without a value there are last.
 
-    weights: of the scorers, to be shown beside their names, also those of 0. All images have the same columns.
-    Raises `GerlError` if the file cannot be written.
+    weights: of the scorers, shown beside their names, including 0. All images have the same columns. Raises `GerlError`
+    if the file cannot be written.
     """
     if any(list(image.values) != list(images[0].values) for image in images):
         raise ValueError("expected the same columns on all cards")
@@ -135,7 +135,7 @@ def _card(image: ScoredImage, labels: Mapping[str, str]) -> Card:
     return Card([picture], list(scores.values()), trend="down" if image.failure else "flat")
 
 
-# --- Image files and their prompts: a folder, a file, or a list with columns of its own
+# --- Image files and their prompts: a folder, a file, or a table
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = (".jsonl", ".csv")
@@ -143,7 +143,7 @@ TABLES = (".jsonl", ".csv")
 
 @dataclass(frozen=True)
 class Item:
-    """An image file, its name, and its prompt."""
+    """Image file with its name and prompt."""
 
     path: Path
     name: str
@@ -151,10 +151,10 @@ class Item:
 
 
 def read_items(images: str, prompts: str | None, prompt: str | None, data: DataConfig) -> list[Item]:
-    """The images and their prompts, in order; the arguments are the keys of the command, and the block `data`.
+    """Read the images and their prompts, in order; the arguments are the command's keys, and the block `data`.
 
     Raises:
-        DataError: there are none, or something is missing or does not go together.
+        DataError: there are none, or something is missing or inconsistent.
     """
     path = Path(images).expanduser()
     if path.is_file() and path.suffix.lower() in TABLES:
@@ -182,7 +182,7 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
 
 
 def _natural(name: str) -> list[str | int]:
-    """A key that sorts img2 before img10: text and numbers take turns."""
+    """Return a sort key that puts img2 before img10: alternating text and numbers."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
@@ -209,7 +209,7 @@ def _sidecar(file: Path) -> str:
 
 
 def _from_table(path: Path, prompt_key: str) -> list[Item]:
-    """The items of a .jsonl or .csv file."""
+    """Read the items of a .jsonl or .csv file."""
     items = []
     for where, prompt in read_rows(path, prompt_key):
         image = prompt.metadata.get("image")
@@ -221,7 +221,7 @@ def _from_table(path: Path, prompt_key: str) -> list[Item]:
 
 
 def load_rgb(item: Item) -> Image.Image:
-    """The image in RGB as a viewer shows it: what is transparent is white. Errors as in `open_picture`."""
+    """Load an image in RGB, composited onto white if transparent. Errors as in `open_picture`."""
     image = open_picture(item.path)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -230,7 +230,7 @@ def load_rgb(item: Item) -> Image.Image:
 
 
 def groups_of(items: Sequence[Item]) -> list[list[int]]:
-    """The indices of each group: images whose prompts are equal in text and columns, as those of a training row are."""
+    """Return the indices of each group: images whose prompts are equal in text and columns, as in training."""
     found: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         row = [item.prompt.text, item.prompt.metadata]
@@ -239,7 +239,7 @@ def groups_of(items: Sequence[Item]) -> list[list[int]]:
 
 
 def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scorers: Collection[str]) -> None:
-    """Log which images the groupwise `scorers` compare; warn where they compare none."""
+    """Log which images the groupwise `scorers` compare; warn if they compare none."""
     by_text: dict[str, list[dict[str, object]]] = {}
     for item in items:
         by_text.setdefault(item.prompt.text, []).append(item.prompt.metadata)
@@ -260,15 +260,15 @@ def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scor
     )
 
 
-# --- Look at a reward before training on it: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`
+# --- Command line: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`
 
 logger = logging.getLogger("gerl")
-WIDTH = 256  # pixels, to which wider images are reduced in the gallery
+WIDTH = 256  # pixels, to which wider images are downscaled in the gallery
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keys of the command line."""
+    """Command-line options."""
 
     images: str = key(
         "a folder of images (png, jpg, webp), one such file, or a .jsonl or .csv file with the columns image and "
@@ -306,17 +306,16 @@ PARSER = Parser(
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`.
 
-    Images without a score are no error as long as there is one with a score.
+    Images without a score are not an error as long as one image has a score.
     """
     return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(*parse(arguments)))
 
 
 def run(request: Request, config: Config) -> list[ScoredImage]:
-    """Check everything that can be checked, score, write; returns the images in their order.
+    """Check inputs, score, and write the results; return the images in their order.
 
     Raises:
-        GerlError: something is wrong with images, prompts or scorers, or no image has a total; what was scored is
-            written.
+        GerlError: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
     reward = with_all_active(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
@@ -324,7 +323,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:
         raise DataError(f"images={request.images}: {error}") from None
-    # one that cannot be read is known before the work
+    # an unreadable image is reported before scoring
     if transparent := sum(open_picture(item.path).has_transparency_data for item in items):
         logger.info("%d of %d images are partly transparent, and are composited onto white", transparent, len(items))
     make_folder(request.out)
@@ -346,9 +345,9 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Request, Config]:
-    """The command line as a request and the configuration; raises `ConfigError` for contradictory keys.
+    """Parse the command line into a request and the configuration; raises `ConfigError` for contradictory keys.
 
-    Without `experiment` only the scorers that are named take part, or `ocr` if there are none.
+    Without `experiment` only the named scorers are used, or `ocr` if there are none.
     """
     request, overrides = PARSER.parse(arguments)
     if request.prompts and request.prompt:
@@ -365,14 +364,14 @@ def score(
 ) -> Iterator[tuple[list[int], list[ScoredImage]]]:
     """Score batches of images; yields the indices of a batch and the images with their scores.
 
-    Images with equal prompts are a group, see `groups_of`: where a scorer compares them, they are in one batch, which
+    Images with equal prompts form a group, see `groups_of`: if a scorer is groupwise, a group is in one batch, which
     may then be larger.
     """
-    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    # not at the top: these import torch, which takes seconds, and keys and files are checked first
     from gerl.cluster import Cluster, Pending
     from gerl.rewards.manager import RewardManager
 
-    # An environment of its own takes a process of its own.
+    # a separate environment requires a separate process
     launcher: Literal["ray", "local"] = "ray" if any(scorer.env for scorer in reward.scorers.values()) else "local"
     with Cluster(ClusterConfig(launcher=launcher, num_workers=1)) as here:
         manager = RewardManager(reward, here)
@@ -395,7 +394,7 @@ def score(
 
 
 def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """Batches of at least one of `together` and, beyond that, at most `size` indices."""
+    """Yield batches of whole members of `together`: at least one, and otherwise at most `size` indices."""
     batch: list[int] = []
     for members in together:
         if batch and len(batch) + len(members) > size:
@@ -407,10 +406,10 @@ def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
 
 
 def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage]) -> None:
-    """Write `scores.csv`, `scores.jsonl` and `gallery.html` and report the summary; raises `GerlError` if it cannot."""
+    """Write `scores.csv`, `scores.jsonl` and `gallery.html` and log the summary; raises `GerlError` on failure."""
     out = request.out
     known = list(dict.fromkeys(name for image in images for name in image.values))
-    # A scorer that failed in the first batch shows its further columns late: they belong beside it all the same.
+    # a scorer that failed in the first batch adds its further columns late: keep them beside it
     columns = dict.fromkeys(c for name in reward.scorers for c in known if c == name or c.startswith(f"{name}/"))
     images = [replace(image, values={name: image.values.get(name) for name in (TOTAL, *columns)}) for image in images]
     write_tables(out, images)
@@ -420,7 +419,7 @@ def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage])
 
 
 def closing_screen(out: Path, images: Sequence[ScoredImage]) -> str:
-    """Mean, std, least and greatest score of each column, the failures, and where things lie."""
+    """Return mean, std, minimum and maximum of each column, the failures, and the paths of the files."""
     labels = distinct_columns(images)
     width = max(map(len, labels.values()))
     lines = ["", f"{'':<{width}} {'images':>7} {'mean':>10} {'std':>10} {'min':>10} {'max':>10}"]

@@ -1,4 +1,4 @@
-"""What gerl's servers share: access control, limits of connections, a server in a thread, news for pages."""
+"""Shared parts of gerl's web servers: access control, connection limits, a server thread, and push notifications."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.errors import GerlError
 
-# --- Access control of served pages: tokens, requests of other sites, security headers
+# --- Access control: tokens, cross-site requests, security headers
 
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -39,7 +39,7 @@ NOBODY = secrets.token_urlsafe(24)
 
 @dataclass(frozen=True)
 class Visit:
-    """An admitted request of at most `most` bytes: its visitor, path, and headers of the answer."""
+    """Admitted request with its visitor, path, maximum body size `most` in bytes, and headers of the answer."""
 
     path: str
     most: int
@@ -49,9 +49,9 @@ class Visit:
 
 @dataclass(frozen=True)
 class Gate:
-    """ASGI middleware: admits requests by `admit` and passes the visitor on (`request.state.visitor`).
+    """ASGI middleware that admits requests with `admit` and sets the visitor (`request.state.visitor`).
 
-    `local`: only requests whose Host is this machine are answered, against DNS rebinding.
+    `local`: answer only requests whose Host is this machine, against DNS rebinding.
     """
 
     app: ASGIApp
@@ -80,7 +80,7 @@ class Gate:
         await answer(scope, receive, with_headers)
 
     def _elsewhere(self, request: Request) -> Response | None:
-        """Refuse requests of another site, also under another name for this machine."""
+        """Refuse cross-site requests, including those under another name of this machine."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.local and not is_loopback(host_name(host)):
             return refused(403, f"the host {host!r:.80} is not this machine: use 127.0.0.1 or localhost")
@@ -90,7 +90,7 @@ class Gate:
 
 
 def _wrong_body(request: Request, most: int) -> Response | None:
-    """Refuse a body that is too large, or of a content type that a form of another site could send."""
+    """Refuse a body that is too large, or has a content type that a form of another site could send."""
     if request.method in ("GET", "HEAD"):
         return None
     length = request.headers.get("content-length", "")
@@ -104,7 +104,7 @@ def _wrong_body(request: Request, most: int) -> Response | None:
 
 
 def is_token(given: str | None, wanted: str | None) -> bool:
-    """Compare tokens in constant time; False if none is `wanted`."""
+    """Compare tokens in constant time; False if `wanted` is None."""
     return hmac.compare_digest((given or "").encode(), (wanted or NOBODY).encode())
 
 
@@ -121,19 +121,19 @@ def refused(status: int, sentence: str, headers: Mapping[str, str] | None = None
 
 # --- Connections: idle ones must not block others
 
-HEAD = 20.0  # seconds for the head of a request to arrive
-MOST = 1000  # connections at a time
-SPARE = 64  # files that a server needs otherwise
+HEAD = 20.0  # seconds to receive the head of a request
+MOST = 1000  # maximum number of open connections
+SPARE = 64  # files that a server needs for other purposes
 
 
 def most() -> int:
-    """Return the limit of open connections, from the process's limit of files."""
+    """Return the limit of open connections, derived from the process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(8, min(MOST, soft - SPARE))
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no request arrives in time; of too many, the one idle longest is closed.
+    """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed.
 
     For `uvicorn.Config(http=Connection)`.
     """
@@ -152,7 +152,7 @@ class Connection(H11Protocol):
             self._expect_head()
         cycle = self.cycle
         super().data_received(data)
-        if self.cycle is not cycle:  # the head is there
+        if self.cycle is not cycle:  # the head is complete
             self._has_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -173,16 +173,16 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-# --- A server in a thread, and the news that its pages wait for
+# --- Server thread, and notifications of its pages
 
 STARTING = 10.0  # seconds
 
 
 @contextlib.contextmanager
 def serving(app: ASGIApp, listener: socket.socket, closing: float) -> Iterator[threading.Thread]:
-    """Serve `app` at `listener` by a thread, which leaves signals to the main thread, while the context lasts.
+    """Serve `app` at `listener` within the context, in a thread, which leaves signals to the main thread.
 
-    Requests under way at its end have `closing` seconds. Raises `GerlError` if the server does not start.
+    Requests in progress at its end have `closing` seconds. Raises `GerlError` if the server does not start.
     """
     config = uvicorn.Config(
         app,
@@ -212,32 +212,32 @@ def serving(app: ASGIApp, listener: socket.socket, closing: float) -> Iterator[t
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """Let SIGINT and SIGTERM set `stop`, where this is the main thread."""
+    """Let SIGINT and SIGTERM set `stop`, if called in the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
 
 
 def address(listener: socket.socket, host: str | None = None) -> str:
-    """The URL of a socket, under another name of this machine if one is given."""
+    """Return the URL of a socket, optionally with another host name of this machine."""
     bound, port = listener.getsockname()[:2]
     name = host or bound
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 class Subscriber:
-    """A page that waits for news; made in its event loop."""
+    """Subscription of a page to notifications; must be created in its event loop."""
 
     def __init__(self) -> None:
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
 
     def wake(self) -> None:
-        """There are news; called by any thread."""
+        """Notify the page; may be called from any thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for news, for at most so many seconds; whether there are any."""
+        """Wait at most `seconds` for a notification; return whether there was one."""
         try:
             async with asyncio.timeout(seconds):
                 await self._news.wait()

@@ -1,4 +1,4 @@
-"""The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons."""
+"""Server of the live page: static files, runs as JSON and images, an event stream, and the buttons."""
 
 import json
 import logging
@@ -24,28 +24,28 @@ from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
 
-# --- The run folders that a page shows
+# --- Run folders shown by the page
 
 MARKS = ("config.yaml", "metrics.jsonl")
 DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
-MOST = 2000  # run folders
+MOST = 2000  # maximum number of run folders
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written into `folder`."""
+    """Whether `folder` contains files of a run."""
     return any((folder / name).is_file() for name in MARKS)
 
 
 @dataclass(frozen=True)
 class Folders:
-    """All run folders below `root`, by their path from there; `chosen` is the requested one."""
+    """All run folders below `root`, by relative path; `chosen` is the requested one."""
 
     root: Path
     chosen: str | None = None
 
     @classmethod
     def of(cls, given: Path) -> "Folders":
-        """Those of a run folder and the ones beside it, or of a folder with runs in it; raises `GerlError`."""
+        """Return the folders of a run and its siblings, or of all runs in a folder; raises `GerlError`."""
         if not given.is_dir():
             raise GerlError(
                 f"run={given}: there is no such folder; give a run folder, or one with runs, such as outputs/"
@@ -57,7 +57,7 @@ class Folders:
         return cls(beside, folder.relative_to(beside).as_posix())
 
     def found(self) -> dict[str, Path]:
-        """The run folders there are now, in the order of their names."""
+        """Return the existing run folders, sorted by name."""
         names = dict.fromkeys([self.chosen] if self.chosen else [])
         for path in _below(self.root, DEPTH):
             names.setdefault(path.relative_to(self.root).as_posix())
@@ -79,14 +79,14 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Changes of a run: one thread watches its files for any number of pages
+# --- Changes of a run: one thread polls its files for all pages
 
-PAUSE = 0.5  # seconds between looks
-ALIVE = 15.0  # seconds after which a stream without news has a line all the same: who reads it may be gone
+PAUSE = 0.5  # polling interval in seconds
+ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
 
 
 class Watcher:
-    """Watches a run while it has pages."""
+    """Watcher of a run's files, active while pages are subscribed."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -96,7 +96,7 @@ class Watcher:
         self._over: threading.Event | None = None
 
     async def changes(self, closing: threading.Event) -> AsyncIterator[dict[str, str] | None]:
-        """The signatures of all parts of the run now, and whenever one has changed; None from time to time."""
+        """Yield the signatures of all parts of the run, first and after each change; None every `ALIVE` seconds without."""
         subscriber = Subscriber()
         self._add(subscriber)
         sent: dict[str, str] = {}
@@ -111,7 +111,7 @@ class Watcher:
             self._remove(subscriber)
 
     def wake(self) -> None:
-        """Let all pages look, at the end of the server for instance."""
+        """Wake all pages, for example to end them with the server."""
         for subscriber in list(self.subscribers):
             subscriber.wake()
 
@@ -138,20 +138,20 @@ class Watcher:
                 self.wake()
 
 
-# --- The page's server: its files, the runs as JSON and pictures, a stream of what changed, and the buttons
+# --- Server of the live page: static files, runs as JSON and images, an event stream, and the buttons
 
 logger = logging.getLogger("gerl")
-FOREVER = "private, max-age=31536000, immutable"  # of pictures, whose address changes when they do
-BODY = 10_000  # bytes of a request
+FOREVER = "private, max-age=31536000, immutable"  # for images, whose address changes with their content
+BODY = 10_000  # maximum bytes of a request
 COOKIE = "gerl_watch"
 
 
 class Unknown(Exception):
-    """There is no such run, step or prompt."""
+    """Error for a run, step or prompt that does not exist."""
 
 
 class Site:
-    """The runs below a folder, and cached answers about them."""
+    """Runs below a folder, with cached answers."""
 
     def __init__(self, folders: Folders) -> None:
         self.folders = folders
@@ -168,7 +168,7 @@ class Site:
             watcher.wake()
 
     def run(self, name: str) -> RunData:
-        """The run of this name, which `Folders` found: no path is built from a request."""
+        """Return the run `name`, as found by `Folders`: no path is built from a request."""
         if name not in self._runs:
             found = self.folders.found()
             if name not in found:
@@ -177,19 +177,19 @@ class Site:
         return self._runs[name]
 
     def watcher(self, name: str) -> Watcher:
-        """The watcher of a run, shared by all of its pages."""
+        """Return the watcher of a run, shared by all of its pages."""
         run = self.run(name)
         with self._lock:
             return self._watchers.setdefault(name, Watcher(run))
 
     def runs(self) -> dict[str, Any]:
-        """All runs, those that were written to last first, and the one to begin with."""
+        """Return all runs, running and most recently written first, and the initially selected one."""
         found = [self.run(name).summary() for name in self.folders.found()]
         found.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
         return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
 
     def answer(self, key: str, now: object, make: Callable[[], Any]) -> bytes:
-        """The JSON of what `make` returns; many pages that ask for the same thing get the same bytes."""
+        """Return the result of `make` as JSON, cached by `key` while `now` is unchanged."""
         with self._lock:
             known = self._answers.get(key)
             if known is not None and known[0] == now:
@@ -203,7 +203,7 @@ class Site:
 
 
 def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
-    """The ASGI application, and what ends its streams."""
+    """Build the ASGI application and its `Site`, which ends the streams."""
     site = Site(folders)
 
     def endpoint_of(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -219,7 +219,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         return endpoint
 
     def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
-        """JSON about a run, recomputed when any of its files has changed."""
+        """Route that returns JSON about a run, recomputed if any of its files has changed."""
 
         def work(request: Request) -> Response:
             run = site.run(request.query_params.get("run", ""))
@@ -262,7 +262,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
 
 
 def _admit(token: str | None, request: Request) -> Visit | Response:
-    """Admit requests with the token, as a cookie, a bearer token, or where the page is opened in its address."""
+    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page."""
     path, headers = request.scope["path"], {}
     given = [request.cookies.get(COOKIE), bearer(request.headers)]
     if request.method == "GET" and path == "/" and "token" in request.query_params:
@@ -276,7 +276,7 @@ def _admit(token: str | None, request: Request) -> Visit | Response:
 
 
 def query_int(request: Request, name: str, default: int = -1) -> int:
-    """A whole number of the query; raises `Unknown` for anything else."""
+    """Return an integer of the query; raises `Unknown` for anything else."""
     text = request.query_params.get(name, str(default))
     if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdigit() or len(text) > 12:
         raise Unknown(f"{name}={text[:40]!r} is not an integer")
@@ -284,7 +284,7 @@ def query_int(request: Request, name: str, default: int = -1) -> int:
 
 
 def found_or_404(found: Any) -> Any:
-    """Whatever was found; raises `Unknown` where nothing was."""
+    """Return `found`; raises `Unknown` if it is None."""
     if found is None:
         raise Unknown("there is no such step or prompt in this run")
     return found

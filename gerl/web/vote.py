@@ -25,12 +25,12 @@ from gerl.web import reaper
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
-ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # every address of a machine, and the one under which it reaches itself
+ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> the address for connections from the same machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keys of the command line."""
+    """Command-line options."""
 
     voters: str | None = key("names of the voters, such as voters=anna,ben; each gets a personal link")
     votes: int = key(
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Check the command line, then serve, and train unless another run is served."""
+    """Check the command line, then serve; train as well, unless `serve_only`."""
     hydra = hydra_options(arguments)
     if hydra.multirun or hydra.shown:
         raise ConfigError(
@@ -87,7 +87,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def voters(text: str | None) -> list[str]:
-    """The names in `a,b` or `[a,b]`; raises `ConfigError` for one that cannot be part of a link, or comes twice."""
+    """Parse names from `a,b` or `[a,b]`; raises `ConfigError` for names that are invalid in a link or repeated."""
     names = [name.strip() for name in (text or "").strip("[]").split(",")] if text else []
     for name in names:
         if not NAME.fullmatch(name) or not name.isascii():
@@ -100,7 +100,7 @@ def voters(text: str | None) -> list[str]:
 
 
 def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     if rest:
         raise ConfigError(f"{rest[0]}: with serve_only=true nothing is trained; give this key to the run")
     if options.folder is None:
@@ -149,9 +149,9 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
 
 
 def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
-    """The run folder, the number of steps, and the keys for the run, which is checked but for prompts and model.
+    """Return run folder, number of steps and the run's arguments, checked except for prompts and model.
 
-    Raises `ConfigError` for what cannot be.
+    Raises `ConfigError` if an argument is not possible.
     """
     if whole := [o for o in overrides if re.match(r"\+*reward\.scorers(\.vote)?=", o)]:
         raise ConfigError(
@@ -163,7 +163,7 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
     run_dir, given = folder_to_resume(asked), list(overrides)
     if run_dir is None:
         run_dir = asked.run_dir
-        if "hydra.run.dir" not in asked.given:  # it has the time in it, which the run would read from its own clock
+        if "hydra.run.dir" not in asked.given:  # the default has the time, and the run has a later one
             given.append(f"hydra.run.dir={run_dir}")
         config = compose_run([example, *overrides]).config
         if config.rollout.n < 2:
@@ -174,7 +174,7 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
 
 
 def _public(host: str) -> str | None:
-    """The name under which others reach this machine, where it listens everywhere."""
+    """Return the name under which others reach this machine if `host` is a wildcard address, else None."""
     if is_loopback(host) or host not in ALL:
         return None
     return socket.gethostname()
@@ -188,17 +188,17 @@ def _say(links: dict[str, str]) -> None:
         logger.info("%s votes at %s", name, link)
 
 
-# --- The training run that people vote for, as a process of the same terminal
+# --- Training run with votes, as a child process in the same terminal
 
-TOKEN = "GERL_VOTE_TOKEN"  # the environment variable from which the scorer has the token
-LOOK = 0.2  # seconds
+TOKEN = "GERL_VOTE_TOKEN"  # environment variable with the token for the scorer
+LOOK = 0.2  # polling interval in seconds
 
 
 def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], None], server: threading.Thread) -> None:
-    """Run `gerl train` with `arguments` to its end; `ended` gets the outcome, as a message for voters.
+    """Run `gerl train` with `arguments` to its end; `ended` receives the outcome, as a message for voters.
 
-    A signal that ends this command ends the run as well, in order, before `Interrupted` goes on. Raises `TrainingError`
-    if the run fails, or the `server` ends before it.
+    A signal that ends this command first ends the run gracefully, before `Interrupted` propagates. Raises
+    `TrainingError` if the run fails, or the `server` ends before it.
     """
     environment = dict(os.environ) | ({TOKEN: token} if token is not None else {})
     command = [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *arguments]
@@ -216,7 +216,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
             ended("The run was stopped.")
             number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
             if process.poll() is None:
-                process.send_signal(number)  # a terminal sends it to both: within a second it is the same one
+                process.send_signal(number)  # a terminal sends it to both: repeats within a second count as one
             process.wait()
             raise
     if process.returncode == 0:
@@ -229,7 +229,7 @@ def train(arguments: Sequence[str], token: str | None, ended: Callable[[str], No
 
 @contextlib.contextmanager
 def _guarded(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """While the context lasts, the end of this process, by a kill -9 for example, ends `process` in order."""
+    """Ensure that `process` ends gracefully if this process dies within the context, for example by kill -9."""
     watching = subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, str(process.pid)],
         stdin=subprocess.PIPE,

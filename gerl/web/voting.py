@@ -1,7 +1,7 @@
-"""The HTTP side of a vote service: the scores for the run, and the page with its votes for people.
+"""HTTP interface of a vote service: scores for the run, and the voting page.
 
 Paths: `POST /v1/score`, `POST /v1/hello` for the run (the protocol of `reward_models.scorers.vote`). Below a voter's
-link, for the page or a program that votes: the page, `GET events` (server-sent after each change: `data:` is JSON with
+link, for the page or a voting program: the page, `GET events` (server-sent after each change: `data:` is JSON with
 `group` or null, `progress` and `undo`), `GET images/GROUP/N.png`, and as application/json `POST vote` with {"group":
 id, "ranks": [2, 1, 2]}, `POST undo` and `POST touch` with {}. Errors are {"error": sentence}.
 """
@@ -37,18 +37,18 @@ from gerl.web.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 from gerl.web.pages import ASSETS
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, serving
 
-# --- Who may do what at a vote service: the tokens of the voters and of the run
+# --- Access control of a vote service: tokens of the voters and of the run
 
-NAME = "vote"  # the scorer that votes are for
+NAME = "vote"  # the scorer that receives the votes
 FILE = "tokens.json"
-ANYBODY = "voter"  # the name of who votes where nobody is named
-MAX_IMAGES, MAX_VOTE = 512 * 10**6, 64 * 10**3  # bytes of a request of the run, and of a voter
+ANYBODY = "voter"  # default name of the voter
+MAX_IMAGES, MAX_VOTE = 512 * 10**6, 64 * 10**3  # maximum bytes of a request of the run, and of a voter
 LINK = re.compile(r"^/vote/([^/]+)/([^/]+)(/.*)?$")
 
 
 @dataclass
 class Tokens:
-    """Tokens of the run and of voters by name; without any, everyone on this machine is admitted."""
+    """Tokens of the run and of voters by name; without tokens, everyone on this machine is admitted."""
 
     folder: Path
     loopback: bool = True
@@ -57,9 +57,10 @@ class Tokens:
 
     @classmethod
     def of(cls, folder: Path, host: str, names: Sequence[str]) -> "Tokens":
-        """Tokens for the voters `names`, where a service before this one had them the same ones.
+        """Load or create tokens for the voters `names`, reusing those of an earlier service.
 
-        None are needed on the loopback where nobody is named. Raises `GerlError` if the file cannot be read.
+        No tokens are used on the loopback interface without named voters. Raises `GerlError` if the file cannot be
+        read.
         """
         if not names and is_loopback(host):
             return cls(folder)
@@ -74,7 +75,7 @@ class Tokens:
         return self.folder / FILE
 
     def keep(self) -> None:
-        """Write the tokens for the services after this one, readable by this user only."""
+        """Save the tokens for later services, readable by this user only."""
         if self.run is None or (self.path.exists() and _read(self.path) == self._values()):
             return
         with writing(self.path):
@@ -89,13 +90,13 @@ class Tokens:
         return {"run": self.run, "voters": self.voters}
 
     def links(self, url: str) -> dict[str, str]:
-        """The page of each voter."""
+        """Return the link of each voter."""
         if self.run is None:
             return {ANYBODY: f"{url}/"}
         return {name: f"{url}/vote/{name}/{token}/" for name, token in self.voters.items()}
 
     def admit(self, request: Request) -> Visit | Response:
-        """Admit the run by its token, and voters by their links, whose paths are those of the page behind them."""
+        """Admit the run by its token, and voters by their links, whose remainder is the path of the page."""
         path: str = request.scope["path"]
         if path.startswith("/v1/"):
             if self.run is None or is_token(bearer(request.headers), self.run):
@@ -118,19 +119,19 @@ def _read(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-# --- The pages of the voters and the requests of the run
+# --- The voting page, and the requests of the run
 
 logger = logging.getLogger("gerl")
 PAGE = ASSETS / "vote"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
-CLOSING = 2.0  # seconds for requests under way when the service ends
-LOOK = 5.0  # seconds after which a page is updated even without news
+CLOSING = 2.0  # seconds for requests in progress when the service ends
+LOOK = 5.0  # seconds after which a page is updated even without changes
 PNG = b"\x89PNG\r\n\x1a\n"
 Strict = ConfigDict(extra="forbid", strict=True)
 
 
 class Score(BaseModel):
-    """A group to be voted on, as the scorer sends it."""
+    """Request for the scores of a group, as sent by the scorer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,7 +144,7 @@ class Score(BaseModel):
 
 
 class Ranks(BaseModel):
-    """A vote: a rank from 1 for each image of a group; all 1 where it is skipped."""
+    """Vote: a rank from 1 for each image of a group; all 1 if skipped."""
 
     model_config = Strict
 
@@ -152,7 +153,7 @@ class Ranks(BaseModel):
 
 
 def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
-    """The service of `ballots`; everything that changes them is called in its event loop."""
+    """Build the application of `ballots`; every change of them runs in its event loop."""
     app = FastAPI(title="gerl vote", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     pages: set[Subscriber] = set()
 
@@ -196,7 +197,7 @@ def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
         ballots.sign(request.state.visitor)
         return JSONResponse({})
 
-    _add_page(app)  # last: its paths are any other word
+    _add_page(app)  # last, because its paths match any other word
     return app
 
 
@@ -229,7 +230,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def view(ballots: Ballots, voter: str) -> dict[str, Any]:
-    """The content of a voter's page: the group, the one after it, progress, and whether a vote can be undone."""
+    """Return the content of a voter's page: the group, the next one, progress, and whether a vote can be undone."""
     current, following = ballots.next(voter)
     last = ballots.last_vote(voter)
     return {
@@ -297,7 +298,7 @@ FAREWELL = 0.3  # seconds in which pages receive the end of the run
 
 @contextlib.contextmanager
 def voting(listener: socket.socket, ballots: Ballots, tokens: Tokens) -> Iterator[threading.Thread]:
-    """Serve at `listener` while the context lasts; pages receive `ballots.ended` before it ends."""
+    """Serve at `listener` within the context; pages receive `ballots.ended` before it ends."""
     try:
         with serving(build_app(ballots, tokens), listener, CLOSING) as thread:
             try:

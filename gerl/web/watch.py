@@ -17,13 +17,13 @@ from gerl.errors import ConfigError, GerlError
 
 logger = logging.getLogger("gerl")
 TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
-LOOK = 0.5  # seconds between looks at whether the server still runs
-CLOSING = 3.0  # seconds for the answers under way when the page is closed
+LOOK = 0.5  # seconds between checks that the server still runs
+CLOSING = 3.0  # seconds for requests in progress when the page is closed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keys of the command line."""
+    """Command-line options."""
 
     run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
     port: int | None = key(
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 
 def serve(request: Request, stop: threading.Event) -> None:
-    """Serve the page until `stop` is set; raises `GerlError` if that is not possible."""
+    """Serve the page until `stop` is set; raises `GerlError` if that fails."""
     if request.token is not None and not TOKEN.fullmatch(request.token):
         raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
     if request.port is not None and request.port > 65535:
@@ -83,9 +83,9 @@ def serve(request: Request, stop: threading.Event) -> None:
 
 
 def opened(host: str, port: int | None) -> socket.socket:
-    """A socket at `host:port`, or at any port where none is given and the usual one is taken.
+    """Listen at `host:port`; without a port at the default one, or at a free one if that is taken.
 
-    Raises `ConfigError` if there cannot be one.
+    Raises `ConfigError` if that fails.
     """
     if port is None:
         with contextlib.suppress(ConfigError):
@@ -94,7 +94,7 @@ def opened(host: str, port: int | None) -> socket.socket:
 
 
 def addresses(host: str, listener: socket.socket, token: str | None) -> list[str]:
-    """Where a browser finds the page."""
+    """Return the addresses of the page for a browser."""
     from gerl.web.server import address
 
     names = ["localhost", socket.gethostname()] if host in ("0.0.0.0", "::") else [host]
