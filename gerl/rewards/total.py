@@ -12,7 +12,7 @@ from gerl.protocol import DATA_SOURCE, Group, Prompt, Sample, ScorerFailure, Sco
 
 # --- Total reward of an image: applicable scorers, rescaling, weighted sum
 
-LARGEST = 3.4028234663852886e38  # maximum float32, the dtype in which rewards are trained on
+LARGEST = 3.4028234663852886e38  # maximum of float32, the dtype of rewards in training
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:

@@ -96,7 +96,7 @@ class Watcher:
         self._over: threading.Event | None = None
 
     async def changes(self, closing: threading.Event) -> AsyncIterator[dict[str, str] | None]:
-        """Yield the signatures of all parts of the run, first and after each change; None every `ALIVE` seconds without."""
+        """Yield the signatures of all parts of the run, now and after each change; None after `ALIVE` quiet seconds."""
         subscriber = Subscriber()
         self._add(subscriber)
         sent: dict[str, str] = {}

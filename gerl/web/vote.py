@@ -163,7 +163,7 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
     run_dir, given = folder_to_resume(asked), list(overrides)
     if run_dir is None:
         run_dir = asked.run_dir
-        if "hydra.run.dir" not in asked.given:  # the default has the time, and the run has a later one
+        if "hydra.run.dir" not in asked.given:  # the default has a timestamp: pass it on to the run
             given.append(f"hydra.run.dir={run_dir}")
         config = compose_run([example, *overrides]).config
         if config.rollout.n < 2:

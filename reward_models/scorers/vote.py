@@ -1,11 +1,12 @@
-"""Human feedback as reward: sends the images of a group to a vote service (`python -m gerl.vote`), receives ranks.
+"""Human feedback as reward: images of a group are ranked in a vote service (`python -m gerl.vote`).
 
 The protocol is that of reward services with two additions. `POST {url}/v1/score` takes {"scorer": "vote", "images":
 [PNG in base64] [B] or [], "prompts": [text], "metadata": [{}], "group": {key, run, step, prompt, seeds [B], digests
 [B], together}}, with images also "sources": [PNG of a condition image], if there are any. It returns 200 {"scores":
 {"vote": [number]}, "version": "1"} once people have voted, before that 202 {"waiting": "images" | "votes",
-"version": "1"}: images are sent on request. The client polls. `POST {url}/v1/hello` returns {"scorers": ["vote"],
-"version": "1"} if the service is up and the token is correct.
+"version": "1"}: images are sent on request. The client polls.
+
+`POST {url}/v1/hello` returns {"scorers": ["vote"], "version": "1"} if the service is up and the token is correct.
 """
 
 import hashlib
