@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
-    """Return prompt and metadata of the warm-up image; None, with a warning, if it rejects the default.
+    """Return prompt and metadata of the warm-up image; None, with a warning, if the scorer rejects the default.
 
     Raises `ConfigError` for a scorer that cannot be served.
     """
