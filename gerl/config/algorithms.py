@@ -138,7 +138,7 @@ class Needs:
     start_weights: bool = False  # compares with the weights at the start of a trainer step
     old_decay: Sequence[float] | None = None  # old policy, see `core_algos.decay_at`; None: no old policy
     rollout_decay: Sequence[float] | None = None  # averaged sampling weights; None: the trained weights sample
-    rollout_old_after: int | None = None  # trainer step from which the old policy samples; None: never
+    rollout_old_after: int | None = None  # trainer step after which the old policy samples; None: never
     deterministic: bool = False  # defined only for steps without noise
     min_steps: int = 1  # minimum denoising steps
     teachers: "tuple[Teacher, ...]" = ()  # models whose denoising steps it learns
@@ -217,7 +217,7 @@ class AlgorithmConfig(Block):
         return Needs()
 
     def clip_range(self, dimensions: int) -> tuple[float, float] | None:
-        """Return the distances below and above 1 allowed for the ratio, for latents of `dimensions`; None if unbounded."""
+        """Return the ratio's bounds as distances below and above 1, for latents of `dimensions`; None if unbounded."""
         del dimensions
         return None
 
