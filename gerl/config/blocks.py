@@ -628,7 +628,7 @@ class ModelConfig(Block):
             ) from None
 
     def for_resume(self) -> "ModelConfig":
-        """Return the model of a resumed run, without the initial LoRA, whose trained version is in the checkpoint."""
+        """Return the model of a resumed run, without an unmerged initial LoRA, whose trained version is saved."""
         return self if self.merge_lora else replace(self, lora=None)
 
 

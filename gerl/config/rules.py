@@ -96,7 +96,7 @@ def check_remedies(config: Settings) -> None:
 
 
 def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
-    """Return the watched scorers used by `algorithm.kl_share`. Raises `ConfigError` if none exists, or a named one."""
+    """Return the scorers for `algorithm.kl_share`. Raises `ConfigError` if there are none, or one is not watched."""
     watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
     for name in algorithm.kl_doubters:
         if name in scorers and scorers[name].during == "validation":

@@ -208,7 +208,7 @@ def write_files(
 def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequence[Sheet] = ()) -> str:
     """Render the gallery: a row per prompt and image with all variants, sorted by the gain of the first LoRA.
 
-    Lines of the table change the order: a LoRA's to its difference to the base, the base's to its scores.
+    A click on a line of the table sorts by a LoRA's difference to the base, or by the base's scores.
     """
     labels = distinct_columns(rows)
     places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]

@@ -314,7 +314,7 @@ def step_gradients(
 
 
 def step_facts(worker: PolicyWorker) -> list[StepFacts]:
-    """Return the loss weights of the trained steps of a worker's trajectories, in order."""
+    """Return the `StepFacts` of the trained steps of a worker's trajectories, in order."""
     found: dict[int, StepFacts] = {}
     for kept in worker.trajectories.values():
         for segment, tape in zip(kept.task.segments, kept.tapes, strict=True):
@@ -324,7 +324,7 @@ def step_facts(worker: PolicyWorker) -> list[StepFacts]:
 
 
 def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
-    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step.
+    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch.
 
     Everything else that depends on the step, such as noise, follows the samples' step.
     """
@@ -400,7 +400,7 @@ def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candid
 def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candidate]:
     """Yield windows that end earlier, with the configured weights, if the configuration allows them."""
     sampling = config.sampling
-    if sampling.window_size is not None:  # windows move between steps, so there is no fixed end
+    if sampling.window_size is not None:  # a range for moving windows would also change the other steps
         return
     first, end = sampling.steps_range[0], sampling.steps_range[1]
     for m in sorted({fact.step + 1 for fact in facts} - {end}):

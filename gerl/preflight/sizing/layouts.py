@@ -1,6 +1,6 @@
 """Layouts of a model on GPUs: memory of a rank, time, and the cheapest layout that fits.
 
-Weights on a GPU:
+Predicted weights on a GPU:
 
 * sharded over G ranks: 1/G of a component; while it runs, also its weights outside of blocks and two whole blocks, one
   of them prefetched. Encoder weights that cannot be sharded are on every rank;

@@ -260,7 +260,7 @@ class Stage:
         return tree_unflatten(values, structure)
 
     def backward(self, handle: Handle, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Run the backward pass of a component's call, if its forward pass was run and not repeated."""
+        """Run the backward pass of a traced call, or count the known cost of a repeated one."""
         if handle.outputs:
             with self._within(handle.name, True):
                 pairs = [
