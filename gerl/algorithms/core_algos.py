@@ -1,4 +1,4 @@
-"""The mathematics of the update: advantages, credit, policy losses, KL. Pure functions that never write an input."""
+"""Mathematics of the update: advantages, credit, policy losses, KL. Pure functions that never modify inputs."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -19,19 +19,19 @@ else:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards by group, in fp64: fp32 sums of equal rewards need not cancel."""
+    """Group statistics of rewards, in fp64, since fp32 sums of equal rewards may not cancel."""
 
     values: torch.Tensor  # [B]
-    members: torch.Tensor  # [B] which of the G groups a sample is in
+    members: torch.Tensor  # [B] group index of each sample
     sizes: torch.Tensor  # [G]
     mean: torch.Tensor  # [G]
-    std: torch.Tensor  # [G] population
+    std: torch.Tensor  # [G] population standard deviation
     highest: torch.Tensor  # [G]
     lowest: torch.Tensor  # [G]
 
     @property
     def differ(self) -> torch.Tensor:
-        """Whether the rewards of a sample's group differ at all: `[B]`."""
+        """Whether the rewards in a sample's group differ: `[B]`."""
         return (self.highest > self.lowest)[self.members]
 
 
@@ -62,12 +62,12 @@ def group_advantages(
     leave_one_out: bool = False,
     eps: float = 1e-4,
 ) -> torch.Tensor:
-    """`(reward - mean of its group) / (std + eps)` for `rewards` `[B]` and integer `group_ids` `[B]` -> `[B]`.
+    """Return `(reward - group mean) / (std + eps)`, `[B]`, for `rewards` `[B]` and integer `group_ids` `[B]`.
 
     `std`: population standard deviation of the group (Flow-GRPO), of all rewards (`batch`), or no division (Dr. GRPO,
     arXiv 2503.20783). `leave_one_out`: the baseline is the mean of the *other* members (RLOO, arXiv 2402.14740).
-    A group whose rewards are all equal gets exactly 0. Raises `ValueError` on shapes that differ, non-finite rewards,
-    and groups of one where a leave-one-out baseline does not exist.
+    A group with equal rewards gets exactly 0. Raises `ValueError` for different shapes, non-finite rewards, and, with
+    `leave_one_out`, groups of one.
     """
     g = _grouped(rewards, group_ids)
     centred = g.values - g.mean[g.members]
@@ -88,10 +88,10 @@ def group_advantages(
 
 
 def largest_of_groups(advantages: torch.Tensor, group_ids: torch.Tensor, share: float) -> torch.Tensor:
-    """`advantages` `[B]` where they are among the largest of their group, without their sign, NaN elsewhere.
+    """Return `advantages` `[B]` with all but the largest absolute values of each group replaced by NaN.
 
-    `share` in (0, 1] of each group is kept, at least one, the first of equal ones. Images near the mean teach little
-    and cost as much to train on (PODS, arXiv 2504.13818).
+    `share` in (0, 1] of each group is kept, at least one; the first one on ties. Images near the mean contribute little
+    but cost the same (PODS, arXiv 2504.13818).
     """
     kept = torch.full_like(advantages, torch.nan)
     for number in group_ids.unique():
@@ -103,10 +103,10 @@ def largest_of_groups(advantages: torch.Tensor, group_ids: torch.Tensor, share: 
 
 
 def batch_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
-    """`(reward - mean of the batch) / (population std of the batch + eps)`, `[B]` -> `[B]`: REINFORCE++.
+    """Return `(reward - batch mean) / (population std of the batch + eps)`, `[B]` (REINFORCE++, arXiv 2501.03262).
 
-    No groups, so a prompt needs only one sample (arXiv 2501.03262). Rewards that are all equal give exactly 0. Raises
-    `ValueError` on non-finite rewards.
+    There are no groups, so a prompt needs only one sample. Equal rewards give exactly 0. Raises `ValueError` for
+    non-finite rewards.
     """
     return group_advantages(rewards, torch.zeros_like(rewards, dtype=torch.long), eps=eps)
 
@@ -114,11 +114,11 @@ def batch_advantages(rewards: torch.Tensor, eps: float = 1e-4) -> torch.Tensor:
 def decoupled_advantages(
     rewards: torch.Tensor, weights: torch.Tensor, group_ids: torch.Tensor, std: StdKind = "group", eps: float = 1e-4
 ) -> torch.Tensor:
-    """GDPO (arXiv 2601.05242) for `rewards` `[B, R]` of R scorers, `weights` `[R]`, `group_ids` `[B]` -> `[B]`.
+    """Return advantages `[B]` of GDPO (arXiv 2601.05242) for `rewards` `[B, R]`, `weights` `[R]`, `group_ids` `[B]`.
 
-    Each column is normalised within its groups as `group_advantages` does, so that no scorer dominates by its spread;
-    the weighted sum is divided by its population std over the batch, plus `eps` (its mean is 0 already). A group whose
-    rewards are equal in every column gets exactly 0. Raises `ValueError` as `group_advantages` does.
+    The rewards of each of the R scorers are normalised as in `group_advantages`, so that no scorer dominates by its
+    spread. The weighted sum is divided by its population std over the batch plus `eps` (its mean is already 0). A group
+    with equal rewards in every column gets exactly 0. Raises `ValueError` like `group_advantages`.
     """
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
         raise ValueError(f"rewards must be [B, R] and weights [R], got {list(rewards.shape)} and {list(weights.shape)}")
@@ -128,29 +128,29 @@ def decoupled_advantages(
 
 
 def group_ranks(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """The share of the other samples of its group that a sample beats, a tie counting half: `[B]` in [0, 1].
+    """Return the share of other samples in its group that a sample beats, ties counting half: `[B]` in [0, 1].
 
-    The mean of its pairwise wins, hence the same for any monotone change of the rewards; 0.5 for a group of one. Raises
-    `ValueError` as `group_advantages` does.
+    Invariant to strictly increasing transformations of the rewards; 0.5 for a group of one. Raises `ValueError` like
+    `group_advantages`.
     """
     g = _grouped(rewards, group_ids)
     same = g.members[:, None] == g.members
     beaten, equal = g.values[:, None] > g.values, g.values[:, None] == g.values
-    wins = (same & beaten).sum(1) + ((same & equal).sum(1) - 1) / 2  # without the tie with itself
+    wins = (same & beaten).sum(1) + ((same & equal).sum(1) - 1) / 2  # excluding the tie with itself
     return _typed_as(rewards, torch.where(same.sum(1) > 1, wins / (same.sum(1) - 1), 0.5))
 
 
 def tree_advantages(
     rewards: torch.Tensor, nodes: torch.Tensor, group_ids: torch.Tensor, eps: float = 1e-8, std: NodeStdKind = "depth"
 ) -> torch.Tensor:
-    """BranchGRPO (arXiv 2509.06040): the advantage of each leaf's ancestor at each depth of its tree, `[B, D]`.
+    """Return the advantage `[B, D]` of each leaf's ancestor at each depth of its tree (BranchGRPO, arXiv 2509.06040).
 
-    `rewards` `[B]` of the leaves, `nodes` `[B, D]` integer ids of their ancestors, distinct within one group and depth.
-    A node's reward is the mean over its leaves; its advantage `(reward - mean) / (std + eps)` over the nodes of its
-    group and depth, each counted once however many leaves it has, and 0 where std < 1e-6 or it is alone (a root).
-    `std`: that of the nodes of the depth, or that of the group's leaves (TreeGRPO, arXiv 2512.08153), which in a tree
-    of equal branches makes the advantage of a node the mean of those of its leaves.
-    Raises `ValueError` on shapes that differ and non-finite rewards.
+    `rewards`: `[B]` of the leaves; `nodes`: `[B, D]` integer ids of their ancestors, unique within a group and depth. A
+    node's reward is the mean over its leaves; its advantage is `(reward - mean) / (std + eps)` over the nodes of its
+    group and depth, each counted once regardless of its leaves, and 0 if std < 1e-6 or the node is alone (a root).
+    `std`: of the nodes of the depth, or of the group's leaves (TreeGRPO, arXiv 2512.08153); with the latter, in a tree
+    of equal branches, a node's advantage is the mean of its leaves' advantages. Raises `ValueError` for different
+    shapes and non-finite rewards.
     """
     if nodes.ndim != 2 or nodes.shape[:1] != rewards.shape:
         raise ValueError(f"rewards must be [B] and nodes [B, D], got {list(rewards.shape)} and {list(nodes.shape)}")
@@ -165,7 +165,7 @@ def tree_advantages(
 
 
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
-    """Share of groups whose rewards are all equal (they carry no signal): in [0, 1], 0.0 for an empty batch."""
+    """Return the share of groups with equal rewards, which carry no signal: in [0, 1], 0.0 for an empty batch."""
     groups = group_ids.unique()
     flat = sum(int((rewards[group_ids == g] == rewards[group_ids == g][0]).all()) for g in groups)
     return flat / len(groups) if len(groups) else 0.0
@@ -175,10 +175,10 @@ def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
 
 
 def preference_pairs(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """+1 for the best sample of each group, -1 for the worst, else 0: `[B]`; the first one where several tie.
+    """Return +1 for the best sample of each group, -1 for the worst, otherwise 0: `[B]`; the first one on ties.
 
-    The pairs of online Diffusion-DPO (arXiv 2311.12908). A group whose rewards are all equal has no pair: only zeros.
-    Raises `ValueError` on shapes that differ and non-finite rewards.
+    Pairs for online Diffusion-DPO (arXiv 2311.12908). A group with equal rewards has no pair and gets zeros. Raises
+    `ValueError` for different shapes and non-finite rewards.
     """
     g = _grouped(rewards, group_ids)
     order = torch.arange(len(rewards), device=rewards.device)
@@ -188,25 +188,25 @@ def preference_pairs(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Te
         candidates = torch.where(g.values == extreme[g.members], order, len(rewards))
         first = none.scatter_reduce(0, g.members, candidates, "amin")
         result = result + sign * (order == first[g.members])
-    return _typed_as(rewards, result)  # of equal rewards the first is best and worst: +1 - 1
+    return _typed_as(rewards, result)  # with equal rewards the first is best and worst: +1 - 1
 
 
 def best_of_group(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """1 where a sample has the highest reward of its group, else 0: `[B]`, for RAFT (arXiv 2304.06767).
+    """Return 1 for samples with the highest reward of their group, otherwise 0: `[B]` (RAFT, arXiv 2304.06767).
 
-    A group whose rewards are all equal gets only zeros: it carries no signal. Raises `ValueError` on shapes that differ
-    and non-finite rewards.
+    A group with equal rewards carries no signal and gets zeros. Raises `ValueError` for different shapes and non-finite
+    rewards.
     """
     g = _grouped(rewards, group_ids)
     return _typed_as(rewards, (g.values == g.highest[g.members]) & g.differ)
 
 
 def regression_weights(rewards: torch.Tensor, group_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`group size * softmax over the group of (group advantage / temperature)`: `[B]`, mean 1 in every group.
+    """Return `group size * softmax over the group of (group advantage / temperature)`: `[B]`, with group mean 1.
 
-    Reward-weighted regression (Peters & Schaal 2007; of diffusion models arXiv 2302.12192). A group whose rewards are
-    all equal gets 0 in place of 1: it carries no signal. Raises `ValueError` as `preference_pairs` does, and on a
-    temperature that is not positive.
+    Reward-weighted regression (Peters & Schaal 2007; for diffusion models arXiv 2302.12192). A group with equal rewards
+    carries no signal and gets 0 instead of 1. Raises `ValueError` like `preference_pairs`, and if `temperature` is not
+    positive.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -222,17 +222,17 @@ def regression_weights(rewards: torch.Tensor, group_ids: torch.Tensor, temperatu
 def clipped_policy_loss(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """PPO's surrogate (arXiv 1707.06347) of each row: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
+    """Return PPO's surrogate (arXiv 1707.06347) of each row: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
-    Returns the losses (`[B]`, with gradient) and metrics: `ratio_deviation` = max |r - 1|, `clip_fraction_low` and
-    `clip_fraction_high` = share of samples whose gradient the lower and the upper bound removes, `log_ratio_mean`.
+    Returns losses `[B]` with gradient, and metrics: `ratio_deviation`, max |r - 1|; `clip_fraction_low` and
+    `clip_fraction_high`, shares of samples whose gradient is removed by the lower and upper bound; `log_ratio_mean`.
     """
     log_ratio = log_prob - old_log_prob.detach()
     ratio = _ratio(log_ratio)
     clipped_high = (advantages > 0) & (ratio > 1 + clip_high)
     clipped_low = (advantages < 0) & (ratio < 1 - clip_low)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    # `where` rather than `maximum`: at r = 1 both arguments tie, and maximum would be free to split the gradient
+    # `where` instead of `maximum`, which may split the gradient at r = 1, where both arguments are equal
     losses = torch.where(clipped_high | clipped_low, -advantages * bounded, -advantages * ratio)
     return losses, _ratio_metrics(log_ratio, ratio, clipped_low, clipped_high)
 
@@ -240,11 +240,11 @@ def clipped_policy_loss(
 def masked_policy_loss(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, kl: torch.Tensor, threshold: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Flow-DPPO (arXiv 2606.11025): `-A r` of each row, its trust region that of a KL, not of the ratio.
+    """Return `-A r` of each row with a trust region by KL instead of ratio (Flow-DPPO, arXiv 2606.11025).
 
-    A sample whose exact `kl` `[B]` to the old policy is at least `threshold` has no gradient while its ratio moves
-    further away (`A > 0` and `r > 1`, or `A < 0` and `r < 1`). Returns losses and metrics as `clipped_policy_loss`,
-    where `clip_fraction_low` and `clip_fraction_high` are the shares masked below and above ratio 1.
+    A sample whose exact `kl` `[B]` to the old policy is at least `threshold` has no gradient if its ratio would move
+    further away (`A > 0` and `r > 1`, or `A < 0` and `r < 1`). Returns losses and metrics like `clipped_policy_loss`;
+    `clip_fraction_low` and `clip_fraction_high` are the shares masked below and above ratio 1.
     """
     log_ratio = log_prob - old_log_prob.detach()
     ratio = _ratio(log_ratio)
@@ -256,7 +256,7 @@ def masked_policy_loss(
 
 
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    # beyond e^20 every clip range has long cut in; without the bound an infinite ratio makes the masked gradient NaN
+    # e^20 is beyond any clip range; an infinite ratio would make the masked gradient NaN
     return log_ratio.clamp(-20, 20).exp()
 
 
@@ -265,14 +265,14 @@ def _ratio_metrics(
 ) -> dict[str, float]:
     names = ("ratio_deviation", "clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     values = ((ratio.detach() - 1).abs().max(), low.float().mean(), high.float().mean(), log_ratio.detach().mean())
-    return dict(zip(names, torch.stack(values).tolist(), strict=True))  # one device synchronisation
+    return dict(zip(names, torch.stack(values).tolist(), strict=True))  # a single device synchronisation
 
 
-SPREAD = ("log_ratio_abs", "outside_fraction")  # metrics that say something off policy only
+SPREAD = ("log_ratio_abs", "outside_fraction")  # metrics that are informative only off policy
 
 
 def ratio_spread(log_ratio: torch.Tensor, outside: torch.Tensor) -> dict[str, float]:
-    """How far ratios `[B]` have gone: the mean |log ratio|, and the share that is `outside` the trust region."""
+    """Return the mean |log ratio| of `log_ratio` `[B]`, and the share of samples `outside` the trust region."""
     means = torch.stack([log_ratio.detach().abs().mean(), outside.float().mean()])
     return dict(zip(SPREAD, means.tolist(), strict=True))
 
@@ -280,35 +280,36 @@ def ratio_spread(log_ratio: torch.Tensor, outside: torch.Tensor) -> dict[str, fl
 def guard_log_ratio(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, mean: torch.Tensor, old_mean: torch.Tensor, std: float
 ) -> torch.Tensor:
-    """GRPO-Guard's normalised log-ratio (arXiv 2510.22319): `(log_prob - old_log_prob + KL to the old policy) * std`.
+    """Return GRPO-Guard's normalised log-ratio `(log_prob - old_log_prob + KL to the old policy) * std`, `[B]`.
 
-    Equal to `mean(z (mean - old_mean))` with `z = (x' - old_mean) / std`: unlike the plain one it is 0 on average and
-    spreads alike at every timestep, so that both sides of the clip act. `std` is that of the whole step, sqrt(|dt|)
-    included; `old_log_prob` and `old_mean` are data. `[B]`, a `log_prob` for the policy losses, with 0 as the old one.
+    Source: arXiv 2510.22319. Equal to `mean(z (mean - old_mean))` with `z = (x' - old_mean) / std`. Unlike the plain
+    log-ratio it has mean 0 and the same spread at every timestep, so that both clip bounds act. `std` is of the whole
+    step, including sqrt(|dt|); `old_log_prob` and `old_mean` are detached. Pass the result as `log_prob` to the policy
+    losses, with 0 as the old one.
     """
     return (log_prob - old_log_prob.detach() + gaussian_kl(mean, old_mean, std)) * std
 
 
-RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobian")  # their mean over steps is 1
+RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobian")  # with mean 1 over the steps
 
 
 def step_weights(
     kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
 ) -> list[float]:
-    """Weight of each timestep's loss, from its transition's std, `dt` and `J = d mean / d model output`.
+    """Return the weight of each timestep's loss, given its transition's std, `dt` and `J = d mean / d model output`.
 
-    The gradient of a log-probability with respect to the model output is `J / std` times the noise that was drawn. With
-    weight w a step counts as `w J / std`:
+    The gradient of a log-probability with respect to the model output is `J / std` times the sampled noise. With weight
+    w a step counts as `w J / std`:
 
-    - `uniform`: 1, so the steps with little noise count most.
+    - `uniform`: 1, so that steps with little noise count most.
     - `std`: std over its mean (TempFlow-GRPO, arXiv 2508.04324).
     - `inverse_dt`: `1 / |dt|` (GRPO-Guard, arXiv 2510.22319).
     - `inverse_jacobian`: `1 / |J|` (Precise, arXiv 2605.23522).
-    - `pcpo`: `std |dt| / |J|` over its mean: in proportion to the interval (PCPO, arXiv 2509.25774).
-    - `std2_over_jacobian`: `std^2 / |J|` over its mean: in proportion to the noise, which is the gradient of regressing
-      the model output to what would have led to the latents that were drawn.
+    - `pcpo`: `std |dt| / |J|` over its mean: proportional to the interval (PCPO, arXiv 2509.25774).
+    - `std2_over_jacobian`: `std^2 / |J|` over its mean: proportional to the noise, like the gradient of regressing the
+      model output to the output that leads to the sampled latents.
 
-    Raises `ValueError` where a denominator is 0.
+    Raises `ValueError` if a denominator is 0.
     """
     if kind not in get_args(StepWeighting):
         raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
@@ -330,9 +331,9 @@ def step_weights(
 
 
 def decay_at(schedule: Sequence[float], update: int) -> float:
-    """Decay of an averaged old policy at its `update`-th update; `schedule` is (hold, start, slope, limit).
+    """Return the decay of an averaged old policy at its `update`-th update; `schedule`: (hold, start, slope, limit).
 
-    `start` up to and including update `hold`, then `min(start + slope * (update - hold), limit)`: the schedules of
+    `start` up to and including update `hold`, then `min(start + slope * (update - hold), limit)`, as in
     DiffusionNFT (arXiv 2509.16117) and CRD (arXiv 2603.14128).
     """
     hold, start, slope, limit = schedule
@@ -343,9 +344,9 @@ def decay_at(schedule: Sequence[float], update: int) -> float:
 
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, std: float) -> torch.Tensor:
-    """KL of two Gaussians with the same `std`: `(mean - ref_mean)^2 / (2 std^2)`, mean over non-batch dims -> `[B]`.
+    """Return the KL of Gaussians with equal `std`: `(mean - ref_mean)^2 / (2 std^2)`, mean over non-batch dims, `[B]`.
 
-    `std` is that of the whole step, sqrt(|dt|) included: the true KL (Flow-GRPO's code scales it by |dt|).
+    `std` is of the whole step, including sqrt(|dt|): the true KL (Flow-GRPO's code scales it by |dt|).
     """
     return ((mean.float() - ref_mean.detach().float()) ** 2).flatten(1).mean(1) / (2 * std**2)
 
@@ -362,16 +363,16 @@ def kl_divergence(
     log_prob: torch.Tensor | None = None,
     ref_log_prob: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Distance of one timestep's policy to the reference policy: `[B]`, with gradient to the former only.
+    """Return the distance of one timestep's policy to the reference policy: `[B]`, with gradient only to the former.
 
     - `gaussian` (`mean`, `ref_mean`, `std`): `gaussian_kl`, the true KL as a mean over the D non-batch dims.
-    - `flow_grpo` (also `dt`): |dt| times that, as in Flow-GRPO's code (arXiv 2505.05470).
+    - `flow_grpo` (also `dt`): |dt| times `gaussian`, as in Flow-GRPO's code (arXiv 2505.05470).
     - `velocity` (`output`, `ref_output`): mean squared difference of the model outputs.
     - `k1`, `k2`, `k3` (`log_prob`, `ref_log_prob` of the sampled x'): Schulman's estimators (2020) `d`, `d^2 / 2` and
       `exp(-d) - 1 + d` of `d = log_prob - ref_log_prob`. As log-probs are means over dims, the mean of `k1` is
       `gaussian`, but `k2` and `k3` are about 1/D of it. On policy the gradient of `k1` vanishes on average.
 
-    Raises `ValueError` on an unknown kind and on a kind that lacks one of its arguments.
+    Raises `ValueError` if the kind is unknown or one of its arguments is missing.
     """
     match kind:
         case "gaussian" if mean is not None and ref_mean is not None and std is not None:
@@ -382,7 +383,7 @@ def kl_divergence(
             return ((output.float() - ref_output.detach().float()) ** 2).flatten(1).mean(1)
         case "k1" | "k2" | "k3" if log_prob is not None and ref_log_prob is not None:
             d = log_prob - ref_log_prob.detach()
-            # expm1, as exp(-d) - 1 loses the digits of the small differences there are
+            # expm1, since exp(-d) - 1 loses precision for small d
             return d if kind == "k1" else d**2 / 2 if kind == "k2" else (-d).clamp(-20, 20).expm1() + d
         case _ if kind in get_args(KLKind):
             raise ValueError(f"a KL of kind {kind} is missing one of its arguments")
@@ -390,15 +391,15 @@ def kl_divergence(
             raise ValueError(f"kind must be one of {', '.join(get_args(KLKind))}, got {kind!r}")
 
 
-# --- Advantages shaped by how unlike the other images of its group an image is, against the collapse to one picture
+# --- Advantages shaped by diversity (dissimilarity within a group), against collapse to a single image
 
 
 def scaled_by_diversity(advantages: torch.Tensor, diversity: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """GARDO (arXiv 2512.24138): `A d / mean of d over the group` where A > 0, else A; all `[B]`.
+    """Return `A d / group mean of d` if A > 0, otherwise A; all `[B]` (GARDO, arXiv 2512.24138).
 
-    `diversity` d: how unlike the others of its group an image is, at least 0. A group whose images are all alike (mean
-    0) keeps its advantages. As the authors' code has it (tinnerhrhe/GARDO 1cc77fb, flow_grpo/stat_tracking.py, lines
-    114-135), where d is the least cosine distance of DINOv3 features, and a mean of 0 gives NaN.
+    `diversity` d: dissimilarity of an image to its group, at least 0. A group of equal images (mean 0) keeps its
+    advantages. As in the authors' code (tinnerhrhe/GARDO 1cc77fb, flow_grpo/stat_tracking.py, lines 114-135), where d
+    is the minimum cosine distance of DINOv3 features, and a mean of 0 gives NaN.
     """
     result = advantages.clone()
     for number in group_ids.unique():
@@ -413,11 +414,11 @@ def scaled_by_diversity(advantages: torch.Tensor, diversity: torch.Tensor, group
 def shaped_by_diversity(
     advantages: torch.Tensor, diversity: torch.Tensor, group_ids: torch.Tensor, coefficient: float
 ) -> torch.Tensor:
-    """`A + coefficient * group_advantages(d)`, `[B]`: the diversity of the images as a potential that shapes rewards.
+    """Return `A + coefficient * group_advantages(d)`, `[B]`: reward shaping with image diversity as the potential.
 
-    Over a trajectory the differences of a potential (Ng et al. 1999) add up to that of its end less that of its
-    beginning, which is noise and no choice of the policy: all steps get the potential of the image. That diversity
-    within a group is to shape the reward as a potential is DRIFT's idea (arXiv 2601.12401); its own formula was not
-    accessible to this project, only the abstract.
+    Over a trajectory, the differences of a potential (Ng et al. 1999) add up to its value at the end minus the value at
+    the initial noise, which the policy does not choose, so all steps get the potential of the image. Diversity within a
+    group as a shaping potential is DRIFT's idea (arXiv 2601.12401); only its abstract was accessible to this project,
+    not its formula.
     """
     return advantages + coefficient * group_advantages(diversity, group_ids).to(advantages)

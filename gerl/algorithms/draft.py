@@ -1,6 +1,6 @@
-"""Reward gradients through the last steps: DRaFT, DRaFT-LV and ReFL, and DRaFT beside a policy gradient.
+"""Reward gradients through the last steps: DRaFT, DRaFT-LV and ReFL, and DRaFT with a policy gradient.
 
-Sources, with what is not as published: `configs/algorithm/` and `docs/algorithms.md`.
+Sources, and differences from the publications: `configs/algorithm/` and `docs/algorithms.md`.
 """
 
 from __future__ import annotations  # of torch, see `lazy`
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DRaFTConfig(RewardGradientConfig):
-    """The keys of DRaFT."""
+    """Keys of DRaFT."""
 
     last: int = main_key(1, "denoising steps, counted from the last, that the gradient passes through", low=1)
     last_std: float = key(
@@ -52,7 +52,7 @@ class DRaFTConfig(RewardGradientConfig):
 
 @dataclass(frozen=True)
 class DRaFTLVConfig(RewardGradientConfig):
-    """The keys of DRaFT-LV."""
+    """Keys of DRaFT-LV."""
 
     noised_copies: int = key(
         2, "times a finished image is noised again to the last step's level and that step repeated", low=1
@@ -61,14 +61,14 @@ class DRaFTLVConfig(RewardGradientConfig):
 
 @dataclass(frozen=True)
 class ReFLConfig(RewardGradientConfig):
-    """The keys of ReFL."""
+    """Keys of ReFL."""
 
     late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
 
 
 @dataclass(frozen=True)
 class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
-    """A policy gradient of the whole reward, and the gradient of that part of it that has one."""
+    """Keys of a policy gradient of the total reward plus the gradient of its differentiable part."""
 
     policy_weight: float = key(1.0, "weight of the policy gradient", above=0)
     gradient_weight: float = key(1.0, "weight of the reward's gradient", above=0)
@@ -79,9 +79,9 @@ class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
 
 
 class DRaFT(RewardGradient):
-    """DRaFT-K (arXiv 2309.17400): the gradient of the finished images through the last K steps.
+    """DRaFT-K (arXiv 2309.17400): the reward gradient of the final images through the last K steps.
 
-    AlignProp (arXiv 2310.03739) draws K anew each trainer step.
+    AlignProp (arXiv 2310.03739) samples K each trainer step.
     """
 
     names = "draft alignprop"
@@ -97,7 +97,7 @@ class DRaFT(RewardGradient):
 
 
 class DRaFTLV(RewardGradient):
-    """DRaFT-LV (arXiv 2309.17400): the last step, and finished images noised again to its level."""
+    """DRaFT-LV (arXiv 2309.17400): the last step, and repetitions of it from re-noised final images."""
 
     names = "draft_lv"
     settings: DRaFTLVConfig
@@ -117,7 +117,7 @@ class DRaFTLV(RewardGradient):
 
 
 class ReFL(RewardGradient):
-    """ReFL (arXiv 2304.05977): the image that one late step predicts, drawn anew each trainer step."""
+    """ReFL (arXiv 2304.05977): the image predicted at a late step that is sampled each trainer step."""
 
     names = "refl"
     settings: ReFLConfig
@@ -130,14 +130,14 @@ class ReFL(RewardGradient):
         return [RewardEvaluation((hop,), at=hop)]
 
 
-# --- A policy gradient and a reward gradient in one update, by weights.
+# --- A weighted sum of a policy gradient and a reward gradient in one update.
 #
-# The policy gradient (Flow-GRPO) learns from all scorers by their advantages; the scorers that have a gradient give it
-# besides, through the last steps (DRaFT). A scorer without one, such as OCR, counts by the former alone.
+# The policy gradient (Flow-GRPO) uses the advantages of all scorers. Differentiable scorers add their gradient through
+# the last steps (DRaFT); others, such as OCR, count only in the policy gradient.
 
 
 class MixedGradient(DRaFT):
-    """Flow-GRPO on the stochastic steps, and DRaFT-K on the last ones."""
+    """Flow-GRPO on the stochastic steps, and DRaFT-K on the last steps."""
 
     names = "mixed_gradient"
     settings: MixedGradientConfig
@@ -183,20 +183,20 @@ class MixedGradient(DRaFT):
         by_reward = super().train(policy, own, rows, pairs)
         noisy = replace(batch, trained=stochastic(batch))
         pairs = images * len(noisy.trained) / settings.policy_weight
-        by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # which measures this part
+        by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # the meter measures this part only
         return merged_stats(by_ratio, by_reward)
 
     def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
-        return {}  # the policy gradient does
+        return {}  # included in the policy gradient
 
 
 def stochastic(batch: Batch) -> tuple[int, ...]:
-    """The trained steps that drew noise."""
+    """Return the trained steps with noise."""
     return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
 
 
 def merged_stats(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
-    """The averages of both over the pairs of the first; their losses are told apart."""
+    """Merge both statistics as averages over the pairs of `by_ratio`; the second loss is named `reward_loss`."""
     share = by_ratio.pairs / by_reward.pairs
     sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
     return replace(by_ratio, sums=by_ratio.sums | sums)

@@ -1,20 +1,20 @@
-"""Warnings about settings that cannot work."""
+"""Checks of settings that impair the training signal."""
 
 from gerl.config import ActorConfig, AlgorithmConfig
 from gerl.protocol import SamplingProbe, StepFacts
 
-# between the factors of the noise of two steps: beyond it the squared gradient of one is that of a hundred of the
-# other, more than a schedule has, and whatever the others learn is lost in it
+# ratio of the noise factors of two steps; beyond it one step has the squared gradient of a hundred others, more than a
+# schedule has, and dominates all of them
 LARGEST_SPREAD = 10.0
 
 
 def ratio_limit(config: ActorConfig, half_precision: bool) -> float:
-    """The largest |ratio - 1| on policy that is no error; `half_precision`: of the base weights."""
+    """Return the largest acceptable |ratio - 1| on policy; `half_precision`: whether the base weights are."""
     return config.max_ratio_deviation or (2e-2 if half_precision else 1e-3)
 
 
 def ratio_problem(deviation: float, limit: float) -> str:
-    """The sentence for a ratio that is further from 1 on policy than `limit`."""
+    """Return the message for a ratio that differs from 1 on policy by more than `limit`."""
     return (
         f"max |ratio - 1| is {deviation:.2e} before the first optimizer step, above "
         f"actor.max_ratio_deviation={limit:g}: the replay does not reproduce the rollout; try model.dtype=float32, "
@@ -23,13 +23,13 @@ def ratio_problem(deviation: float, limit: float) -> str:
 
 
 def nearer_bound(algorithm: AlgorithmConfig, probe: SamplingProbe) -> float | None:
-    """How far the ratio may go from 1 for the latents of `probe` before it is clipped; None where it is not."""
+    """Return the distance from 1 at which the ratio is clipped for latents of `probe`; None if it is not clipped."""
     bounds = algorithm.clip_range(probe.dimensions)
     return min(bounds) if bounds else None
 
 
 def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
-    """Sentences for what a probe found; `clip`: how far the ratio may go from 1 before it is clipped."""
+    """Return warnings from a probe; `clip`: the distance from 1 at which the ratio is clipped."""
     found = []
     if clip is not None and probe.log_ratio_noise > clip / 2:
         found.append(
@@ -51,7 +51,7 @@ def probe_warnings(probe: SamplingProbe, clip: float | None) -> list[str]:
 
 
 def spread_warnings(probe: SamplingProbe) -> list[str]:
-    """A sentence if the noise of one trained step counts much more than that of another that has more of it."""
+    """Warn if the noise of a trained step counts much more than the larger noise of another step."""
     known = [(s.gain, s.std, s) for s in probe.steps if s.gain and s.std]
     if not known:
         return []

@@ -1,6 +1,6 @@
-"""Every key, default, range and explanation of gerl's configuration, once.
+"""All keys, defaults, ranges and explanations of gerl's configuration.
 
-The tree is flat: one dataclass a block, composed by Hydra (`configs/`), checked here before any work is done.
+The tree is flat: one dataclass per block, composed by Hydra (`configs/`) and validated here before any work is done.
 """
 
 from gerl.config.algorithms import AlgorithmConfig, AnyAlgorithm, algorithm_config

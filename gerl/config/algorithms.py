@@ -1,6 +1,6 @@
-"""The block `algorithm`: the keys that every algorithm reads, what an algorithm declares, and its teachers.
+"""The block `algorithm`: keys common to all algorithms, an algorithm's requirements, and its teachers.
 
-The keys of a single algorithm stand beside it in `gerl/algorithms`.
+Keys of a single algorithm are defined next to it in `gerl/algorithms`.
 """
 
 import re
@@ -25,11 +25,11 @@ ENTRY = ("lora", "path", "data_source", "guidance", "call", "weight")
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose denoising steps a student learns: a LoRA, another pipeline, or with neither the base model.
+    """A teacher of denoising steps: a LoRA, another pipeline, or the base model if neither is given.
 
-    `data_source`: the prompts it teaches, by their column of that name; None: all that no other teacher does.
-    `guidance` and `call`: guidance scale and further arguments of the pipeline that it computes with, where they are
-    not the rollout's. `weight`: factor of its loss.
+    `data_source`: value of the column `data_source` of its prompts; None for all prompts without another teacher.
+    `guidance` and `call`: guidance scale and further pipeline arguments that differ from the rollout's. `weight`:
+    factor of its loss.
     """
 
     lora: str | None = None
@@ -41,18 +41,18 @@ class Teacher:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The arguments of the pipeline that are not the rollout's."""
+        """Pipeline arguments that differ from the rollout's."""
         guidance = {} if self.guidance is None else {"guidance_scale": self.guidance}
         return {**guidance, **self.call}
 
     @property
     def is_base(self) -> bool:
-        """Whether it is the base model."""
+        """Whether the teacher is the base model."""
         return self.lora is None and self.path is None
 
     @property
     def name(self) -> str:
-        """The name of its metrics: that of its prompts, as trackers take it."""
+        """Name in metrics: the data source, restricted to characters that trackers accept."""
         return re.sub(r"[^\w .:-]", "_", self.data_source or "others")
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Teacher:
 
 
 def teachers(given: Sequence[Mapping[str, Any]]) -> list[Teacher]:
-    """The teachers that the value of `algorithm.teachers` stands for; raises `ConfigError` for anything else."""
+    """Parse the value of `algorithm.teachers`. Raises `ConfigError` for an invalid or duplicate entry."""
     found = [_teacher(entry) for entry in given]
     sources = [teacher.data_source for teacher in found]
     if twice := next((teacher for teacher in found if sources.count(teacher.data_source) > 1), None):
@@ -109,51 +109,51 @@ def _is_number(value: object, low: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < 1e9
 
 
-# --- What an algorithm declares
+# --- Requirements that an algorithm declares
 
 Unit = Literal["image", "pair", "group"]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What an algorithm needs from sampler, tape, workers and the other keys.
+    """Requirements of an algorithm for sampler, tape, workers and other keys.
 
     Example: `Needs(trajectory=True, ratio=True)` for a policy gradient on the recorded steps.
     """
 
-    trajectory: bool = False  # trains at the latents of the recorded steps; else at finished images noised again
-    ratio: bool = False  # its ratio to the recorded log-probabilities is 1 on policy
-    noise: bool = False  # steps without noise have no log-probability
-    recorded_means: bool = False  # the tape keeps the means of the steps
-    finished_latents: bool = False  # the tape keeps the finished latents besides those of the trained steps
-    loss_over: Unit = "image"  # the images whose losses depend on each other
-    sampled_over: Unit = "image"  # the images that one micro-batch of the rollout has to hold
-    single_images: bool = False  # a prompt may have a single image
-    files: bool = False  # trains on images of files only
-    tree: bool = False  # trajectories branch: the tree says which steps are stochastic
+    trajectory: bool = False  # trains on latents of recorded steps; otherwise on re-noised final images
+    ratio: bool = False  # has a ratio to recorded log-probabilities, which is 1 on policy
+    noise: bool = False  # needs stochastic steps, since others have no log-probability
+    recorded_means: bool = False  # the tape keeps the step means
+    finished_latents: bool = False  # the tape keeps the final latents in addition to those of trained steps
+    loss_over: Unit = "image"  # images whose losses depend on each other
+    sampled_over: Unit = "image"  # images that must be in the same rollout micro-batch
+    single_images: bool = False  # whether a prompt may have a single image
+    files: bool = False  # trains only on images from files
+    tree: bool = False  # trajectories branch; the tree determines the stochastic steps
     reward_gradient: bool = False  # differentiates the reward
-    latent_gradient: bool = False  # differentiates the latents of a step as well, not only the weights
-    imitation: float = 0.0  # trains a second LoRA of this alpha, relative to the first's, that imitates the images
+    latent_gradient: bool = False  # needs gradients of step latents in addition to the weights
+    imitation: float = 0.0  # alpha, relative to the LoRA's, of a second LoRA that imitates images; 0: none
     base_model: bool = False  # the loss compares with the base model, even without a KL
-    start_weights: bool = False  # compares with the weights at the start of a step
-    old_decay: Sequence[float] | None = None  # of the old policy, see `core_algos.decay_at`; None: none is kept
-    rollout_decay: Sequence[float] | None = None  # of the averaged weights that sample; None: the trained ones do
-    rollout_old_after: int | None = None  # trainer steps after which the old policy samples; None: never
-    deterministic: bool = False  # defined for steps without noise only
-    min_steps: int = 1  # denoising steps
-    teachers: "tuple[Teacher, ...]" = ()  # the models whose denoising steps it learns
+    start_weights: bool = False  # compares with the weights at the start of a trainer step
+    old_decay: Sequence[float] | None = None  # old policy, see `core_algos.decay_at`; None: no old policy
+    rollout_decay: Sequence[float] | None = None  # averaged sampling weights; None: the trained weights sample
+    rollout_old_after: int | None = None  # trainer step after which the old policy samples; None: never
+    deterministic: bool = False  # defined only for steps without noise
+    min_steps: int = 1  # minimum denoising steps
+    teachers: "tuple[Teacher, ...]" = ()  # models whose denoising steps it learns
 
     @property
     def whole_groups(self) -> bool:
-        """Whether the loss of an image depends on others of its group."""
+        """Whether the loss of an image depends on other images of its group."""
         return self.loss_over != "image"
 
     def loss_images(self, n: int) -> int:
-        """How many of the `n` images of a group the loss of one depends on."""
+        """Return the number of images of a group of `n` that the loss of one image depends on."""
         return {"image": 1, "pair": 2, "group": n}[self.loss_over]
 
     def sampled_images(self, n: int) -> int:
-        """How many of the `n` images of a group a micro-batch of the rollout has to hold."""
+        """Return the number of images of a group of `n` that must be in the same rollout micro-batch."""
         return {"image": 1, "pair": 2, "group": n}[self.sampled_over]
 
 
@@ -164,9 +164,9 @@ def cfg_key(default: CfgMode) -> Any:
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Block):
-    """The keys that every algorithm reads."""
+    """Keys common to all algorithms."""
 
-    excludes: ClassVar[tuple[Exclusion, ...]] = ()  # what it does not go with, besides the table of `exclusions`
+    excludes: ClassVar[tuple[Exclusion, ...]] = ()  # in addition to the table in `exclusions`
 
     name: str = main_key(
         "", "the algorithm; `algorithm=NAME` on the command line selects it with its published settings"
@@ -209,34 +209,34 @@ class AlgorithmConfig(Block):
         if self.path is None:
             return super().__reduce_ex__(protocol)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return _restored, (self.path, ALGORITHMS.source(self.path), values)  # other processes have not loaded the file
+        return _restored, (self.path, ALGORITHMS.source(self.path), values)  # another process must load the file first
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs with these keys; subclasses replace fields of `super().needs`."""
+        """Requirements of the algorithm with these keys; subclasses replace fields of `super().needs`."""
         return Needs()
 
     def clip_range(self, dimensions: int) -> tuple[float, float] | None:
-        """How far below and above 1 the ratio may go, for latents of so many dimensions; None: unbounded."""
+        """Return the ratio's bounds as distances below and above 1, for latents of `dimensions`; None if unbounded."""
         del dimensions
         return None
 
     @property
     def subtracts_kl(self) -> bool:
-        """Whether the KL to the base model is subtracted from the rewards rather than added to the loss."""
+        """Whether the KL to the base model is subtracted from the rewards instead of added to the loss."""
         return False
 
     @property
     def moves_reference(self) -> bool:
-        """Whether other weights take the base model's place in the KL while the run goes on."""
+        """Whether newer weights may replace the base model in the KL during the run."""
         return self.kl_reset_every > 0 or self.kl_reset_above is not None
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise `ConfigError` if it cannot learn from what `sampling` samples."""
+        """Raise `ConfigError` if the algorithm cannot learn from samples of `sampling`."""
 
 
 def algorithm_config(name: str = "flow_grpo", **keys: Any) -> AlgorithmConfig:
-    """Return the configuration of the algorithm `name` with `keys`; raises `KeyError` for an unknown name."""
+    """Return the configuration of the algorithm `name` with `keys`. Raises `KeyError` for an unknown name."""
     settings: Callable[..., AlgorithmConfig] = ALGORITHMS[name].config_class
     return settings(name, **keys)
 
@@ -248,7 +248,7 @@ def _adapter(settings: type[AlgorithmConfig]) -> TypeAdapter[AlgorithmConfig]:
 
 
 def settings_class(block: Any) -> type[AlgorithmConfig] | None:
-    """Return the class of a block `algorithm`, by its `path` or its `name`; None if there is no such algorithm."""
+    """Return the class of a block `algorithm`, by its `path` or `name`; None if there is no such algorithm."""
     path, name = (block.get(key) if isinstance(block, Mapping) else None for key in ("path", "name"))
     if isinstance(path, str):
         return ALGORITHMS.load(path).config_class
@@ -256,7 +256,7 @@ def settings_class(block: Any) -> type[AlgorithmConfig] | None:
 
 
 def with_own_name(block: dict[str, Any]) -> dict[str, Any]:
-    """Return a block `algorithm` with the name of the class in the file at its `path`, if it has one."""
+    """Return a block `algorithm` with the name of the class in the file at its `path`; unchanged without a path."""
     if not isinstance(path := block.get("path"), str):
         return block
     names = ALGORITHMS.load(path).names.split()
@@ -272,18 +272,18 @@ def _validated(given: Any) -> AlgorithmConfig:
         raise ConfigError(f"algorithm={shown(given)}: expected a dictionary of keys; choose one with algorithm=NAME")
     if (settings := settings_class(given)) is None:
         raise UnknownAlgorithm(given["name"])
-    adapter = _adapter(settings)  # type: ignore[arg-type]  # mypy takes the hash of an instance for the class's
+    adapter = _adapter(settings)  # type: ignore[arg-type]  # mypy confuses the hash of an instance with the class's
     return adapter.validate_python(with_own_name(given))
 
 
 def _restored(path: str, source: bytes | type, values: dict[str, Any]) -> AlgorithmConfig:
-    """Restore the configuration of an algorithm of the user in another process."""
+    """Restore the configuration of a user's algorithm in another process."""
     settings: Callable[..., AlgorithmConfig] = ALGORITHMS.load(path, source).config_class
     return settings(**values)
 
 
 class UnknownAlgorithm(Exception):
-    """`algorithm.name` is no algorithm; the argument is its value."""
+    """`algorithm.name` is unknown; the argument is its value."""
 
 
 AnyAlgorithm = Annotated[AlgorithmConfig, PlainValidator(_validated)]

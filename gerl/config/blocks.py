@@ -1,4 +1,4 @@
-"""The blocks of the configuration: a dataclass each, with every key, its default, its range and its explanation."""
+"""The blocks of the configuration: dataclasses with the default, range and explanation of each key."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
-# --- The choices that keys offer, each listed once: what treats them one by one imports its list from here
+# --- Choices of keys, each listed once; code that enumerates them imports the list from here
 
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
 SolverName = Literal["euler", "dpm2"]
@@ -40,16 +40,16 @@ DrawingPrecision = Literal["none", "int8", "fp8"]
 Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 RewardNormalisation = Literal["none", "group", "batch", "rank"]
-RunPart = Literal["training", "validation"]  # of which a scorer looks at the images
+RunPart = Literal["training", "validation"]  # parts whose images a scorer scores
 RunParts = Literal["both", "training", "validation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
-Overlong = Literal["truncate", "drop", "error"]  # what becomes of prompts that no tokenizer reads to their end
-TrainedImages = Literal["drawn", "files"]  # what the algorithm learns from
+Overlong = Literal["truncate", "drop", "error"]  # treatment of prompts that are too long for every tokenizer
+TrainedImages = Literal["drawn", "files"]  # images that the algorithm learns from
 
 
-# --- The block `data`, and the sources of prompts that `data.train` and `validation.data` name
+# --- The block `data`, and the prompt sources in `data.train` and `validation.data`
 
-HUB = "hf:"  # how the sources begin that the package `datasets` reads
+HUB = "hf:"  # prefix of sources read with the package `datasets`
 HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
 ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source")
 Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # checked by `sources`
@@ -57,7 +57,7 @@ Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # check
 
 @dataclass(frozen=True)
 class Source:
-    """A file, list or data set with prompts. None: as the block `data` has it, no weight, no data_source of its own."""
+    """A file, list or data set of prompts. None: the default of the block `data`, no weight, no `data_source`."""
 
     path: str
     weight: float | None = None
@@ -68,14 +68,14 @@ class Source:
 
     @property
     def on_hub(self) -> bool:
-        """Whether the package `datasets` reads it."""
+        """Whether the package `datasets` reads the source."""
         return self.path.startswith(HUB)
 
 
 def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
-    """The sources that the value of the key `name` stands for; without `weighted` none may have a weight.
+    """Parse the sources in the value of the key `name`; weights are allowed only if `weighted`.
 
-    Raises `ConfigError` for anything but a text, or a list of texts and of mappings with `path`.
+    Raises `ConfigError` unless it is a string, or a list of strings and mappings with `path`.
     """
     entries = [given] if isinstance(given, str) else given
     if not isinstance(entries, list | tuple) or not entries:
@@ -122,7 +122,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_columns(columns: object, name: str, prompt_key: object = None) -> None:
-    """Raise `ConfigError` if `columns` is no mapping of gerl's names to those of a table."""
+    """Raise `ConfigError` if `columns` is not a mapping from gerl's names to a table's columns."""
     if not isinstance(columns, Mapping) or not all(
         isinstance(part, str) and part.strip() for pair in columns.items() for part in pair
     ):
@@ -137,7 +137,7 @@ def check_columns(columns: object, name: str, prompt_key: object = None) -> None
 
 @dataclass(frozen=True)
 class HubParts:
-    """The parts of `hf:PATH[split]`: a data set of the hub, its configuration and revision, or a local folder."""
+    """Parts of `hf:PATH[split]`: a data set of the Hub, its configuration and revision, or a local folder."""
 
     path: str
     config: str | None = None
@@ -147,9 +147,10 @@ class HubParts:
 
 
 def hub_parts(source: str, name: str) -> HubParts:
-    """The parts of `hf:owner/name[/config][@revision][[split]]`, or of `hf:./folder[[split]]`; raises `ConfigError`.
+    """Parse `hf:owner/name[/config][@revision][[split]]` or `hf:./folder[[split]]`.
 
-    What begins with a dot, a slash or ~ is a local folder. `name` is the key for messages.
+    A path that begins with a dot, a slash or ~ is a local folder. `name`: the key in messages. Raises `ConfigError` if
+    `source` is malformed.
     """
     match = re.fullmatch(r"hf:([^\[\]\s]+)(?:\[((?:[^\[\]]|\[[^\[\]]*\])+)\])?", source)
     if match is None:
@@ -212,7 +213,7 @@ class DataConfig(Block):
 
 # --- The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer
 
-FULL = 10  # a LoRA's learning rate is so many times that of the weights themselves
+FULL = 10  # ratio of the LoRA's learning rate to that of full fine-tuning
 
 
 @dataclass(frozen=True)
@@ -267,17 +268,17 @@ class ActorConfig(Block):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a trainer step."""
+        """Number of optimizer steps per trainer step."""
         return self.updates_per_step * self.epochs
 
     @property
     def said(self) -> str:
-        """The keys that make `updates` more than one, with their values."""
+        """Keys that make `updates` greater than one, with their values."""
         chosen = {"updates_per_step": self.updates_per_step, "epochs": self.epochs}
         return " ".join(f"actor.{name}={value}" for name, value in chosen.items() if value > 1)
 
     def rate(self, train: str) -> float:
-        """The learning rate for `model.train`."""
+        """Return the learning rate for `model.train`."""
         return self.lr if train == "lora" else self.full_lr or self.lr / FULL
 
     def check(self) -> None:
@@ -335,7 +336,7 @@ class ScorerConfig(Block):
 
 
 def is_environment(env: dict[str, Any]) -> bool:
-    """Whether `env` names packages for uv or for pip, or the path of an interpreter."""
+    """Whether `env` lists packages for uv or pip, or gives the path of an interpreter."""
     match env:
         case {"uv": [*packages], **rest} | {"pip": [*packages], **rest} if not rest and packages:
             return all(isinstance(package, str) and package.strip() for package in packages)
@@ -380,7 +381,7 @@ class RewardConfig(Block):
 
     @property
     def gpu_shares(self) -> list[float]:
-        """The share of a GPU of every process of a scorer."""
+        """GPU share of each scorer process."""
         return [scorer.gpus for scorer in self.scorers.values() for _ in range(scorer.replicas)]
 
 
@@ -499,15 +500,15 @@ class ClusterConfig(Block):
 
     @property
     def workers(self) -> int | None:
-        """How many there are to be, of all kinds; None: it is left open."""
+        """Configured number of workers of all kinds; None if not set."""
         if self.num_workers is None and self.rollout_workers is not None and self.actor_workers is not None:
             return self.rollout_workers + self.actor_workers
         return self.num_workers
 
     def roles(self, workers: int) -> tuple[int, int]:
-        """How many of all `workers` train, and how many draw: all of them, or they are divided.
+        """Return the number of workers that train and that sample: all `workers` each if hybrid, otherwise divided.
 
-        One of the two may be 0, if there are too few.
+        Either may be 0 if there are too few workers.
         """
         if self.layout == "hybrid":
             return workers, workers
@@ -542,7 +543,7 @@ class LoggerConfig(Block):
 
     @property
     def used_trackers(self) -> list[TrackerName]:
-        """Those of `trackers`, each once, without TensorBoard where that is switched off."""
+        """Trackers in use: `trackers` without duplicates, and without TensorBoard if `tensorboard` is false."""
         return [name for name in dict.fromkeys(self.trackers) if name != "tensorboard" or self.tensorboard]
 
 
@@ -559,7 +560,7 @@ class TrainerConfig(Block):
     seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)
 
 
-# --- The block `model`: which pipeline, what of it is trained, and how its weights are kept and computed with
+# --- The block `model`: the pipeline, its trained weights, and their storage and precision
 
 
 @dataclass(frozen=True)
@@ -627,14 +628,14 @@ class ModelConfig(Block):
             ) from None
 
     def for_resume(self) -> "ModelConfig":
-        """The model of a resumed run, which does not read the LoRA it began with: its checkpoint has what became."""
+        """Return the model of a resumed run, without an unmerged initial LoRA, whose trained version is saved."""
         return self if self.merge_lora else replace(self, lora=None)
 
 
-# --- The block `sampling`: how trajectories are drawn
+# --- The block `sampling`: how trajectories are sampled
 
-# kernels whose noise is in proportion to the noise that is left: where a schedule ends at 0, the std of their last
-# stochastic step is 0.001 to 0.01, and 1 / std makes nearly all of a gradient its own
+# kernels whose noise is proportional to the remaining noise: if a schedule ends at 0, the std of their last stochastic
+# step is 0.001 to 0.01, so that this step dominates the gradient by its factor 1 / std
 FADING_KERNELS: tuple[KernelName, ...] = ("cps", "precise", "dance_precise")
 
 
@@ -718,7 +719,7 @@ class SamplingConfig(Block):
             )
         if not 0 <= first < end:
             raise ConfigError(f"sampling.window_range={given}: expected [first, end) with 0 <= first < end")
-        if end > last and self.kernel != "ode":  # noise levels to train at need no noise of the rollout
+        if end > last and self.kernel != "ode":  # training at noise levels needs no rollout noise
             raise ConfigError(
                 f"sampling.window_range={given}: it covers step {last}, the last of "
                 f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
@@ -726,7 +727,7 @@ class SamplingConfig(Block):
 
     @property
     def steps_range(self) -> tuple[int, int]:
-        """[first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
+        """Range [first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
         left_out = 2 if self.kernel in FADING_KERNELS else 1
         first, end = self.window_range or (0, max(1, self.num_inference_steps - left_out))
         whole = self.num_inference_steps - (self.kernel != "ode")  # the last step has no noise
@@ -734,7 +735,7 @@ class SamplingConfig(Block):
 
     @property
     def _left_out(self) -> str:
-        """In words, which steps are left out where no range is given."""
+        """Description of the steps that the default range excludes."""
         if self.window_range is None and self.kernel in FADING_KERNELS:
             return f"the last step is deterministic, the one before it has almost no noise with kernel={self.kernel}"
         return "the last step is deterministic"
@@ -746,7 +747,7 @@ class SamplingConfig(Block):
         return self.window_size or end - first
 
 
-# --- The guard block: how a run reacts to signs of reward hacking
+# --- The block `guard`: the response to signs of reward hacking
 
 SIGNALS = ("watched", "disagreement", "looks", "diversity", "kl", "no_signal")
 
@@ -793,15 +794,15 @@ class GuardConfig(Block):
 
     @property
     def raises_kl(self) -> bool:
-        """Whether signals raise the weight of the KL."""
+        """Whether signals raise the KL weight."""
         return self.action in ("kl", "rollback")
 
     def raised(self, coef: float) -> float:
-        """The weight of the KL after signals, where it was `coef`."""
+        """Return the KL weight after signals, given the weight `coef` before."""
         if coef < self.kl_start:
             return self.kl_start
         return max(coef, min(self.kl_most, coef * self.kl_factor))
 
     def counts(self, signal: str, column: str) -> bool:
-        """Whether the signal is not ignored."""
+        """Whether the signal is considered, that is, not in `ignored`."""
         return not {signal, f"{signal}/{column}"} & set(self.ignored)

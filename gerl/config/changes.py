@@ -1,4 +1,4 @@
-"""Changes of a configuration from a run to the one that carries it on: by name, and the keys that cannot change."""
+"""Changes of the configuration when a run is resumed, and the keys that cannot change."""
 
 import dataclasses
 import json
@@ -12,24 +12,20 @@ from gerl.config.algorithms import settings_class
 
 Settings = dict[str, Any]  # block -> key -> value
 
-# The keys that a run and the checkpoint it carries on from must have in common, and why. All others may change: they
-# take effect from the next step on, because the program reads them from the configuration, never from the saved state.
-# Key by key, those for which that is not obvious:
+# Keys that a resumed run and its checkpoint must share, with the reason. All others may change, with effect from the
+# next step, since they are read from the configuration and never from the saved state. Less obvious cases:
 #   model.shard, model.offload, model.gradient_checkpointing, model.compile, model.attention, model.channels_last:
-#     memory and time, which is what one changes after running out of memory.
-#   actor.lr, actor.full_lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is computed anew
-#     from them and the number of optimizer steps taken; a run that is prolonged has the schedule of the longer run from
-#     there on.
-#   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept, which are averages of gradients whatever comes
-#     next.
-#   actor.ema_decay, algorithm.old_decay: decays of the next updates of averages that are saved as they are.
-#   algorithm.teachers: nothing of them is saved.
-#   algorithm.history: rewards kept per prompt are cut to the new number, or collected from now on.
-#   sampling, rollout, reward, validation, data.shuffle: what a step draws is a function of step and seed, not of steps
-#     before it.
-#   checkpoint, cluster, logger: they decide no number, up to the order in which the workers' gradients, or those of a
-#     sequence's parts, are added.
-#   guard: it decides at a validation whether the run goes back, and the weight of the KL from there on, which is saved.
+#     affect only memory and time, and are changed after running out of memory.
+#   actor.lr, actor.full_lr, actor.lr_schedule, actor.warmup_steps, trainer.steps: the learning rate is recomputed from
+#     them and the number of optimizer steps so far; an extended run continues on the schedule of the longer run.
+#   actor.betas, actor.eps, actor.weight_decay: AdamW's moments are kept; they stay valid averages of gradients.
+#   actor.ema_decay, algorithm.old_decay: apply to the next updates of the saved averages.
+#   algorithm.teachers: have no saved state.
+#   algorithm.history: saved rewards per prompt are cut to the new number, or collected from now on.
+#   sampling, rollout, reward, validation, data.shuffle: samples depend on step and seed, not on earlier steps.
+#   checkpoint, cluster, logger: do not affect results, except for the summation order of gradients of workers or of
+#     parts of a sequence.
+#   guard: decides at validations about rollbacks, and about the KL weight from then on, which is saved.
 FIXED = {
     "model.path": "the saved LoRA was trained on these weights",
     "model.dtype": "the saved LoRA was trained on weights of this precision",
@@ -55,15 +51,15 @@ FIXED = {
     "trainer.staleness": "the saved policies of earlier steps are as many, and sampled the pending images",
     "trainer.seed": "the noise and the order of the prompts of earlier steps depend on it",
 }
-# The keys of files that are compared by content: they may have another name.
+# keys of files that are compared by content, so that files may be renamed
 CONTENT = ("data.train", "validation.data", "data.regularise", "algorithm.path")
-# Blocks of which a key that is no longer there has changed nothing of what a run computes.
+# blocks whose removed keys did not affect the results of a run
 HARMLESS = ("checkpoint", "cluster", "guard", "logger")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key with its value so far and from now on."""
+    """A key with its old and new value."""
 
     key: str
     old: Any
@@ -74,16 +70,16 @@ class Change:
 
 
 def settings_of(config: Config) -> Settings:
-    """Every setting of a run as `config.yaml` has it; where it was resumed from is none."""
+    """Return all settings of a run as in `config.yaml`, which excludes `checkpoint.resume`."""
     values = dataclasses.asdict(config)
     del values["checkpoint"]["resume"]
     return values
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """The keys whose values differ, and scorers that come or go.
+    """Return the keys whose values differ, and added or removed scorers.
 
-    A key that one of the two does not know is of another version of gerl.
+    A key that only one of the two has is ignored: it is of another version of gerl.
     """
     before, after = flat_settings(old), flat_settings(new)
     found = [Change(key, before[key], value) for key, value in after.items() if before.get(key, value) != value]
@@ -93,14 +89,14 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 
 def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
-    """The keys of a `config.yaml` that there are no longer; a block that is no mapping counts as one."""
+    """Return the keys of a `config.yaml` that no longer exist; a block that is not a mapping counts as a key."""
     known = {key for key, _ in keys(settings_class(settings.get("algorithm")))}
     found = flat_settings(settings)
     return [key for key in found if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known]
 
 
 def without(settings: Settings, names: Iterable[str]) -> Settings:
-    """The settings without these keys, of the form `block.key`."""
+    """Return the settings without the keys `names`, of the form `block.key`."""
     gone = set(names)
     return {
         block: {key: value for key, value in values.items() if f"{block}.{key}" not in gone}
@@ -110,7 +106,7 @@ def without(settings: Settings, names: Iterable[str]) -> Settings:
 
 
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by key, as `--help all` names the keys; a block that is no mapping is a value."""
+    """Return the values by key, named as in `--help all`; a block that is not a mapping is a value."""
     rows: dict[str, Any] = {}
     for block, values in settings.items():
         entries = values if isinstance(values, Mapping) else {"": values}
@@ -122,12 +118,12 @@ def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scorers_of(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The scorers of settings by name."""
+    """Return the scorers in `settings` by name."""
     reward = settings.get("reward")
     scorers = reward.get("scorers") if isinstance(reward, Mapping) else None
     return {n: v for n, v in scorers.items() if isinstance(v, Mapping)} if isinstance(scorers, Mapping) else {}
 
 
 def shown(value: Any) -> str:
-    """A value as it is given on the command line."""
+    """Format a value as on the command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""The whole configuration: a block for each dataclass, what their keys must have in common, and a run in one line."""
+"""The whole configuration: its blocks, checks across blocks, and a one-line description of a run."""
 
 from dataclasses import dataclass, field, fields
 
@@ -25,9 +25,9 @@ from gerl.config.exclusions import EXCLUSIONS, check_exclusions
 from gerl.config.rules import check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
 
-# --- The whole configuration: a block for each dataclass, and what keys of several blocks must have in common
+# --- The whole configuration: its blocks, and checks across blocks
 
-MOST_IMAGES = 10**6  # of a trainer step, which is planned, drawn and kept as a whole
+MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Config:
 
     @property
     def has_kl(self) -> bool:
-        """Whether the distance to the base model counts, or may while the run goes on."""
+        """Whether the KL to the base model has a weight, or may get one during the run."""
         return self.algorithm.kl_coef > 0 or self.guard.raises_kl
 
     @property
     def lockstep(self) -> bool:
-        """Whether ranks gather weights or tokens from each other, and so have to call the model equally often."""
+        """Whether ranks gather weights or tokens from each other, and therefore must call the model equally often."""
         return self.lockstep_ranks > 1
 
     @property
     def lockstep_ranks(self) -> int:
-        """How many ranks do so together: those of a worker, or only those that share the tokens of a call."""
+        """Number of ranks in lockstep: all of a worker, or only those that share the tokens of a call."""
         return self.cluster.context if self.model.shard == "none" else self.cluster.ranks_per_worker
 
     def _check_processes(self) -> None:
@@ -128,13 +128,13 @@ class Config:
             )
 
 
-# --- A run in one line: what is trained, how and by which reward
+# --- One-line description of a run
 
 
 def described(config: Config, preset: str = "") -> str:
-    """Model, algorithm, size, steps, guidance, what is trained and the reward, such as the log has at the start.
+    """Describe model, algorithm, size, steps, guidance, trained weights and reward in one line, as in the log.
 
-    `preset`: the name that the algorithm was chosen by.
+    `preset`: the name by which the algorithm was selected.
     """
     sampling, model = config.sampling, config.model
     own = "the pipeline's own"

@@ -1,4 +1,4 @@
-"""Keys that exclude each other: one table, checked on every configuration and printed into the documentation."""
+"""Keys that exclude each other: a table, checked on every configuration and rendered in the documentation."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,17 +8,17 @@ from typing import Any
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
-MISSING = object()  # the value of a key that the chosen algorithm does not read
+MISSING = object()  # value of a key that the selected algorithm does not read
 CONDITION = re.compile(r"([\w.]+)(?:(!=|=|<|>)(.+))?")
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A key that cannot have some values beside others.
+    """A combination of key values that is not allowed.
 
     `key` and `beside` are conditions: `block.key` (is set), `block.key=VALUE`, `!=`, `<` and `>`; `=*` is any value;
-    `needs.FACT` is one of the algorithm's `Needs`. `beside` may combine them with `&`, and `|` between alternatives.
-    `{block.key}` in a sentence stands for the value.
+    `needs.FACT` is a field of the algorithm's `Needs`. `beside` may combine conditions with `&`, and alternatives with
+    `|`. In `reason`, `{block.key}` is replaced by the value.
 
     Example: `Exclusion("cluster.context>1", "model.train!=lora", "tokens are shared for a LoRA only", "use 1")`.
     """
@@ -29,22 +29,22 @@ class Exclusion:
     remedy: str
 
     def applies(self, parts: Mapping[str, Any]) -> bool:
-        """Whether a configuration, by the names of its parts, is excluded."""
+        """Whether the configuration with these `parts` (by name) is excluded."""
         beside = (all(_holds(c, parts) for c in way.split(" & ")) for way in self.beside.split(" | "))
         return _holds(self.key, parts) and any(beside)
 
     def sentence(self, parts: Mapping[str, Any]) -> str:
-        """Return the sentence of the error."""
+        """Return the error message."""
         name, operator, _ = _parsed(self.key)
         if name == "actor.updates":
-            given = parts["actor"].said  # whichever of its keys was set
+            given = parts["actor"].said  # the keys that were set
         else:
             given = f"{name}={shown(_value(name, parts)).strip(chr(39))}" if operator else name
         return f"{given}: {self.reason.format_map(parts)}; {self.remedy}"
 
 
 def check_exclusions(rows: Iterable[Exclusion], parts: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first row that excludes a configuration, given by the names of its parts."""
+    """Raise `ConfigError` for the first row that excludes the configuration with these `parts` (by name)."""
     for row in rows:
         if row.applies(parts):
             raise ConfigError(row.sentence(parts))
@@ -83,7 +83,7 @@ NO_KL = "there is no KL, since algorithm.kl_coef=0"
 MOVING = "a moving window needs a size, and is the same for all prompts"
 SET_KL = "set a weight, such as algorithm.kl_coef=0.04, or remove it"
 
-# of the block `model` alone
+# within the block `model`
 MODEL = (
     Exclusion("model.merge_lora=true", "model.lora=null", "there is no model.lora to merge", "set one, or use false"),
     Exclusion("model.quantize!=none", "model.merge_lora=true", "weights are quantised on loading, so nothing can be "
@@ -108,7 +108,7 @@ MODEL = (
     Exclusion("model.offload=blocks", "model.compile!=null", "model.compile={model.compile} would compile the denoiser "
               "without the moves of its blocks", "use model.offload=encoders, or model.compile=null"),
 )  # fmt: skip
-# of the block `sampling` alone
+# within the block `sampling`
 SAMPLING = (
     Exclusion("sampling.noise_level>1", "sampling.kernel=cps", "cps takes at most 1, which re-noises fully", "use 1"),
     Exclusion("sampling.window_schedule=progressive", "sampling.window_size=null | sampling.window_per=group", MOVING,
@@ -120,7 +120,7 @@ SAMPLING = (
     Exclusion("sampling.compression<1", "sampling.solver=euler", "longer steps need a second-order solver",
               "use sampling.solver=dpm2"),
 )  # fmt: skip
-# of several blocks
+# across blocks
 EXCLUSIONS = (
     Exclusion("rollout.n<2", "needs.single_images=false", "{algorithm.name} compares images of the same prompt",
               "use at least 2"),

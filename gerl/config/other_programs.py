@@ -1,4 +1,4 @@
-"""Names and values of other programs' keys, for hints: a table, `other_programs.yaml`, and what takes computing."""
+"""Translation of other programs' keys, for hints: the table `other_programs.yaml`, and rules in code."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -13,14 +13,14 @@ import yaml
 
 @dataclass(frozen=True)
 class Why:
-    """Why nothing can be written for a value; `{}` in it is that value. key: what is to be set in its place, if any."""
+    """Reason why a value has no translation; `{}` in it is that value. `key`: the key to set instead, if any."""
 
     text: str
     key: str = ""
 
 
 def _read(given: Any) -> Any:
-    """The texts and reasons of an entry, names that share one by themselves."""
+    """Return the texts and reasons of a table entry, with an entry for each of several names that share one."""
     if not isinstance(given, dict):
         return given
     if "why" in given:
@@ -37,25 +37,25 @@ ABSENT: dict[str, str] = _read(_TABLE["absent"])
 FLAGS: dict[str, dict[str, str | Why]] = _read(_TABLE["flags"])
 VALUES: dict[str, dict[str, str | Why]] = _read(_TABLE["values"])
 HINTS: dict[str, Why] = _read(_TABLE["hints"])
-FREE = ("sampling.call.", "reward.scorers.")  # dictionaries: their entries are not gerl's to name
+FREE = ("sampling.call.", "reward.scorers.")  # dictionaries with entries of any name
 
 
 def ends(name: str) -> list[str]:
-    """The name, and what is left of it without its first parts."""
+    """Return all dotted suffixes of `name`, longest first: `a.b.c`, `b.c`, `c`."""
     parts = name.lower().split(".")
     return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def known_as(name: str) -> str | None:
-    """The longest end of `name` that the tables have; None: they have none."""
+    """Return the longest suffix of `name` in the tables; None if there is none."""
     return next((end for end in ends(name) if end in MEANING or end in ABSENT), None)
 
 
 def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
-    """gerl's key for what other programs call `name`; several, separated by a space, where its value is theirs too.
+    """Return gerl's key for another program's `name`; None if unknown.
 
-    The longest end of `name` counts that is known, or is one of gerl's `keys`: `actor_rollout_ref.rollout.n` is
-    `rollout.n`. None: it is not known.
+    Several keys, separated by a space, if the value applies to all of them. The longest suffix of `name` that is known,
+    or is one of gerl's `keys`, decides: `actor_rollout_ref.rollout.n` is `rollout.n`.
     """
     if name.startswith(FREE) or absent(name):
         return None
@@ -64,7 +64,7 @@ def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
 
 
 def absent(name: str) -> str | None:
-    """Why gerl has nothing like `name` of other programs; None: nothing is known of it."""
+    """Return the reason why gerl has no equivalent of another program's `name`; None if none is recorded."""
     if name.startswith(FREE):
         return None
     parts = name.lower().split(".")
@@ -74,20 +74,20 @@ def absent(name: str) -> str | None:
     return ABSENT.get(end) if end else None
 
 
-# --- Values of other programs that take more than a table to translate, such as sizes that are quotients of others.
+# --- Values of other programs whose translation depends on other keys, such as quotients of sizes.
 #
-# Each rule has a value and all keys that are given, and returns what is to be written: gerl's keys with their values, a
-# text `KEY=VALUE` that may be empty, a `Why`, or None to leave it to the tables.
+# A rule takes a value and all given keys. It returns gerl's keys with their values, a text `KEY=VALUE` that may be
+# empty, a `Why`, or None to use the tables.
 
 
 @dataclass(frozen=True)
 class Given:
-    """The keys of a command line or a call, by name, with values as they were given."""
+    """Keys of a command line or a call with their unparsed values."""
 
     values: Mapping[str, Any]
 
     def number(self, *names: str) -> float | None:
-        """The number that one of these names, or a longer one that ends so, has; None: it is not given."""
+        """Return the number given for one of `names`, or for a key with such a suffix; None if missing."""
         for name, value in self.values.items():
             if set(ends(name)) & set(names) and isinstance(number := plain(value), int | float):
                 return None if isinstance(number, bool) else number
@@ -98,7 +98,7 @@ class Given:
 
 
 def plain(value: Any) -> Any:
-    """A value of a command line as YAML has it, numbers with an exponent too; one of Python as it is."""
+    """Parse a value of a command line like YAML, also numbers with an exponent; Python values are unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("none", "null", "true", "false"):
@@ -121,7 +121,7 @@ def _whole(value: float) -> Any:
 
 
 def _parts(whole: float | None, part: Any, said: str) -> Any:
-    """`actor.updates_per_step`: how often a part fits into the whole, or why that is not known."""
+    """Return `actor.updates_per_step` as the quotient of whole and part, or the reason why it is unknown."""
     size = plain(part)
     if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0 or whole is None:
         return Why(f"VALUE is {said} / {{}}", "actor.updates_per_step")
@@ -138,7 +138,7 @@ def _mini_batch(value: Any, given: Given) -> Any:
 
 
 def _train_batch(value: Any, given: Given) -> Any:
-    """Prompts in verl, which has mini-batches of them; images of a GPU in other programs."""
+    """Return prompts per step: in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU."""
     return {"rollout.prompts_per_step": value} if "ppo_mini_batch_size" in given else None
 
 
@@ -202,7 +202,7 @@ def _clipped(value: Any, given: Given) -> Any:
 
 
 def _fraction(value: Any, given: Given) -> Any:
-    """flow_grpo's share of all steps; gerl's is of those that are trained, of which the last is none."""
+    """Translate flow_grpo's share of all steps; gerl's share is of the trained steps, which exclude the last."""
     del given
     return {"algorithm.timestep_fraction": 1} if (_number(value) or 0) >= 0.9 else None
 
@@ -251,7 +251,7 @@ def _is_weight(name: object, weight: object) -> bool:
 
 
 def _function(value: Any, given: Given) -> Any:
-    """A file with a scorer, and the function in it, which are two keys there."""
+    """Combine the file of a scorer and its function, which are two keys in other programs."""
     del value
     texts = {"path": "", "function": ""}
     for name, part in given.values.items():
@@ -278,7 +278,7 @@ def _prompts(value: Any, given: Given) -> Any:
 
 
 def _steps(value: Any, given: Given) -> Any:
-    """Flow-Factory's list of stochastic steps, as [first, end)."""
+    """Translate Flow-Factory's list of stochastic steps to [first, end)."""
     del given
     steps = plain(value)
     numbers = isinstance(steps, list | tuple) and len(steps) > 0 and all(type(step) is int for step in steps)
@@ -303,7 +303,7 @@ def _trackers(value: Any, given: Given) -> Any:
 
 
 def _run_name(value: Any, given: Given) -> Any:
-    """A name of the run, for which another key may have the folder."""
+    """Translate the name of a run to its folder, unless another key gives the folder."""
     folders = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir"
     if any(name in given for name in folders.split()):
         return ""
@@ -318,7 +318,7 @@ def _recipe(value: Any, given: Given) -> Any:
 
 
 def _iterations(value: Any, given: Given) -> Any:
-    """Updates per rollout in TRL, steps of training in PettingLLMs, whose calls have a config_name."""
+    """Translate PettingLLMs' training steps (recognised by config_name); in TRL the key counts updates per rollout."""
     return {"trainer.steps": value} if "config_name" in given else None
 
 
@@ -328,7 +328,7 @@ def _teacher(value: Any, given: Given) -> Any:
 
 
 def _every(value: Any, given: Given) -> Any:
-    """A share of the run is a number of steps elsewhere only."""
+    """Refuse a share of the run, which only other programs accept instead of a number of steps."""
     del given
     if 0 < (_number(value) or 0) < 1:
         return Why("VALUE is a number of trainer steps, {} of all", "validation.every")
@@ -336,7 +336,7 @@ def _every(value: Any, given: Given) -> Any:
 
 
 def _dynamic(value: Any, given: Given) -> Any:
-    """`filter_groups.enable`, whose number is another key."""
+    """Translate `filter_groups.enable`, whose number is in another key."""
     number = given.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches")
     return {"algorithm.dynamic_sampling": _whole(number)} if plain(value) is True and number else None
 
@@ -346,14 +346,14 @@ def _kl_switch(value: Any, given: Given) -> Any:
 
 
 def _kl_weight(value: Any, given: Given) -> Any:
-    """verl's weight, which a switch may leave unused."""
+    """Ignore verl's KL weight if its switch is off."""
     del value
     off = any("use_kl_loss" in ends(name) and plain(part) is False for name, part in given.values.items())
     return "" if off else None
 
 
 def _penalty(value: Any, given: Given) -> Any:
-    """verl's kind of the KL in the reward, which is unused where that is off; a weight in other programs."""
+    """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""
     if _number(value) is not None:
         return None
     used = any("use_kl_in_reward" in ends(name) and plain(part) is True for name, part in given.values.items())
@@ -361,7 +361,7 @@ def _penalty(value: Any, given: Given) -> Any:
 
 
 def _shard(value: Any, given: Given) -> Any:
-    """Sharing of weights, which is of the ranks of a worker."""
+    """Translate sharding of weights, which gerl does among the ranks of a worker."""
     kind = str(value).lower()
     if kind in ("no", "none", "null", "false", "ddp", "no_shard"):
         return ""
@@ -372,7 +372,7 @@ def _shard(value: Any, given: Given) -> Any:
 
 
 def _averaged(value: Any, given: Given) -> Any:
-    """A switch beside which the decay is given."""
+    """Ignore the EMA switch if the decay is given."""
     decay = given.number("ema_decay", "ema_rate")
     return "" if plain(value) is True and decay is not None else None
 

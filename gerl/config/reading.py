@@ -1,4 +1,4 @@
-"""From nested dictionaries to the typed configuration, with sentences for what is wrong in them."""
+"""Parse nested dictionaries into the typed configuration, with messages for errors in them."""
 
 import functools
 import re
@@ -18,9 +18,9 @@ from gerl.errors import ConfigError
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """The typed configuration from nested dictionaries; raises `ConfigError` naming the first key that is wrong."""
+    """Return the typed configuration from nested dictionaries. Raises `ConfigError` with the first invalid key."""
     algorithm = values.get("algorithm", {})
-    if isinstance(algorithm, dict):  # without a name it is the default one
+    if isinstance(algorithm, dict):  # the default algorithm
         values = {**values, "algorithm": {"name": "flow_grpo", **algorithm}}
     _check_booleans(values)
     try:
@@ -37,7 +37,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
-    """The keys of other programs among those that there are not, with their values."""
+    """Return the keys of other programs among the unknown keys, with their values."""
     found: dict[str, Any] = {}
     for error in (error for error in errors if error["type"] == "unexpected_keyword_argument"):
         location = [str(part) for part in error["loc"]]
@@ -47,7 +47,7 @@ def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A key of a file with its value, or those below it."""
+    """Yield the key `name` with its value, or all keys nested in it."""
     listed = isinstance(value, list) and any(isinstance(part, Mapping) for part in value)
     nested = isinstance(value, Mapping) or listed
     if not nested or other_name(name) == "reward.scorers":
@@ -62,9 +62,9 @@ Spelling = Callable[[Mapping[str, Any]], str]
 
 
 def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
-    """The sentence for keys of other programs: what to write for all of them, and why there is nothing for some.
+    """Return the error message for keys of other programs: the translation of all, and reasons for missing ones.
 
-    own: gerl's keys that are given with them. spelling: how keys and values are written.
+    own: gerl's keys given with them. spelling: formatter of keys and values.
     """
     *others, last = given
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
@@ -72,7 +72,7 @@ def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling
 
 
 def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None, first: str = "") -> str:
-    """The line to write for keys of other programs, and why; `first` is to be written besides."""
+    """Return the translation of other programs' keys, preceded by `first`, with reasons."""
     found = answered(given, own)
     lines = " ".join(filter(None, [first, (spelling or typed)(found.written)]))
     said = [f"write {lines}"] if lines else []
@@ -85,7 +85,7 @@ def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling 
 
 
 def typed(values: Mapping[str, Any]) -> str:
-    """Arguments as a shell takes them."""
+    """Format arguments for a shell."""
     return " ".join(
         _in_shell(f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items())
     )
@@ -98,7 +98,7 @@ def _in_shell(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def flow(value: Any) -> str:
-    """A value as a command line has it, texts without quotes where they need none."""
+    """Format a value for the command line, with quotes only if needed."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {flow(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -110,7 +110,7 @@ def flow(value: Any) -> str:
 
 
 def _check_booleans(values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a number that is true or false, or the other way round, which would be converted."""
+    """Raise `ConfigError` for a boolean instead of a number or vice versa, which pydantic would convert."""
     known = dict(keys(settings_class(values["algorithm"])))
     for name, value in _given(values):
         scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
@@ -120,7 +120,7 @@ def _check_booleans(values: Mapping[str, Any]) -> None:
 
 
 def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key with its value; those of scorers one by one."""
+    """Yield all keys with their values, including the keys of each scorer."""
     for block, entries in values.items():
         for leaf, value in entries.items() if isinstance(entries, Mapping) else ():
             yield f"{block}.{leaf}", value
@@ -131,13 +131,13 @@ def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_boolean(given: Any) -> bool:
-    """Whether a value, one in a list of them, or the kind of a key is true or false."""
+    """Whether `given` is a boolean, a list that contains one, or the type `bool`."""
     return given is bool or isinstance(given, bool) or (isinstance(given, list) and any(map(_is_boolean, given)))
 
 
 @functools.cache
 def _adapter() -> TypeAdapter[Config]:
-    """To build it takes longer than to check a configuration."""
+    """Return the adapter, cached because building it takes longer than validating a configuration."""
     return TypeAdapter(Config)
 
 
@@ -170,11 +170,11 @@ EXPECTED = {
     "string_pattern_mismatch": "a name of letters, digits and underscores",
     "list_type": "a list, such as [1,2]",
     "dict_type": "a dictionary, such as {NAME: VALUE}",
-}  # by the type of pydantic's error
+}  # by pydantic's error type
 
 
 def _scorer_for(given: object, name: str) -> dict[str, Any]:
-    """The keys that are meant where a scorer's name, its weight or its file stands in the place of its block."""
+    """Return the intended keys if a scorer's name, weight or file is given instead of its block."""
     if name == "reward" and isinstance(given, str) and given.isidentifier():
         return {"reward.scorers": {given: {}}}
     if not name.startswith("reward.scorers.") or isinstance(given, bool):
@@ -185,7 +185,7 @@ def _scorer_for(given: object, name: str) -> dict[str, Any]:
 
 
 def expected(error: ErrorDetails, name: str) -> str:
-    """The kind of value that is expected, in the words of somebody who writes a command line."""
+    """Describe the expected kind of value in terms of the command line."""
     if error["type"] == "dataclass_type":
         if written := _scorer_for(error["input"], name):
             return f"it is a block of keys, write {typed(written)}"

@@ -1,8 +1,8 @@
-"""Which algorithms there are: those in the files of gerl/algorithms and its folder contrib, and files of the user.
+"""Registry of algorithms: those in gerl/algorithms and gerl/algorithms/contrib, and those in files of the user.
 
-The block `algorithm` of the configuration is of the class that the chosen algorithm declares. So the configuration has
-to find algorithms, which lie in a layer above it: they are looked up by file, as plug-ins, when one is chosen. Their
-modules import torch lazily, so that a wrong key is answered without it.
+The selected algorithm declares the class of the block `algorithm`. The configuration therefore looks up algorithms,
+which belong to a layer above it, by file like plug-ins once one is selected. Their modules import torch lazily, so that
+a wrong key is reported without it.
 """
 
 import importlib
@@ -19,21 +19,21 @@ from gerl.errors import ConfigError
 
 KEY = "algorithm.path"
 FOLDER = Path(__file__).resolve().parents[1] / "algorithms"
-PREFIX = "python:"  # of `algorithm.path`, where the class is one of the program that started the run
+PREFIX = "python:"  # of `algorithm.path` for a class defined in the program that started the run
 Algorithm = type[Any]  # a subclass of `gerl.algorithms.Algorithm`
 
 
 class Registry(Mapping[str, Algorithm]):
-    """The algorithm classes by the values of `algorithm.name` that select them."""
+    """Mapping from `algorithm.name` to algorithm classes."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Algorithm] = {}  # of the user, by name
+        self._own: dict[str, Algorithm] = {}  # the user's, by name
         self._by_path: dict[str, Algorithm] = {}
         self._sources: dict[str, bytes] = {}  # by path
 
     @cached_property
     def shipped(self) -> dict[str, Algorithm]:
-        """Those of gerl, Flow-GRPO first."""
+        """Algorithms of gerl by name, Flow-GRPO first."""
         files = [file for folder in (FOLDER, FOLDER / "contrib") for file in sorted(folder.glob("[a-z]*.py"))]
         files.sort(key=lambda file: file.stem != "flow_grpo")
         modules = [".".join(("gerl.algorithms", *file.relative_to(FOLDER).with_suffix("").parts)) for file in files]
@@ -54,9 +54,10 @@ class Registry(Mapping[str, Algorithm]):
         return self[name] if path is None else self._by_path[canonical(path)]
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
-        """Return the class in the file `path`, from now on one of these; raises `ConfigError`.
+        """Register and return the algorithm class in the file `path`.
 
-        `source`: the text of the file, or the class itself, where it comes from another process or a Python program.
+        `source`: the text of the file, or the class itself, if it comes from another process or a Python program.
+        Raises `ConfigError` if the file has no single complete algorithm, or its name is taken.
         """
         given, path = path, canonical(path)
         if path.startswith(PREFIX):
@@ -77,13 +78,13 @@ class Registry(Mapping[str, Algorithm]):
         return self._sources.get(canonical(path)) or self._by_path[canonical(path)]
 
     def text(self, path: str) -> bytes:
-        """Return the source of the algorithm of `path`; empty where that is not known."""
+        """Return the source of the algorithm of `path`; empty if unknown."""
         source = self.source(path)
         if isinstance(source, bytes):
             return source
         try:
             return inspect.getsource(source).encode()
-        except (OSError, TypeError):  # typed into an interpreter
+        except (OSError, TypeError):  # for example defined in an interactive session
             return b""
 
     def _add(self, found: Algorithm, path: str, name: str, given: str) -> Algorithm:
@@ -102,12 +103,12 @@ class Registry(Mapping[str, Algorithm]):
 
 
 def canonical(path: str) -> str:
-    """Return the value of `algorithm.path` that is the same in any current directory."""
+    """Return the value of `algorithm.path` independent of the current directory."""
     return path if path.startswith(PREFIX) else str(absolute(path))
 
 
 def preset_of(algorithm: Algorithm) -> str:
-    """Return the `algorithm=NAME` whose settings suit a class: that of gerl's class that it is derived from."""
+    """Return the `algorithm=NAME` with settings for a class: the name of the gerl class it derives from."""
     return next(found for cls in algorithm.__mro__ if (found := vars(cls).get("preset") or _shipped_name(cls)))
 
 
@@ -121,7 +122,7 @@ def _names(cls: Algorithm) -> tuple[str, ...]:
 
 
 def _classes(module: ModuleType) -> list[Algorithm]:
-    """The subclasses of `Algorithm` that `module` defines."""
+    """Return the subclasses of `Algorithm` defined in `module`."""
     base = importlib.import_module("gerl.algorithms.base").Algorithm
     return [
         c
@@ -131,7 +132,7 @@ def _classes(module: ModuleType) -> list[Algorithm]:
 
 
 def _only(module: ModuleType, path: str) -> Algorithm:
-    """The one algorithm of a file of the user: a class from which no other of the file is derived."""
+    """Return the only algorithm of a user's file that has no subclass in it. Raises `ConfigError` if not unique."""
     classes = _classes(module)
     found = [c for c in classes if not any(c is not other and issubclass(other, c) for other in classes)]
     if not found:

@@ -21,11 +21,11 @@ from gerl.config.blocks import (
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
-# --- The whole configuration as the checks in modules of their own see it, which `Config` itself imports
+# --- Interface of `Config` for checks, which cannot import `Config` because it imports them
 
 
 class Settings(Protocol):
-    """The parts of a `Config` that are looked at."""
+    """The parts of a `Config` used by checks."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -57,7 +57,7 @@ class Settings(Protocol):
 
 
 def check_teachers(config: Settings) -> None:
-    """Raise `ConfigError` if a teacher is a LoRA beside weights that are trained whole."""
+    """Raise `ConfigError` if a teacher is a LoRA but no LoRA is trained."""
     if config.model.train != "lora" and (taught := [t for t in config.algorithm.needs.teachers if t.lora is not None]):
         raise ConfigError(
             f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
@@ -66,11 +66,11 @@ def check_teachers(config: Settings) -> None:
         )
 
 
-# --- The keys against reward hacking and what they work with: a KL, watched scorers, held-out prompts
+# --- Keys against reward hacking, and their requirements: a KL, watched scorers, held-out prompts
 
 
 def check_remedies(config: Settings) -> None:
-    """Raise `ConfigError` where a remedy lacks what it works with."""
+    """Raise `ConfigError` if a requirement of a key against reward hacking is missing."""
     algorithm = config.algorithm
     if algorithm.kl_share < 1:
         reference_scorers(algorithm, config.reward.scorers)
@@ -96,7 +96,7 @@ def check_remedies(config: Settings) -> None:
 
 
 def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerConfig]) -> Sequence[str]:
-    """The watched scorers that `algorithm.kl_share` asks; raises `ConfigError` if there are none, or no such ones."""
+    """Return the scorers for `algorithm.kl_share`. Raises `ConfigError` if there are none, or one is not watched."""
     watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
     for name in algorithm.kl_doubters:
         if name in scorers and scorers[name].during == "validation":
@@ -119,11 +119,11 @@ def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerCo
     return algorithm.kl_doubters or watched
 
 
-# --- The keys that save time: their effect on results, and where they cannot be used.
+# --- Keys that save time: their effect on results, and when they cannot be used.
 #
-# exact: the same numbers, bit for bit. rounding: the same but for the order of sums. images: other images are drawn, by
-# a cheaper approximation, and what is trained on is computed as without. policy: other weights draw than those that are
-# trained, and the recorded log-probabilities, which are theirs, correct for it. gradient: another gradient, on purpose.
+# exact: bitwise equal results. rounding: equal up to the summation order. images: images are sampled by a cheaper
+# approximation, while trained steps are computed exactly. policy: other weights sample than those trained, corrected by
+# the recorded log-probabilities of the sampling weights. gradient: a deliberately different gradient.
 
 Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
 
@@ -134,7 +134,7 @@ def _no_refusal(_: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Saving:
-    """A key that saves time: a value that does so, its effect, and why a configuration cannot have it, if so."""
+    """A key that saves time, with an example value, its effect, and the reason if a configuration cannot use it."""
 
     key: str
     example: str
@@ -143,7 +143,7 @@ class Saving:
     refusal: Callable[[Settings], str | None] = _no_refusal
 
     def value(self, config: Settings) -> object:
-        """The key's value in `config`; None where the algorithm has no such key."""
+        """Return the key's value in `config`; None if the algorithm has no such key."""
         block, name = self.key.split(".")
         return getattr(getattr(config, block), name, None)
 
@@ -204,7 +204,7 @@ SAVINGS = (
 
 
 def check_savings(config: Settings) -> None:
-    """Raise `ConfigError` where a key that saves time cannot be used with the rest."""
+    """Raise `ConfigError` if a key that saves time cannot be used with the rest of the configuration."""
     for saving in SAVINGS:
         if reason := saving.refusal(config):
             value = shown(saving.value(config)).strip("'")
@@ -212,7 +212,7 @@ def check_savings(config: Settings) -> None:
 
 
 def saving_notes(config: Settings) -> list[str]:
-    """Sentences for the log of a run whose images or policy are not those it would have without."""
+    """Return notes for the log if a key that saves time changes the images or the sampling policy."""
     sampling, found = config.sampling, []
     if sampling.cache != "none":
         exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"

@@ -1,4 +1,4 @@
-"""Blocks of the configuration and their keys: a default, an explanation and a range each."""
+"""Blocks of the configuration and their keys, each with a default, an explanation and a range."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from pydantic import ConfigDict
 
 from gerl.errors import ConfigError
 
-DEEPEST = 32  # mappings and lists inside each other in a value
-SHOWN = 200  # characters of a value that a message quotes
+DEEPEST = 32  # levels of nested mappings and lists in a value
+SHOWN = 200  # characters of a value quoted in a message
 
 
 def key(
@@ -25,9 +25,9 @@ def key(
     above: float | None = None,
     often: bool = False,
 ) -> Any:
-    """A configuration key: its default, its explanation (shown by `--help`) and its range (`above` is exclusive).
+    """Define a key with its default, explanation (shown by `--help`) and range (`above` is exclusive).
 
-    `often`: see `main_key`.
+    `often`: whether plain `--help` lists it, see `main_key`.
     """
     metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
@@ -35,11 +35,11 @@ def key(
     return field(default=default, metadata=metadata)
 
 
-main_key = partial(key, often=True)  # one of the most used, which `--help` alone shows
+main_key = partial(key, often=True)  # a frequently used key, listed by plain `--help`
 
 
 def is_flat(value: object, levels: int = DEEPEST) -> bool:
-    """Whether at most `levels` mappings and lists lie inside each other: what copies or packs a value recurses."""
+    """Whether at most `levels` mappings and lists are nested, since copying and serialising a value recurses."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     return inner is None or (levels > 0 and all(is_flat(part, levels - 1) for part in inner))
 
@@ -49,9 +49,9 @@ SPELLED = {"true": True, "false": False}
 
 
 def fits(value: object, kind: Any, spelled: bool = False) -> bool:
-    """Whether a value is of the kind that a key's annotation says. True and false are no numbers, nor is one of them.
+    """Whether a value matches the annotation `kind`. Booleans and numbers are not interchangeable.
 
-    spelled: so are a text that spells a number, true or false, a whole number such as 1e3, and a mapping for a block.
+    spelled: also accept strings for numbers and booleans, floats such as 1e3 for integers, and a mapping for a block.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -73,7 +73,7 @@ def fits(value: object, kind: Any, spelled: bool = False) -> bool:
         return isinstance(value, kind)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return isinstance(value, kind) or (spelled and isinstance(value, Mapping))
-    return True  # Any, and what has a check of its own
+    return True  # Any, and kinds with separate checks
 
 
 def _number(text: str) -> float | None:
@@ -84,7 +84,7 @@ def _number(text: str) -> float | None:
 
 
 def kind_words(kind: Any) -> str:
-    """The kind of an annotation in the words of a message."""
+    """Describe an annotation in a message."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join("null" if part is type(None) else kind_words(part) for part in parts)
@@ -97,12 +97,12 @@ def kind_words(kind: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as the command line has it, on one line, cut where it is long."""
+    """Format a value as on the command line, on one line, truncated if long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # thousands of digits, or too deeply nested lists
         return f"{type(value).__name__} without end"
     return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]}...{text[-SHOWN // 4 :]}"
 
@@ -118,7 +118,7 @@ def resolved_fields(block: Any) -> "tuple[dataclasses.Field[Any], ...]":
 
 
 class Block:
-    """Checks the ranges given to `key`; blocks add what concerns several of their keys in `check`."""
+    """Base of blocks; validates the ranges given to `key`. Subclasses check relations of keys in `check`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -154,4 +154,4 @@ class Block:
         return f"{'reward.scorers.NAME' if block == 'scorer' else block}.{name}"
 
     def check(self) -> None:
-        """Raise `ConfigError` where keys of the block contradict each other."""
+        """Raise `ConfigError` if keys of the block contradict each other."""

@@ -1,4 +1,4 @@
-"""Suggestions for keys that there are not: names that are near, and translations from other programs."""
+"""Suggestions for unknown keys: similar names, and translations from other programs."""
 
 import dataclasses
 import difflib
@@ -26,26 +26,26 @@ from gerl.config.other_programs import (
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import fits, kind_words, resolved_fields, shown
 
-# --- Keys of other programs, translated: gerl's keys with values that mean the same, or why there are none.
+# --- Translation of other programs' keys to equivalent keys of gerl, or the reason why there is none.
 #
-# Names, values and what takes more than a table are in `other_programs`.
+# The table and the rules are in `other_programs`.
 
-OPEN = "VALUE"  # in the place of a value that is not known
+OPEN = "VALUE"  # placeholder for an unknown value
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
-Fields = Mapping[str, Any]  # the fields of gerl's keys by name
+Fields = Mapping[str, Any]  # gerl's keys with their fields
 
 
 @dataclass
 class Answer:
-    """Lines to write for some keys: gerl's keys with their values, `VALUE` where one is not known; and why."""
+    """Translation of other programs' keys: gerl's keys with values (`VALUE` if unknown), and reasons."""
 
     written: dict[str, Any] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)  # by the key of the other program, or by gerl's
-    idle: list[str] = field(default_factory=list)  # keys that need nothing here
+    why: dict[str, str] = field(default_factory=dict)  # by the other program's key, or gerl's
+    idle: list[str] = field(default_factory=list)  # keys that need no translation
 
 
 def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> Answer:
-    """Answer the keys of other programs in `given`, beside gerl's `own`; `fields`: all of gerl's keys."""
+    """Translate the keys of other programs in `given`, next to gerl's `own`; `fields`: all of gerl's keys."""
     found, everything = Answer(), Given(given)
     sources: dict[str, str] = {}
     for name, value in given.items():
@@ -69,7 +69,7 @@ def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> 
 
 
 def _lines(name: str, value: Any, given: Given, fields: Fields, found: Answer) -> dict[str, Any]:
-    """gerl's keys and values for one key; why a value is open is noted in `found`."""
+    """Return gerl's keys and values for one key, and note the reasons for unknown values in `found`."""
     end = known_as(name) or ""
     meaning = (elsewhere(name, fields) or "").split()
     text = str(value).lower()
@@ -96,7 +96,7 @@ def _lines(name: str, value: Any, given: Given, fields: Fields, found: Answer) -
 
 
 def _as_spelt(key: str, value: Any, fields: Fields) -> Any:
-    """A choice as gerl spells it: other programs have capitals in some."""
+    """Return a choice in gerl's spelling, since other programs may use capitals."""
     if key in fields and isinstance(value, str) and unfit(key, value, fields) and not unfit(key, value.lower(), fields):
         return value.lower()
     return value
@@ -108,7 +108,7 @@ def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
 
 
 def unfit(key: str, value: Any, fields: Fields) -> str:
-    """In words, what `key` takes, where `value` is none of that; empty where it may be."""
+    """Describe the values that `key` accepts; empty if `value` is accepted."""
     if key in CHOSEN:
         return "" if isinstance(value, str) and value.strip() else "a name"
     if key.startswith("sampling.call."):
@@ -128,7 +128,7 @@ def unfit(key: str, value: Any, fields: Fields) -> str:
 
 
 def other_value(key: str, value: object) -> str:
-    """`; 'x' is 'y' here` for a value that other programs have, or why there is none; empty where it is not known."""
+    """Return `; 'x' is 'y' here` for another program's value, or why there is no equivalent; empty if unknown."""
     if not isinstance(value, str | bool | None):
         return ""
     found = VALUES.get(key, {}).get("null" if value is None else str(value).lower())
@@ -141,15 +141,15 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-# --- The names of all keys, and of what is near to one: a slip of the pen, or what another program calls it
+# --- Names of all keys, and the nearest key for a typo or another program's name
 
 LISTED = "gerl train --help all lists all keys"
 
 
 def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
-    """`, did you mean 'x'` for the key nearest to `name`; else why there is none, or what its block has.
+    """Return `, did you mean 'x'` for the key nearest to `name`, otherwise a reason or the keys of its block.
 
-    `algorithm`: the one that is to read it; None: any.
+    `algorithm`: consider only the keys that it reads; None for all.
     """
     if reason := absent(name):
         return f": {reason}"
@@ -161,9 +161,10 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
 
 
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
-    """The key nearest to `name`, itself if it is one, None if none is near; `algorithm` as in `did_you_mean`.
+    """Return the key nearest to `name`, or `name` itself if it is a key; None if none is near.
 
-    Names of other programs have gerl's for the same: several of them, separated by a space, where it has more than one.
+    For another program's name, return gerl's equivalent, or several separated by a space. `algorithm` as in
+    `did_you_mean`.
     """
     names = [known for known, _ in keys(algorithm)]
     block, scorer = _block(name)
@@ -171,8 +172,8 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
     leaves = [known.rpartition(".")[2] for known in names if block and known.rpartition(".")[0] == block]
     meant = elsewhere(name, names)
     if meant and meant.startswith("algorithm.") and not set(meant.split()) <= set(names):
-        meant = None  # the chosen algorithm does not read it
-    if leaves:  # only the last part is compared: the common beginning would make everything look near
+        meant = None  # the selected algorithm does not read it
+    if leaves:  # compare only the last part; with the common prefix all keys would seem near
         if leaf in leaves:
             return f"{block}.{leaf}".replace("NAME", scorer)
         near = difflib.get_close_matches(leaf, leaves, n=1)
@@ -195,17 +196,17 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
 
 
 def is_foreign(name: str) -> bool:
-    """Whether it is a key of another program that gerl knows an answer for."""
+    """Whether `name` is another program's key with a known translation or reason."""
     own = re.sub(r"^reward\.scorers\.[^.]+\.", "reward.scorers.NAME.", name) in dict(keys())
-    own = own or name.lower() in dict(keys())  # in capitals
+    own = own or name.lower() in dict(keys())  # written in capitals
     return not own and (other_name(name) is not None or absent(name) is not None)
 
 
 def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
-    """Translate keys of other programs, which are given beside gerl's `own`."""
+    """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
     found = answer(given, own, dict(keys()))
     chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
-    used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # those of the defaults
+    used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # the default algorithms
     for key in [key for key in found.written if key.startswith("algorithm.")]:
         leaf = key.partition(".")[2]
         if not set(used) <= set(readers(leaf)):
@@ -214,22 +215,22 @@ def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
 
 
 def other_name(name: str) -> str | None:
-    """gerl's key for what other programs call `name`, as in `nearest_key`; None for one of gerl's own, and others."""
+    """Return gerl's key for another program's `name`; None for a key of gerl or an unknown name."""
     names = [known for known, _ in keys()]
     return None if name in names else elsewhere(name, names)
 
 
 def _block(name: str) -> tuple[str, str]:
-    """The block of a key, and the name of the scorer for which it has NAME."""
+    """Return the block of a key, and the scorer's name that replaces NAME in it."""
     block = name.rpartition(".")[0].lower()
     scorer = re.fullmatch(r"reward\.scorers\.([^.]+)", block)
     return ("reward.scorers.NAME", name.split(".")[2]) if scorer else (block, "NAME")
 
 
 def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:
-    """Every key as `(block.name, field)`, in order; the keys of a scorer appear as `reward.scorers.NAME.*`.
+    """Return all keys as `(block.name, field)`, in order, with a scorer's keys as `reward.scorers.NAME.*`.
 
-    `algorithm`: only the keys that this one reads; None: those of all, each once.
+    `algorithm`: only the algorithm keys that it reads; None for those of all algorithms, each once.
     """
     rows: dict[str, dataclasses.Field[Any]] = {}
     for block in dataclasses.fields(Config):
@@ -242,5 +243,5 @@ def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, data
 
 
 def readers(key: str) -> list[str]:
-    """The names of the algorithms that read `algorithm.KEY`."""
+    """Return the names of the algorithms that read `algorithm.KEY`."""
     return [name for name, cls in ALGORITHMS.items() if any(f.name == key for f in resolved_fields(cls.config_class))]

@@ -15,7 +15,7 @@ def absolute(path: str) -> Path:
 
 
 def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
-    """Return the text of the Python file `path`; raises `error_type`, about the key `key`, if there is none."""
+    """Return the text of the Python file `path`. Raises `error_type`, naming the key `key`, if it does not exist."""
     file = absolute(path)
     if not file.is_file() or file.suffix != ".py":
         raise error_type(f"{key}={path}: there is no Python file {file}; correct the path")
@@ -23,9 +23,9 @@ def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
 
 
 def load_module(key: str, path: str, error_type: type[GerlError], source: bytes | None = None) -> ModuleType:
-    """Import the Python file `path`; two files never share a module, and an unchanged file is run once a process.
+    """Import the Python file `path`. Files never share a module, and an unchanged file is run once per process.
 
-    `source`: its text, where the file is on another machine. Raises `error_type`, about the key `key`, if it fails.
+    `source`: its text, if the file is on another machine. Raises `error_type`, naming the key `key`, if it fails.
     """
     file = absolute(path)
     source = source_of(key, path, error_type) if source is None else source
@@ -35,10 +35,10 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = str(file)
-    sys.modules[name] = module  # dataclasses look a class's module up here
+    sys.modules[name] = module  # dataclasses look up a class's module here
     try:
         exec(compile(source, str(file), "exec"), module.__dict__)
-    # The file is the user's: whatever it raises is reported as its failure, sys.exit as well.
+    # any exception of the user's file, including sys.exit, is reported as its failure
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception | SystemExit):
@@ -49,6 +49,6 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
 
 
 def raised_at(error: BaseException, path: str) -> str:
-    """` (PATH, line N: code)` of the last line of the file `path` that took part in `error`; empty if none did."""
+    """Return ` (PATH, line N: code)` for the last line of the file `path` in the traceback; empty if not in it."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == absolute(path)]
     return f" ({path}, line {own[-1].lineno}: {own[-1].line})" if own else ""

@@ -1,4 +1,4 @@
-"""The base model against LoRAs: `python -m gerl.evaluate`, or `gerl.evaluate(...)` in Python."""
+"""Compare a base model with LoRAs: `python -m gerl.evaluate`, or `gerl.evaluate(...)` in Python."""
 
 from gerl.commandline.command import make_callable
 

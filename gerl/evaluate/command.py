@@ -1,4 +1,4 @@
-"""The base model against LoRAs on the same noise: `python -m gerl.evaluate lora=FOLDER out=FOLDER [key=value ...]`."""
+"""Compare a base model with LoRAs: `python -m gerl.evaluate lora=FOLDER out=FOLDER [key=value ...]`."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ logger = logging.getLogger("gerl")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keys of the command line."""
+    """Keys of the command line."""
 
     model: str | None = key("the pipeline: Hub id, folder, or signs; default: that of the configuration")
     lora: list[tuple[str | None, str]] = key(
@@ -67,9 +67,9 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Request:
-    """The request. `loras`: files by name; `source`: the origin of the configuration; `images`: of each prompt.
+    """A resolved request. `loras`: files by name; `source`: the origin of the configuration; `images`: per prompt.
 
-    suite: the pinned suite, and `deviations` from it.
+    suite: the pinned suite, with `deviations` from it.
     """
 
     config: Config
@@ -83,10 +83,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A row for each sampled image, and the results of these rows, column -> variant -> `Result`.
+    """Rows of all sampled images, and their results: column -> variant -> `Result`.
 
-    complete: whether it has all prompts; otherwise those that were finished, with every variant. suite: the numbers
-    of the suite, if there is one.
+    complete: whether all prompts were sampled; otherwise only the finished ones are included, each with all variants.
+    suite: results of the suite, if any.
     """
 
     rows: "list[ScoredRow]"
@@ -96,7 +96,7 @@ class Evaluation:
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code, see `run_command`."""
+    """Run the command line and return the exit code, see `run_command`."""
     return run_command(argv, lambda: PARSER.help(program), _work)
 
 
@@ -108,13 +108,13 @@ def _work(arguments: list[str]) -> None:
 
 
 def run(request: Request) -> Evaluation:
-    """Check everything that can be checked, sample, score and write; see `gerl.evaluate`."""
+    """Validate the request, then sample, score and write; see `gerl.evaluate`."""
     config, out = request.config, request.out
     resolve(config.model.path)
     prompts = _prompts(request)
     if out is not None:
         make_folder(out)
-    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.cluster import Cluster
         from gerl.evaluate.comparison import compare, tasks_of
@@ -155,18 +155,18 @@ def run(request: Request) -> Evaluation:
 
 
 def _prompts(request: Request) -> list[Prompt]:
-    """The prompts to sample, checked with the scorers."""
+    """Return the prompts to sample, checked together with the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
     if pinned is None:
         return read_prompts(request.config, "prompts", validation.data, validation.max_prompts)
-    assert pinned.suite.prompts is not None  # it is not missing
+    assert pinned.suite.prompts is not None  # `pin` refuses suites without
     arrange = pinned.suite.prompts.arrange
     return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") -> "SuiteResults | None":
-    """The numbers of the suite, with all deviations from it."""
+    """Return the results of the suite, with all deviations from it; None without a suite."""
     from gerl.evaluate.comparison import SuiteResults, measure, missing_parts
 
     if request.suite is None:
@@ -176,14 +176,14 @@ def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") 
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The command line as a request; raises `GerlError` for missing, unknown or contradictory keys."""
+    """Parse the command line. Raises `GerlError` for missing, unknown or contradictory keys."""
     options, overrides = PARSER.parse(arguments)
     loras = [(name, path) for name, text in options.lora for path in ([text] if name else text.split(","))]
     return prepare(replace(options, lora=loras), overrides)
 
 
 def prepare(options: Options, overrides: Sequence[str]) -> Request:
-    """The request of the given options; raises `GerlError` for contradictory ones."""
+    """Resolve options and overrides into a request. Raises `GerlError` if they contradict each other."""
     model = options.model
     if options.images is not None and options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
@@ -226,7 +226,7 @@ def _check_suite(options: Options) -> None:
 
 
 def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, PinnedSuite | None, tuple[str, ...]]:
-    """The configuration, with the suite's keys below those given besides; the suite, and deviations from it."""
+    """Return the configuration, where given keys override the suite's, the pinned suite, and deviations from it."""
 
     def composed(arguments: Sequence[str], below: Sequence[str] = ()) -> Config:
         config = compose_run(arguments, below=below).config
@@ -244,9 +244,9 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
 
 
 def report(request: Request, found: Evaluation) -> None:
-    """Write the files to `out`, if given, and log the table; raises `GerlError` if they cannot be written."""
+    """Write the files to `out`, if given, and log the table. Raises `GerlError` if they cannot be written."""
     from gerl.evaluate.comparison import facts as suite_facts
-    from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # these import torch
+    from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # imports torch
 
     prompts = len({row.prompt_id for row in found.rows})
     counts = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"

@@ -1,4 +1,4 @@
-"""Variants of a model on the same prompts and noise: their differences, and their results as files and tables."""
+"""Comparison of model variants on the same prompts and noise, with results as files and tables."""
 
 import json
 import math
@@ -20,17 +20,18 @@ from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
-# --- Variants of a model on the same prompts and noise: the images to sample, and the differences of their scores
+# --- Comparison of variants: the images to sample, and the differences of their scores
 
-FEW_PROMPTS = 20  # with fewer the percentile interval is clearly too narrow
-WIDTH = 384  # pixels, to which a wider picture is reduced
+FEW_PROMPTS = 20  # with fewer, percentile intervals are too narrow
+WIDTH = 384  # maximum width of thumbnails in pixels
 
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """Image number `index` of a prompt, sampled by `variant` from the noise of `seed`; `picture` is a data URI.
+    """Image `index` of a prompt, sampled by `variant` from the noise of `seed`; `picture` is a data URI.
 
-    values: column -> score, None where there is none; `failure` says why. given: files of the prompt's own pictures.
+    values: column -> score; None if missing, with the reason in `failure`. given: files of the prompt's condition
+    images.
     """
 
     prompt_id: int
@@ -45,15 +46,15 @@ class ScoredRow:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name of the image in messages."""
         return f"the image of {self.variant} for {self.prompt!r}"
 
 
 @dataclass(frozen=True)
 class Result:
-    """A column of a variant: its mean, how much it is above that of the base, and how often an image of it wins.
+    """Results of a variant in one column: the mean, the difference to the base, and the win rate against it.
 
-    The last two are over prompts of which both have a score, on the same noise; a tie is half a win.
+    Difference and win rate are paired, on the same noise, over prompts scored for both. A tie counts as half a win.
     """
 
     mean: Estimate
@@ -62,14 +63,14 @@ class Result:
 
 
 Results = dict[str, dict[str, Result]]  # column -> variant -> result
-Task = tuple[str, list[Sample]]  # a variant and the micro-batch that it samples
+Task = tuple[str, list[Sample]]  # a variant and its micro-batch
 
 
 def plan(batch: Sequence[Sample], variants: Sequence[str], images: int, each: int = 1) -> list[Task]:
-    """The images to sample for a micro-batch of the trainer's validation: `images` of each prompt with every variant.
+    """Plan `images` images per prompt and variant for a micro-batch of the trainer's validation.
 
-    each: how many images of a prompt the validation samples, which have its noise and, in their micro-batch, its
-    neighbours: the last bits of an image depend on both. Images of different variants are no group.
+    each: images per prompt in the validation. They keep its noise and their neighbours in the micro-batch, since the
+    last bits of an image depend on both. Images of different variants do not form a group.
     """
     tasks = []
     for first in range(0, images, each):
@@ -80,7 +81,7 @@ def plan(batch: Sequence[Sample], variants: Sequence[str], images: int, each: in
 
 
 def scored_rows(variant: str, samples: Sequence[Sample], scores: Scores, images: Images) -> list[ScoredRow]:
-    """The rows of a micro-batch."""
+    """Return the rows of a micro-batch."""
     rows = []
     for i, sample in enumerate(samples):
         place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
@@ -91,7 +92,7 @@ def scored_rows(variant: str, samples: Sequence[Sample], scores: Scores, images:
 
 
 def compare(rows: Sequence[ScoredRow]) -> Results:
-    """The results of every column, for each variant in order of appearance."""
+    """Return the results by column, and by variant in order of appearance."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     places = list(dict.fromkeys((row.prompt_id, row.index) for row in rows))
     ids = [prompt_id for prompt_id, _ in places]
@@ -111,7 +112,7 @@ def compare(rows: Sequence[ScoredRow]) -> Results:
 
 
 def columns(rows: Sequence[ScoredRow]) -> list[str]:
-    """The columns that any row has, the total first."""
+    """Return the columns of all rows, the total first."""
     return list(dict.fromkeys([TOTAL, *(name for row in rows for name in row.values)]))
 
 
@@ -125,13 +126,13 @@ def _win(own: float, base: float) -> float:
     return 1.0 if own > base else 0.5 if own == base else 0.0
 
 
-# --- Human-readable results of a comparison: the table of the log, `scores.csv`, `summary.json` and `gallery.html`
+# --- Output of a comparison: the table in the log, `scores.csv`, `summary.json` and `gallery.html`
 
 HEAD = ("variant", "column", "prompts", "mean", "95 % interval", "vs base", "95 % interval", "wins", "95 % interval")
 
 
 def table(results: Results) -> str:
-    """The results as text: a block for each column, or for several equal ones."""
+    """Format the results as text, with a block per column; columns with equal results share one."""
     blocks: dict[str, list[str]] = {}
     width = max(len(variant) for variants in results.values() for variant in variants)
     for column, variants in results.items():
@@ -141,7 +142,7 @@ def table(results: Results) -> str:
 
 
 def too_few_prompts(results: Results) -> str | None:
-    """The warning for intervals over too few prompts to be reliable; None where there are enough."""
+    """Return a warning if there are too few prompts for reliable intervals, otherwise None."""
     count = min(result.mean.count for result in results[TOTAL].values())
     if count >= FEW_PROMPTS:
         return None
@@ -157,7 +158,7 @@ def _line(variant: str, result: Result, width: int) -> str:
 
 
 def _cells(result: Result) -> list[str]:
-    """Mean, difference from the base and wins, each with its interval; the last two empty for the base itself."""
+    """Format mean, difference to the base and wins, each with its interval; the last two are empty for the base."""
     cells = [show(result.mean.mean), interval(result.mean)]
     if result.difference is None or result.win_rate is None:
         return [*cells, "", "", "", ""]
@@ -166,12 +167,12 @@ def _cells(result: Result) -> list[str]:
 
 
 def percent(value: float) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     return "-" if math.isnan(value) else f"{value:.0%}".replace("%", " %")
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
-    """The interval of an estimate."""
+    """Format the interval of an estimate."""
     return "-" if math.isnan(estimate.low) else f"{show(estimate.low, sign)} to {show(estimate.high, sign)}"
 
 
@@ -183,11 +184,9 @@ def write_files(
     facts: Mapping[str, object],
     sheets: Sequence[Sheet] = (),
 ) -> list[Path]:
-    """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; returns their paths.
+    """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; return their paths.
 
-    sheets: tables at the top of the gallery.
-
-    Raises `GerlError` if one cannot be written.
+    sheets: tables at the top of the gallery. Raises `GerlError` if a file cannot be written.
     """
     cells: list[dict[str, object]] = [
         {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
@@ -207,9 +206,9 @@ def write_files(
 
 
 def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequence[Sheet] = ()) -> str:
-    """The gallery: a row for each prompt and image, a picture for each variant; sorted by what the first LoRA gained.
+    """Render the gallery: a row per prompt and image with all variants, sorted by the gain of the first LoRA.
 
-    Every line of the table sorts: that of a LoRA by its difference to the base, that of the base by its scores.
+    A click on a line of the table sorts by a LoRA's difference to the base, or by the base's scores.
     """
     labels = distinct_columns(rows)
     places = [(column, variant) for column, variants in results.items() for variant in variants if column in labels]
@@ -221,7 +220,7 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
         "Click a LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
         f"order.{' ' + few if (few := too_few_prompts(results)) else ''}"
     )
-    chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, or the base's scores
+    chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, otherwise the base's scores
     lines = [
         Line(variant, [labels[column], str(result.mean.count), *_cells(result)], first=result.difference is None)
         for column, variants in results.items()
@@ -233,7 +232,7 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
 
 
 def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
-    """The row of a prompt and image, the pictures that were given with the prompt first."""
+    """Return the row of a prompt and image, with the prompt's condition images first."""
     base = by_variant[BASE]
     pictures = [
         Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")
@@ -250,20 +249,20 @@ def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]]
 
 
 def _value(by_variant: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
-    """The score of the base, or how much that of another variant is above it."""
+    """Return the score of the base, or the difference of another variant to it."""
     own, base = (by_variant[name].values.get(column) for name in (variant, BASE))
     return own if variant == BASE else None if own is None or base is None else own - base
 
 
-# --- The numbers of a suite: its columns and tasks as measured, beside the rows that were published
+# --- Results of a suite: measured columns and tasks, next to the published rows
 
 SUITE_HEAD = ("measured here", "variant", "prompts", "mean", "95 % interval", "vs base", "95 % interval")
-Place = tuple[int, int]  # prompt and image
+Place = tuple[int, int]  # prompt id and image index
 
 
 @dataclass(frozen=True)
 class SuiteMean:
-    """A column of the suite for a variant, over its prompts or tasks, or over the prompts of one `task`."""
+    """Mean of a suite's column for a variant, over prompts or tasks, or over the prompts of one `task`."""
 
     column: str
     variant: str
@@ -274,7 +273,7 @@ class SuiteMean:
 
 @dataclass(frozen=True)
 class SuiteResults:
-    """Results of a suite. deviations: how they differ from the published protocol, beyond `pinned.suite.differs`."""
+    """Results of a suite. deviations: from the published protocol, in addition to `pinned.suite.differs`."""
 
     pinned: PinnedSuite
     measured: tuple[SuiteMean, ...]
@@ -282,7 +281,7 @@ class SuiteResults:
 
 
 def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
-    """The task of each prompt by its id, empty where the suite has none; raises `DataError` for an unknown one."""
+    """Return the tasks by prompt id, empty if the suite has no tasks. Raises `DataError` for an unknown task."""
     if suite.tasks is None:
         return {}
     found = {prompt.id: str(prompt.metadata.get(suite.tasks.column)) for prompt in prompts}
@@ -294,7 +293,7 @@ def tasks_of(suite: Suite, prompts: Sequence[Prompt]) -> dict[int, str]:
 
 
 def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[SuiteMean]:
-    """Each column of the suite that was scored for each variant, and where it is over tasks, each task."""
+    """Return the means of all scored columns of the suite by variant, and by task for columns over tasks."""
     variants = list(dict.fromkeys(row.variant for row in rows))
     found = []
     for name, column in suite.columns.items():
@@ -322,7 +321,7 @@ def _scores(rows: Sequence[ScoredRow], variant: str, column: str, factor: float)
 
 
 def _by_prompt(scores: Mapping[Place, float]) -> dict[int, float]:
-    """The mean over the images of each prompt."""
+    """Return the mean over the images of each prompt."""
     groups: dict[int, list[float]] = {}
     for (prompt, _), value in scores.items():
         groups.setdefault(prompt, []).append(value)
@@ -332,14 +331,14 @@ def _by_prompt(scores: Mapping[Place, float]) -> dict[int, float]:
 def _estimates(
     parts: Sequence[Mapping[int, float] | None], column: Column, tasks: Mapping[int, str]
 ) -> tuple[Estimate, Estimate | None]:
-    """Mean and difference of values by prompt."""
+    """Return the mean and the difference, given values by prompt."""
     mean, difference = (None if part is None else _estimate(part, column, tasks) for part in parts)
     assert mean is not None
     return mean, difference
 
 
 def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, str]) -> Estimate:
-    """The mean over prompts, or of the means of the tasks; resampled are the prompts, task by task."""
+    """Return the mean over prompts, or over task means; the bootstrap resamples prompts within tasks."""
     key = (lambda prompt: tasks[prompt]) if column.over == "tasks" else lambda _: ""
     ordered = sorted(values, key=key)
     groups = [[values[prompt] for prompt in members] for _, members in groupby(ordered, key)]
@@ -349,9 +348,9 @@ def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, s
 
 
 def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:
-    """The parts of the suite that `rows` lack: prompts not sampled, tasks without any, images without a score."""
+    """Describe the parts of the suite missing in `rows`: prompts not sampled, empty tasks, images without a score."""
     wanted = pinned.suite.prompts
-    assert wanted is not None  # it is not missing
+    assert wanted is not None  # `pin` refuses suites without
     sampled = {row.prompt_id for row in rows}
     found = [] if len(sampled) == wanted.count else [f"{len(sampled)} of {wanted.count} prompts"]
     if pinned.suite.tasks is not None:
@@ -365,7 +364,7 @@ def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[
 
 
 def remarks(results: SuiteResults) -> list[str]:
-    """The remarks on the numbers: the protocol, and all deviations from it."""
+    """Return remarks on the results: the protocol, and all deviations from it."""
     pinned, suite = results.pinned, results.pinned.suite
     lines = [f"{suite.title} ({suite.source})"]
     if pinned.protocol is not None:
@@ -379,7 +378,7 @@ def remarks(results: SuiteResults) -> list[str]:
 
 
 def sheets(results: SuiteResults) -> list[Sheet]:
-    """A table of the measured numbers with all remarks, and apart from it one of the published rows."""
+    """Return a table of the measured results with all remarks, and a separate one of the published rows."""
     suite = results.pinned.suite
     measured = Sheet(
         f"suite {results.pinned.name}" + (", with deviations" if results.deviations else ""),
@@ -412,7 +411,7 @@ def _suite_line(suite: Suite, measured: SuiteMean) -> tuple[str, ...]:
 
 
 def text(results: SuiteResults) -> str:
-    """The sheets for the log."""
+    """Format the sheets for the log."""
     blocks = []
     for sheet in sheets(results):
         table = [sheet.head, *sheet.lines]
@@ -423,9 +422,9 @@ def text(results: SuiteResults) -> str:
 
 
 def facts(results: SuiteResults) -> dict[str, object]:
-    """The results for `summary.json`: `published` holds nothing that was measured, `measured` nothing published."""
+    """Return the results for `summary.json`, with measured and published numbers strictly separate."""
     pinned, suite = results.pinned, results.pinned.suite
-    assert suite.prompts is not None  # it is not missing
+    assert suite.prompts is not None  # `pin` refuses suites without
     protocol = None if pinned.protocol is None else asdict(suite.protocols[pinned.protocol])
     return {
         "name": pinned.name,

@@ -1,4 +1,4 @@
-"""The compared LoRAs: their files and names, and the columns of the results; this imports no torch."""
+"""Files and names of the compared LoRAs, and the columns of the results. Does not import torch."""
 
 import logging
 from collections.abc import Sequence
@@ -14,8 +14,16 @@ from gerl.utils.files import reason
 
 logger = logging.getLogger("gerl")
 
-BASE = "base"  # the variant without a LoRA, with which the others are compared
-COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")  # of scores.csv, beside the scorers'
+BASE = "base"  # the variant without a LoRA, the reference of the others
+COLUMNS = (
+    "prompt_id",
+    "image",
+    "seed",
+    "variant",
+    "prompt",
+    TOTAL,
+    "failure",
+)  # of scores.csv, in addition to the scorers'
 IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that do not distinguish LoRAs
 LORA = (
     "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, whose best checkpoint is used, or the "
@@ -24,14 +32,14 @@ LORA = (
 
 
 def find_lora(source: str) -> Path:
-    """The safetensors file of a LoRA: itself, that in a LoRA's folder or a checkpoint, or in the best one of a run.
+    """Return the safetensors file of a LoRA, given the file, its folder, a checkpoint, or a run (best checkpoint).
 
-    Where a run trained the weights themselves it is the folder with its denoisers.
+    For full fine-tuning, return the folder with the denoisers.
 
     Raises:
-        ConfigError: there is none, or there are several.
-        CheckpointError: the checkpoints of a run are damaged.
-        ModelError: the file cannot be read.
+        ConfigError: if there is no LoRA, or more than one.
+        CheckpointError: if the checkpoints of a run are damaged.
+        ModelError: if the file cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -42,7 +50,7 @@ def find_lora(source: str) -> Path:
         _, checkpoint, why = find_checkpoint(path)
         logger.info("lora=%s: using the checkpoint of %s", source, why)
         path = checkpoint.path
-    if models_in(path) and not (path / "model_index.json").is_file():  # the weights themselves were trained
+    if models_in(path) and not (path / "model_index.json").is_file():  # full fine-tuning
         return path
     if (path / MANIFEST).is_file():
         path = path / "lora"
@@ -64,9 +72,9 @@ def _readable(file: Path) -> Path:
 
 
 def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]:
-    """Names for LoRAs given as (name or None, path, file): the shortest ends of their paths that differ.
+    """Name LoRAs, given as (name or None, path, file), by the shortest path suffixes that differ.
 
-    Raises `ConfigError` if two, or one and the base, have the same name.
+    Raises `ConfigError` if two of them, or one and the base, have the same name.
     """
     trails = [
         [part for part in Path(path).expanduser().absolute().parts if part not in IGNORED] for _, path, _ in given
@@ -87,7 +95,7 @@ def name_loras(given: Sequence[tuple[str | None, str, Path]]) -> dict[str, Path]
 
 
 def config_of(file: Path) -> str | None:
-    """The config.yaml of the run that a LoRA's file lies in, if any."""
+    """Return the path of the config.yaml of the run that contains a LoRA's file; None if there is no run."""
     for folder in file.absolute().parents:
         if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
             return str(folder / "config.yaml")

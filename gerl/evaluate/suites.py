@@ -1,6 +1,6 @@
 """Published benchmarks: a suite pins prompts, protocol and scorers, and deviations from it are reported.
 
-A suite is a yaml file of `gerl/assets/suites`, or of the user. This imports no torch.
+A suite is a yaml file in `gerl/assets/suites`, or a file of the user. Does not import torch.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from gerl.utils.files import reason
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
 FORBID = ConfigDict(extra="forbid")
-# The blocks that decide a number, and their keys that decide none or only its last bits.
+# blocks that affect results, and their keys that affect none, or only the last bits
 BLOCKS = ("sampling", "validation", "reward", "model", "data")
 FREE = re.compile(
     r"validation\.(every|images|micro_batch_size)|model\.(offload|shard|compile|gradient_checkpointing|channels_last)"
@@ -36,20 +36,20 @@ FREE = re.compile(
 FREE_KWARGS = (
     *("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key"),
     *("token_file", "token_env"),
-    "repository",  # what comes from there is known by its digest
+    "repository",  # its content is verified by digest
 )
-EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # of every suite
+EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # pinned by every suite
 
 ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The prompts of a suite: `file` in `source`, or beside the suite, known by the SHA-256 of its bytes.
+    """Prompt file of a suite: `file` in `source`, or next to the suite, verified by its SHA-256.
 
-    git_blob: in its place, the name that git gives to a file with these bytes. key: the column of the prompts.
-    distinct: the file repeats its prompts, and each is sampled as if it were there once. gather: all rows with the same
-    value in this column are one prompt, whose `questions` are these rows. count: of the prompts then.
+    git_blob: git's blob hash, instead of the SHA-256. key: the column of the prompts. distinct: remove repeated
+    prompts. gather: merge all rows with the same value in this column into one prompt, with the rows as `questions`.
+    count: number of prompts after that.
     """
 
     __pydantic_config__ = FORBID
@@ -70,17 +70,17 @@ class PromptFile:
 
     @property
     def digest(self) -> str:
-        """The digest that the file must have, as text."""
+        """Expected digest of the file, as text."""
         return f"the SHA-256 {self.sha256}" if self.sha256 is not None else f"the git blob {self.git_blob}"
 
     def digest_of(self, content: bytes) -> str:
-        """The digest of `content`, of the same kind."""
+        """Return the digest of `content`, of the same kind."""
         if self.sha256 is not None:
             return hashlib.sha256(content).hexdigest()
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
     def arrange(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts to sample, of all rows of the file; raises `DataError` for a row without the column `gather`."""
+        """Return the prompts to sample, given all rows. Raises `DataError` if a row lacks the column `gather`."""
         if self.distinct:
             return list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
         if self.gather is None:
@@ -98,9 +98,9 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of the publication: a scorer's column times `factor`, over prompts, or over tasks and their prompts.
+    """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts.
 
-    here: its name where gerl measures it, if that differs from the published one.
+    here: name of the metric as measured by gerl, if it differs from the published one.
     """
 
     __pydantic_config__ = FORBID
@@ -112,13 +112,13 @@ class Column:
 
     @property
     def measured(self) -> str:
-        """Its name where gerl measured it."""
+        """Name of the metric as measured by gerl."""
         return self.here or self.name
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """The column of the prompt file that names a prompt's task, and the tasks in the publication's order."""
+    """Column of the prompt file with the task of a prompt, and the tasks in published order."""
 
     __pydantic_config__ = FORBID
 
@@ -128,7 +128,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How images are sampled: `images` of each prompt with `keys` of the configuration, for models of these names."""
+    """Sampling protocol: `images` per prompt with configuration `keys`, for models that match name patterns."""
 
     __pydantic_config__ = FORBID
 
@@ -140,7 +140,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Published:
-    """A row of a publication: numbers by column, and of the one column that has tasks by task."""
+    """A published row: numbers by column, and by task for the column that has tasks."""
 
     __pydantic_config__ = FORBID
 
@@ -155,9 +155,9 @@ class Published:
 class Suite:
     """A published benchmark.
 
-    needs: scorer -> the kwarg without which it is left out. images: of each prompt where no protocol is for the model.
-    differs: how gerl's way of measuring differs. deviates: deviations from the published protocol, for every model.
-    unpublished: why there are no published rows. missing: why it cannot be run.
+    needs: scorer -> the kwarg without which it is skipped. images: per prompt, if no protocol matches the model.
+    differs: differences of gerl's measurement. deviates: deviations from the published protocol for every model.
+    unpublished: reason why there are no published rows. missing: reason why the suite cannot be run.
     """
 
     __pydantic_config__ = FORBID
@@ -193,9 +193,11 @@ class Suite:
 
 @dataclass(frozen=True)
 class PinnedSuite:
-    """A suite for a model. protocol: its name, None where none is published; chosen: the user named it.
+    """A suite pinned for a model.
 
-    prompts: the file. overrides: the pinned keys as arguments. absent: scorers that are left out, and why.
+    protocol: its name, None if none is published for the model. chosen: whether the user selected a protocol that is
+    not published for the model. prompts: the file. overrides: the pinned keys as arguments. absent: skipped scorers,
+    with the key that they need.
     """
 
     name: str
@@ -208,23 +210,23 @@ class PinnedSuite:
 
     @property
     def images(self) -> int:
-        """Images of each prompt."""
+        """Number of images per prompt."""
         return self.suite.images if self.protocol is None else self.suite.protocols[self.protocol].images
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys of the protocol, and those of every suite."""
+        """Keys pinned by the protocol and by every suite."""
         return EXACT | ({} if self.protocol is None else self.suite.protocols[self.protocol].keys)
 
 
 def names() -> list[str]:
-    """The suites that gerl ships."""
+    """Return the names of the suites that ship with gerl."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 @cache
 def load(name: str) -> Suite:
-    """The suite `name`, or that of a yaml file; raises `ConfigError` where there is none or it is not complete."""
+    """Load the suite `name`, or a yaml file. Raises `ConfigError` if it is missing or incomplete."""
     path = Path(name).expanduser() if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if not path.is_file():
         near = near_names(name, names())
@@ -243,11 +245,11 @@ def load(name: str) -> Suite:
 
 
 def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> PinnedSuite:
-    """The suite `name` for `model`; `prompts` is the user's copy of its prompts, `given` the keys given besides.
+    """Pin the suite `name` for `model`; `prompts`: the user's copy of its prompts, `given`: other keys of the user.
 
     Raises:
-        ConfigError: there is no such suite or protocol, or gerl lacks what the suite needs.
-        DataError: its prompts are not at hand, or the file has other bytes.
+        ConfigError: if there is no such suite or protocol, or no usable scorer.
+        DataError: if its prompts are missing, or their digest differs.
     """
     suite = load(name)
     if suite.missing:
@@ -266,7 +268,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
         wanted = " and ".join(f"reward.scorers.{s}.kwargs.{kwarg}" for s, kwarg in absent.items())
         raise ConfigError(f"suite={name}: it has no usable scorer; give {wanted}, see docs/rewards.md")
     file = _prompt_file(name, suite, prompts)
-    assert suite.prompts is not None  # it is not missing
+    assert suite.prompts is not None  # a suite without prompts is refused above
     pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None}
     pinned["data.prompt_key"] = suite.prompts.key
     pinned |= {"sampling.cache": "none", **keys, "reward.scorers": scorers}
@@ -279,9 +281,9 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
 
 
 def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
-    """The prompts of the suite, with its own bytes."""
+    """Return the verified prompt file of the suite. Raises `DataError` if it is missing or its digest differs."""
     wanted = suite.prompts
-    assert wanted is not None  # it is not missing
+    assert wanted is not None  # `pin` refuses suites without
     where = f"{wanted.file} of {wanted.source}"
     beside = Path(name).expanduser().parent / wanted.file
     if given is None and not (name.endswith((".yaml", ".yml")) and beside.is_file()):
@@ -305,17 +307,17 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
 
 
 def hydra_value(value: object) -> str:
-    """A value in the syntax of a Hydra override."""
+    """Format a value in the syntax of Hydra overrides."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {hydra_value(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, str):
-        # backslashes are read as such, but before a quote
+        # backslashes are literal except before a quote
         return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
     return json.dumps(value)
 
 
 def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) -> list[str]:
-    """The deviations of `config` from the suite, whose own configuration is `plain`."""
+    """Describe the deviations of `config` from the suite, whose configuration is `plain`."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
     found: dict[str, str] = {}
     found |= {text: text for text in pinned.suite.deviates}
@@ -337,7 +339,7 @@ def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) 
 
 
 def _describe(change: Change) -> str:
-    """A change from the suite as text."""
+    """Describe a change from the suite."""
     scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
     if scorer is not None:
         return f"scorer {scorer[1]} {'left out' if change.new is None else 'added with a weight'}"
@@ -345,7 +347,7 @@ def _describe(change: Change) -> str:
 
 
 def _prescribed(suite: Suite, config: Config) -> Settings:
-    """The settings that decide results: without watched scorers, and without kwargs such as the address of a model."""
+    """Return the settings that affect results: without watched scorers, and without kwargs such as a server address."""
     settings = settings_of(config)
     measured = _measured(suite)
     scorers = {}
@@ -359,12 +361,12 @@ def _prescribed(suite: Suite, config: Config) -> Settings:
 
 
 def _measured(suite: Suite) -> set[str]:
-    """The scorers whose columns are its numbers."""
+    """Return the scorers whose columns the suite reports."""
     return {column.split("/")[0] for column in suite.columns}
 
 
 def listing() -> str:
-    """The text of `suite=?`: all suites."""
+    """Return the text of `suite=?`, which describes all suites."""
     lines = []
     for name in names():
         suite = load(name)

@@ -1,4 +1,4 @@
-"""Sampling with the base model and with LoRAs, on the workers of a cluster."""
+"""Sample with the base model and with LoRAs, on the workers of a cluster."""
 
 import logging
 import time
@@ -34,18 +34,18 @@ logger = logging.getLogger("gerl")
 
 
 class EvaluationWorker:
-    """A worker that samples with the base model or one of the LoRAs as the trainer's validation does."""
+    """Worker that samples with the base model or a LoRA, like the trainer's validation."""
 
     def __init__(self, config: Config, loras: Mapping[str, Path], device: str, threads: int) -> None:
         self.config, self.loras, self.device, self.threads = config, dict(loras), device, threads
         self.rollout: Rollout
         self.weights: WeightVariants
-        self.notes: list[str] = []  # for the log of the command
+        self.notes: list[str] = []  # for the command's log
 
     def setup(self, remote: bool = False) -> list[str]:
-        """Load the pipeline and the LoRAs; returns the sentences that were logged meanwhile.
+        """Load the pipeline and the LoRAs. Returns the messages logged meanwhile.
 
-        `remote`: nobody reads the log of this process, which `take_notes` returns from here on.
+        `remote`: whether later messages are collected for `take_notes`, since nobody reads this process's log.
         """
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -60,9 +60,9 @@ class EvaluationWorker:
         if model.compile is not None:
             for denoiser in denoisers.values():
                 compile_blocks(denoiser, model.compile)
-        # no step is one of a training rollout: whether kernel and sigmas of the configuration fit does not matter
+        # there is no training rollout, so the configured kernel and sigmas need not fit the model
         sampling = replace(config.sampling, kernel="ode", solver="euler", sigmas="scheduler", compression=1.0)
-        # the averaged weights of a run are those in its file: there is nothing to swap in
+        # a run's file already has the averaged weights, so there is nothing to swap
         self.rollout = Rollout(Policy(pipe, denoisers, {}, EMA({}, 0.0)), sampling, config.validation)
         if remote:
             pass_on_logs("gerl", logging.INFO, self.notes.append)
@@ -70,12 +70,12 @@ class EvaluationWorker:
         return notes + ([] if ignored is None else [ignored])
 
     def take_notes(self) -> list[str]:
-        """The sentences that were logged since the last time."""
+        """Return and clear the messages logged since the last call."""
         notes, self.notes[:] = self.notes.copy(), []
         return notes
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt) -> CutPrompts:
-        """Which of `prompts` the pipeline's tokenizers cut; `like` is one of them."""
+        """Return which of `prompts` the pipeline's tokenizers truncate; `like` is one of them."""
         with model_errors("validation"):
             return self.rollout.cut_prompts(prompts, like, None)
 
@@ -90,9 +90,9 @@ class EvaluationWorker:
 def sample(
     config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
 ) -> Iterator[list[ScoredRow]]:
-    """Sample and score; yields the rows of a few prompts at a time, with all their images and variants.
+    """Sample and score; yield the rows of a few prompts at a time, with all images and variants.
 
-    loras: files by name; the base model takes part too. images: of each prompt.
+    loras: files by name; the base model is added. images: number per prompt.
     """
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
@@ -126,7 +126,7 @@ def sample(
 def _sample_tasks(
     tasks: Sequence[Task], workers: WorkerGroup[EvaluationWorker], manager: RewardManager, count: int
 ) -> list[ScoredRow]:
-    """The rows of tasks, each a variant and a micro-batch, sampled by `count` workers in turn and scored."""
+    """Sample tasks (variant and micro-batch) on `count` workers round-robin, score them, and return the rows."""
 
     def submit(i: int) -> Pending[Images]:
         return workers.submit(i % count, EvaluationWorker.sample, i, *tasks[i])

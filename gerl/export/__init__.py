@@ -1,4 +1,4 @@
-"""A run's LoRA for other programs: `python -m gerl.export`, or `gerl.export(...)` in Python."""
+"""Export a run's LoRA for other programs: `python -m gerl.export`, or `gerl.export(...)` in Python."""
 
 from gerl.commandline.command import make_callable
 

@@ -1,12 +1,11 @@
-"""The model below a run's LoRA."""
+"""The base model of a run's LoRA."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Base:
-    """The pipeline that a LoRA was trained on, its own alpha, the LoRA that was merged below it, if any, and in which
-    precision the denoisers were."""
+    """The base of a LoRA: pipeline path, the LoRA's alpha, a LoRA merged before training, and the quantisation."""
 
     path: str
     alpha: float

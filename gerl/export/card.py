@@ -1,4 +1,4 @@
-"""The model card of a LoRA, made from the folder of its run: its pictures, and facts of the base model."""
+"""The model card of a LoRA, from its run folder: text, images, and facts about the base model."""
 
 import io
 import json
@@ -38,27 +38,27 @@ from gerl.run.validation import (
 from gerl.utils.files import reason
 from gerl.web.pages import grid, still
 
-# --- Facts of the base model for a model card, as far as they are available: its class, its licence, its name
+# --- Facts about the base model, if available: class, licence and name
 
 logger = logging.getLogger("gerl")
-PATIENCE = 10.0  # seconds for the hub's answer
+PATIENCE = 10.0  # timeout of the Hub in seconds
 PATH = re.compile(r"(?<![\w./@~-])(?:~|\.{1,2})?/(?!/)(?:[^\s/'\"\],}]+/)*([^\s/'\"\],}]+)")
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The base as a card shows it. hub_id: None for a folder. pipeline: its class; licence: as on its card."""
+    """Facts about the base model. hub_id: None for a folder. pipeline: its class. licence: as on its card."""
 
     shown: str
     hub_id: str | None
     pipeline: str | None
     licence: str | None
-    licence_fields: dict[str, str]  # for the header of a card
+    licence_fields: dict[str, str]  # for the header of the card
     merged: str | None
 
 
 def base_model(base: Base) -> BaseModel:
-    """Look the base up in its folder, or on the hub; what is not found is None, with a warning."""
+    """Look up the base in its folder or on the Hub; missing facts are None, with a warning."""
     hub_id = base.path if is_hub_id(base.path) else None
     fields = _licence_entry(base.path, hub_id)
     shipped = base.path in SHIPPED
@@ -71,15 +71,15 @@ def base_model(base: Base) -> BaseModel:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether `model.path` names a model of the hub."""
+    """Whether `model.path` names a model of the Hub."""
     try:
         return resolve(path) == path and not Path(path).exists()
-    except ModelError:  # a folder that is no longer there
+    except ModelError:  # a folder that no longer exists
         return False
 
 
 def without_paths(value: str) -> str:
-    """A text without secrets, and with the names of files in place of their paths on this machine."""
+    """Remove secrets from a text, and replace local paths by file names."""
     return PATH.sub(r"\1", redact(value))
 
 
@@ -92,9 +92,9 @@ def _pipeline(path: str) -> str | None:
 
 
 def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
-    """`license`, `license_name` and `license_link` of the card of the base; empty where they are not known."""
+    """Return `license`, `license_name` and `license_link` of the base's card, as far as known."""
     if path in SHIPPED:
-        return {"license": "apache-2.0"}  # that of gerl
+        return {"license": "apache-2.0"}  # gerl's licence
     data: Any = None
     try:
         if hub_id is not None:
@@ -110,16 +110,16 @@ def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
     return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}
 
 
-# --- The model card of a LoRA, made from the folder of its run
+# --- The model card of a LoRA, from its run folder
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-HIDDEN = ("checkpoint", "cluster", "logger")  # blocks that say nothing about the LoRA
-LONGEST = 200  # characters of a value in a table
+HIDDEN = ("checkpoint", "cluster", "logger")  # blocks irrelevant for the LoRA
+LONGEST = 200  # maximum characters of a value in a table
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run up to one of its checkpoints: its configuration, metrics, the first validation and that of the step."""
+    """A run up to a checkpoint: configuration, metrics, the first validation and that of the checkpoint's step."""
 
     run_dir: Path
     step: int
@@ -132,7 +132,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class ComfyFiles:
-    """The files for ComfyUI and a workflow, by name, or why there are none."""
+    """Names of the files for ComfyUI and the workflow, or the reason why there are none."""
 
     files: Sequence[str] = ()
     workflow: str | None = None
@@ -141,14 +141,14 @@ class ComfyFiles:
 
 @dataclass(frozen=True)
 class CardPictures:
-    """The pictures by name, and as the card shows them."""
+    """Image files by name, and the template values that refer to them."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
 
 def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
-    """Read what the folder of a run has of the time up to `step`."""
+    """Read the data of a run folder up to `step`."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
     validations = [v for v in load_validations(run_dir) if v.step <= step]
     first = validations[0] if validations else None
@@ -156,13 +156,13 @@ def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     if validations[1:] and validations[-1].step == step:
         try:
             last = load_validation(run_dir, step)
-        except GerlError:  # its pictures are damaged, not its numbers
+        except GerlError:  # only its images are damaged, not its numbers
             last = validations[-1]
     return RunFacts(run_dir, step, config, sorted(rows, key=lambda row: row["step"]), validations, first, last)
 
 
 def pictures(run: RunFacts) -> CardPictures:
-    """The held-out pictures before and after, and the curve."""
+    """Render the held-out images before and after training, and the reward curve."""
     files: dict[str, bytes] = {}
     values: dict[str, Any] = {"curve": None, "after": None, "prompts": []}
     if run.first is not None and run.last is not None and (chosen := shown_prompts(run.first, run.last)):
@@ -180,7 +180,7 @@ def pictures(run: RunFacts) -> CardPictures:
 
 
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
-    """The table of the held-out prompts: the total and each scorer before, after, and the paired change."""
+    """Return the table of the held-out prompts: total and scorers before, after, and the paired change."""
     if run.first is None:
         return {"rows": []}
     held_out = get(run.config, "validation", "data")
@@ -210,15 +210,15 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
 
 
 def _paths(given: Any) -> list[str]:
-    """The sources of `data.train` or `validation.data`."""
+    """Return the source paths in `data.train` or `validation.data`; empty if the value is invalid."""
     try:
         return [] if given is None else [source.path for source in sources(given, "data.train")]
-    except ConfigError:  # of another version of gerl
+    except ConfigError:  # written by another version of gerl
         return []
 
 
 def _sources(given: Any) -> str:
-    """The sources as text, with their weights."""
+    """Format the sources with their weights."""
     if not _paths(given):
         return "unknown prompts"
     found = sources(given, "data.train")
@@ -228,7 +228,7 @@ def _sources(given: Any) -> str:
 def model_card(
     run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: CardPictures, repository: str, weights: str, rank: int
 ) -> str:
-    """The README.md of the repository, with its header."""
+    """Render the README.md of the repository, with its header."""
     name = repository.rpartition("/")[2]
     values: dict[str, Any] = {
         "title": name,
@@ -274,12 +274,12 @@ def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardD
 
 
 def _program(run: RunFacts, repository: str) -> str:
-    """Python that samples the first held-out picture again, without the paths of this machine."""
+    """Return Python code that reproduces the first held-out image, without local paths."""
     validation = run.last if run.last is not None and run.last.drawing is not None and run.last.shown else None
     drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
     text = program(run.config, Path(repository), validation, replace(drawing, lora_lines=lines))
-    if (path := get(run.config, "model", "path")) in SHIPPED:  # its folder is in the package
+    if (path := get(run.config, "model", "path")) in SHIPPED:  # a folder in the package
         text = text.replace(repr(str(ASSETS / str(path))), f'str(Path(gerl.__file__).parent / "assets/{path}")')
         text = f"from pathlib import Path\n\nimport gerl\n{text}"
     return without_paths(text)
@@ -325,7 +325,7 @@ def _images(config: Mapping[str, Any]) -> str | None:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Size, and steps and guidance in training and in validation."""
+    """Return the image size, and steps and guidance in training and in validation."""
     sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
     names = ("num_inference_steps", "guidance_scale")
     steps, guidance = (sampling.get(n) if validation.get(n) is None else validation[n] for n in names)
@@ -333,7 +333,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(text: str) -> str:
-    """A text in a table of Markdown, without paths of this machine."""
+    """Format a text for a Markdown table, without local paths."""
     line = " ".join(without_paths(text).split()).replace("|", "\\|")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
@@ -342,13 +342,13 @@ def _code(text: str) -> str:
     return f"`{_cell(text)}`" if "`" not in text else _cell(text)
 
 
-# --- The pictures of a model card: the same held-out prompts before and after, and the curve of the reward
+# --- Images of a model card: held-out prompts before and after training, and the reward curve
 
-SHOWN, COLUMNS = 8, 4  # prompts in a grid
+SHOWN, COLUMNS = 8, 4  # prompts and columns of a grid
 
 
 def shown_prompts(first: Validation, last: Validation) -> list[int]:
-    """Up to `SHOWN` prompts that have a picture in both, spread evenly over the file whatever they gained."""
+    """Select up to `SHOWN` prompts with images in both validations, evenly over the file, independent of rewards."""
     shown = set(first.shown) & set(last.shown)
     same = [i for i in first.first_rows if i in shown and first.prompts[i] == last.prompts[i]]
     count = min(SHOWN, len(same))
@@ -356,7 +356,7 @@ def shown_prompts(first: Validation, last: Validation) -> list[int]:
 
 
 def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:
-    """The pictures of `prompts` with their rewards, as a PNG."""
+    """Render the images of `prompts` with their rewards as a PNG."""
     rewards = [validation.rewards[i] for i in prompts]
     captions = ["not scored" if reward is None else f"reward {reward:.3f}" for reward in rewards]
     images = [still(validation.pixels[validation.shown.index(i)]) for i in prompts]
@@ -364,14 +364,14 @@ def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:
 
 
 def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
-    """The reward of the training and of the held-out prompts over the steps, as a PNG; None if none was measured.
+    """Render the reward of training and held-out prompts over the steps as a PNG; None if there is no reward.
 
     errors: step -> standard error of the held-out mean.
     """
     training, held_out = series(rows, "reward/mean"), series(rows, "val/reward/mean")
     if not any(np.isfinite(values).any() for _, values in (training, held_out)):
         return None
-    from matplotlib.figure import Figure  # in here: it takes seconds, and arguments are checked first
+    from matplotlib.figure import Figure  # imported late, since it takes seconds, and arguments are checked first
 
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot()

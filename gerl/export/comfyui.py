@@ -1,10 +1,10 @@
-"""Workflows for ComfyUI, in the format of its API, that sample with a LoRA.
+"""Workflows for ComfyUI that sample with a LoRA, in API format.
 
-Source of nodes, file names, shifts and schedules: ComfyUI's own templates (github.com/Comfy-Org/workflow_templates,
+Sources of nodes, file names, shifts and schedules: ComfyUI's own templates (github.com/Comfy-Org/workflow_templates,
 templates/default.json at commit 01d7404, flux_dev_full_text_to_image.json at 0de266f, image_qwen_image.json at 099db66,
 01_qwen_t2i_subgraphed.json at 3b370ad, image_z_image.json at d1170b6) and examples
-(github.com/comfyanonymous/ComfyUI_examples, sd3/README.md at 2782d09). Of Qwen-Image they take the files in 8 bits;
-here it is those in bf16, from the same repository.
+(github.com/comfyanonymous/ComfyUI_examples, sd3/README.md at 2782d09). For Qwen-Image they use 8-bit
+files; here the bf16 files of the same repository are used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,26 +15,26 @@ from typing import Any, Literal
 import yaml
 
 Node = dict[str, Any]
-Link = list[str | int]  # the name of a node and the number of its output
+Link = list[str | int]  # name of a node and index of its output
 
 
 @dataclass(frozen=True)
 class Family:
-    """The nodes that a family of base models takes, and the names that its files usually have.
+    """Nodes and usual file names of a family of base models.
 
-    loads: `checkpoint`, one file with everything, or `parts`. guided: where the run's guidance goes: `cfg`, or an input
-    of the denoiser, `embedded`. above: cfg less the pipeline's guidance, 1 where that is 0 without guidance. shift: of
-    ModelSamplingAuraFlow, if the family takes one.
+    loads: `checkpoint` for a single file, or `parts`. guided: use of the guidance scale, as `cfg`, or `embedded` as an
+    input of the denoiser. above: cfg minus the pipeline's guidance; 1 if the pipeline counts from 0 (no guidance).
+    shift: of ModelSamplingAuraFlow, if used.
     """
 
     loads: Literal["checkpoint", "parts"]
     model: str
     text_encoders: Sequence[str] = ()
-    kind: str | None = None  # of the text encoders, for the loaders of one or two of them
+    kind: str | None = None  # type of text encoders, for CLIPLoader and DualCLIPLoader
     vae: str | None = None
     latents: str = "EmptySD3LatentImage"
     guided: Literal["cfg", "embedded"] = "cfg"
-    guidance: str = "guidance_scale"  # the argument of the pipeline
+    guidance: str = "guidance_scale"  # argument of the pipeline
     above: float = 0.0
     shift: float | None = None
     sampler: Sequence[str] = ("euler", "simple")
@@ -46,9 +46,9 @@ LOADERS = {1: "CLIPLoader", 2: "DualCLIPLoader", 3: "TripleCLIPLoader"}
 
 
 def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str, Any]) -> dict[str, Node] | None:
-    """The graph that samples `prompt` with the file `lora` at strength 1; None for a pipeline of another family.
+    """Return the graph that samples `prompt` with the file `lora` at strength 1; None if the pipeline is unknown.
 
-    pipeline: its class in diffusers. base: its hub id or name. call: the arguments of the pipeline's call.
+    pipeline: its diffusers class. base: its Hub id or name. call: arguments of the pipeline's call.
     """
     family = FAMILIES.get(pipeline)
     if family is None:
@@ -81,7 +81,7 @@ def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str
 
 
 def _loaders(family: Family, file: str) -> tuple[dict[str, Node], Link, Link, Link]:
-    """The nodes that load the base, and where its denoiser, text encoders and VAE come out."""
+    """Return the nodes that load the base, and the outputs for denoiser, text encoders and VAE."""
     nodes: dict[str, Node] = {}
     if family.loads == "checkpoint":
         nodes["base"] = _node("CheckpointLoaderSimple", ckpt_name=file)

@@ -1,4 +1,4 @@
-"""A run's LoRA for other programs: `python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [key=value ...]`."""
+"""Export a run's LoRA: `python -m gerl.export run=FOLDER out=FOLDER [format=NAME] [key=value ...]`."""
 
 import contextlib
 import logging
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gerl")
 
-KINDS = {"ema": "ema/", "raw": "lora/"}  # where a checkpoint keeps them
+KINDS = {"ema": "ema/", "raw": "lora/"}  # prefixes of tensor names in a checkpoint
 STATE = "state.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keys of the command line."""
+    """Keys of the command line."""
 
     run: Path = key("a run folder, or one of its checkpoints/step_N", required=True)
     out: Path | None = key("folder for the files; required without push")
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def folder(self) -> Path:
-        """`out` of a request that writes a folder of its own."""
+        """`out`, for a request that writes a folder."""
         assert self.out is not None
         return self.out
 
@@ -76,15 +76,15 @@ PARSER = Parser(
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code, see `run_command`."""
+    """Run the command line and return the exit code, see `run_command`."""
     return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(PARSER.parse(arguments)[0]))
 
 
 def run(request: Request) -> list[Path]:
-    """Check everything that can be checked, then write; returns the files, which are there completely or not at all.
+    """Validate the request, then write the files atomically and return their paths.
 
     Raises:
-        GerlError: the checkpoint, the base model or the folder does not fit the request.
+        GerlError: if the checkpoint, the base model or the folder does not fit the request.
     """
     request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
@@ -101,10 +101,10 @@ def run(request: Request) -> list[Path]:
         what = "the run trained a LoRA, which has its rank" if not whole else "format=merged has all of the weights"
         raise ConfigError(f"rank={request.rank}: {what}; remove it")
     if request.push is not None:
-        from gerl.export.upload import check_upload  # in here: it imports the client of the hub
+        from gerl.export.upload import check_upload  # imported late: loads the Hub client
 
         check_upload(request.push, request.private, request.overwrite)
-    # Here and not above: these import torch, which takes seconds, and the keys and files come first.
+    # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
         from gerl.export.full_weights import extract, whole_pipeline
@@ -131,7 +131,7 @@ def run(request: Request) -> list[Path]:
 
 
 def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict[str, Lora]":
-    """The LoRA of each denoiser; raises `CheckpointError` if there is none."""
+    """Return the LoRA of each denoiser. Raises `CheckpointError` if there is none."""
     from gerl.model.lora import collect_loras
     from gerl.model.teachers import is_fake
     from gerl.utils.tensors import unpack_tensors
@@ -145,7 +145,7 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
 
 
 def resolve_push(request: Request) -> Request:
-    """The request with the format that `push` implies; raises `ConfigError` for contradictory keys."""
+    """Return the request with the format implied by `push`. Raises `ConfigError` if keys contradict each other."""
     if request.push is None:
         if request.out is None:
             raise ConfigError("out is missing: give out=folder for the files, or push=owner/name; --help shows all")
@@ -154,15 +154,15 @@ def resolve_push(request: Request) -> Request:
         return request
     if request.format not in ("diffusers", "hub"):
         raise ConfigError(f"format={request.format}: push uploads format=hub, remove one of them")
-    from gerl.export.upload import check_name  # in here: it imports the client of the hub
+    from gerl.export.upload import check_name  # imported late: loads the Hub client
 
     check_name(request.push)
     return replace(request, format="hub")
 
 
 def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lora]", base: Base) -> list[Path]:
-    """Write the folder of a model repository, and upload it with `push`; returns the files in `out`."""
-    from gerl.export.files import write_files  # they import torch
+    """Write the folder of a model repository, and upload it if `push` is set. Returns the files in `out`."""
+    from gerl.export.files import write_files  # imports torch
     from gerl.export.hub import hub_files
 
     name = request.push or request.folder.resolve().name
@@ -183,7 +183,7 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
 
 
 def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
-    """Write the denoisers of a run that trained the weights themselves."""
+    """Write the denoisers of a run with full fine-tuning. Returns the files."""
     from gerl.export.full_weights import write_denoisers
 
     written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
@@ -195,7 +195,7 @@ def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[
 
 
 def read_config(run_dir: Path) -> Base:
-    """The base model of a run and its LoRA's alpha; raises `ConfigError` if its config.yaml does not have them."""
+    """Return the base model of a run, with the LoRA's alpha. Raises `ConfigError` if config.yaml lacks them."""
     path = run_dir / "config.yaml"
     try:
         model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
@@ -212,11 +212,11 @@ def read_config(run_dir: Path) -> Base:
 
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
-    """Raise `ConfigError` if writing to `out` would destroy something."""
+    """Raise `ConfigError` if writing to `out` could overwrite existing files."""
     if request.out is None:
         return
     out, precious = request.out.resolve(), {"checkpoint": checkpoint.path}
-    with contextlib.suppress(ModelError):  # a LoRA can be written without the base model
+    with contextlib.suppress(ModelError):  # a LoRA can be exported without the base model
         precious["base model"] = Path(resolve(base))
     for what, folder in precious.items():
         if out.is_relative_to(folder.resolve()):
@@ -228,7 +228,7 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
 
 
 def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
-    """The files that were written, and how they are loaded."""
+    """Return a message with the written files, and code that loads them."""
     out = str(request.out)
     if request.format == "merged":
         lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
@@ -242,7 +242,7 @@ def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Seque
         match request.format:
             case "diffusers" if name in ("transformer", "unet"):
                 lines.append(f"    pipe.load_lora_weights({out!r})")
-            case "diffusers":  # pipelines only know of one denoiser with a LoRA
+            case "diffusers":  # pipelines support a LoRA on one denoiser only
                 lines.append(f"    pipe.{name}.load_lora_adapter({out!r}, prefix={name!r}, use_safetensors=True)")
             case "peft":
                 lines.append(f"    PeftModel.from_pretrained(pipe.{name}, {str(request.folder / name)!r})")

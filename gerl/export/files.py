@@ -1,4 +1,4 @@
-"""The files of each format: a LoRA under the names of its library, or the pipeline with the LoRA in its weights."""
+"""Files of the export formats: a LoRA in a library's layout, or the pipeline with the LoRA merged."""
 
 import contextlib
 import logging
@@ -34,16 +34,16 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files, relative name -> content."""
+    """Write `files` (relative name -> content) to `folder`."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
 def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, bytes]:
-    """The files of a format, by name relative to `out`, which note the base.
+    """Return the files of a format by name relative to `out`, with the base in their metadata.
 
-    Raises `ModelError` if the base model has no such layout.
+    Raises `ModelError` if the format does not support the base model.
     """
     files: dict[str, bytes] = {}
     match format:
@@ -66,7 +66,7 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
 
 
 def _check(content: bytes, loras: Mapping[str, Lora], base: Base) -> None:
-    """Raise `ModelError` unless plain diffusers reads the whole of a file; it is not tried without the base model."""
+    """Raise `ModelError` unless plain diffusers loads the file completely; skipped if the base model is missing."""
     try:
         denoisers = {name: skeleton(base.path, name) for name in loras}
     except ModelError as error:
@@ -76,7 +76,7 @@ def _check(content: bytes, loras: Mapping[str, Lora], base: Base) -> None:
 
 
 def skeleton(base: str, name: str) -> diffusers.ModelMixin:
-    """The denoiser `name` of a pipeline without its weights: layers on the meta device, from its configuration."""
+    """Return the denoiser `name` of a pipeline without weights, on the meta device, built from its configuration."""
     with loading(base):
         folder = resolve(base)
         index = diffusers.DiffusionPipeline.load_config(folder)
@@ -86,9 +86,9 @@ def skeleton(base: str, name: str) -> diffusers.ModelMixin:
 
 
 def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.DiffusionPipeline:
-    """The whole pipeline with the LoRAs in its weights; every component keeps the precision of its files.
+    """Return the pipeline with the LoRAs merged; every component keeps the precision of its files.
 
-    A LoRA that was merged into the base before training comes first.
+    A LoRA merged into the base before training is merged first.
     """
     with loading(base.path):
         folder = Path(resolve(base.path))
@@ -109,11 +109,11 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The precision that most stored weights of each component have; `default`, for those without weights, is fp32."""
+    """Return the most frequent stored precision by component; `default`, for components without weights, is fp32."""
     found = {"default": torch.float32}
     for component in (f for f in folder.iterdir() if f.is_dir()):
         stored: Counter[str] = Counter()
-        # a name with two dots is a variant such as model.fp16.safetensors, which is not what is loaded
+        # names with two dots are variants such as model.fp16.safetensors, which are not loaded
         for file in (f for f in component.glob("*.safetensors") if f.name.count(".") == 1):
             with safe_open(file, "pt") as tensors:
                 stored.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
@@ -124,7 +124,7 @@ def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def loading(base: str) -> Iterator[None]:
-    """Say in a `ModelError` which pipeline cannot be loaded, and why."""
+    """Convert exceptions of loading to a `ModelError` that names the pipeline and the reason."""
     try:
         yield
     except ModelError as error:

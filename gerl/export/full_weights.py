@@ -1,4 +1,4 @@
-"""The export of a run that trained the weights themselves: its denoisers, or a LoRA that comes near them."""
+"""Export of a run with full fine-tuning: its denoisers, or a LoRA that approximates them."""
 
 import json
 import logging
@@ -17,19 +17,19 @@ from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
 
 logger = logging.getLogger("gerl")
-KINDS = {"ema": "ema/", "raw": "weights/"}  # how the names in it begin
-EXACT = 1024  # rows or columns up to which the whole decomposition takes no time
+KINDS = {"ema": "ema/", "raw": "weights/"}  # prefixes of tensor names in a checkpoint
+EXACT = 1024  # rows or columns up to which a full SVD is fast
 
 
 def trained_weights(checkpoint: Checkpoint, kind: str) -> tuple[Shards, dict[str, str]]:
-    """The state of a checkpoint, and the names in it of the trained weights, by `denoiser.parameter`."""
+    """Return the state of a checkpoint, and the tensor names of the trained weights by `denoiser.parameter`."""
     shards = Shards(checkpoint.path / PARTS)
     prefix = KINDS[kind]
     return shards, {name.removeprefix(prefix): name for name in shards.shapes() if name.startswith(prefix)}
 
 
 def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
-    """Write the denoisers into `out`, each a folder for diffusers, in the precision in which they compute."""
+    """Write each denoiser into a diffusers folder in `out`, in its computing precision."""
     for name, folder in models_in(checkpoint.path).items():
         if kind == "ema":
             shutil.copytree(folder, out / name)
@@ -44,7 +44,7 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
 
 
 def whole_pipeline(checkpoint: Checkpoint, kind: str, base: Base) -> diffusers.DiffusionPipeline:
-    """The base pipeline with the trained weights in it, in the precision of its files."""
+    """Return the base pipeline with the trained weights, in the precision of its files."""
     pipe = merged_pipeline({}, base)
     _copy_weights(checkpoint, kind, pipe.components)
     return pipe
@@ -60,7 +60,7 @@ def _copy_weights(checkpoint: Checkpoint, kind: str, models: Mapping[str, object
 
 
 def parameter(model: object, key: str, full: str) -> torch.nn.Parameter:
-    """A parameter by name; raises `ModelError` where there is none."""
+    """Return a parameter by name. Raises `ModelError` if the model has none."""
     try:
         assert isinstance(model, torch.nn.Module)
         return model.get_parameter(key)
@@ -72,8 +72,10 @@ def parameter(model: object, key: str, full: str) -> torch.nn.Parameter:
 
 @torch.no_grad()
 def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[str, Lora]:
-    """The LoRAs of `rank` that come nearest to what the trained linear layers have changed, by the largest singular
-    values of that; alpha is the rank."""
+    """Return LoRAs of `rank` that best approximate the change of the trained linear layers, by truncated SVD.
+
+    Alpha is the rank. Raises `ModelError` if no linear layer changed.
+    """
     shards, names = trained_weights(checkpoint, kind)
     pipe = merged_pipeline({}, base)
     layers: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -102,9 +104,9 @@ def extract(checkpoint: Checkpoint, kind: str, base: Base, rank: int) -> dict[st
 
 
 def low_rank_factors(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`A [rank, in]` and `B [out, rank]` whose product is nearest to `change` `[out, in]` (Eckart and Young 1936).
+    """Return `A [rank, in]` and `B [out, rank]` with `B A` nearest to `change` `[out, in]` (Eckart and Young 1936).
 
-    Rows of A beyond the rank that `change` can have are 0.
+    Rows of A beyond `min(out, in)` are 0.
     """
     if min(change.shape) <= max(EXACT, 2 * rank):
         u, s, vh = torch.linalg.svd(change, full_matrices=False)

@@ -1,4 +1,4 @@
-"""The folder of a model repository: the LoRA, its card, pictures, and what ComfyUI needs."""
+"""Files of a model repository: the LoRA, its card, images, and files for ComfyUI."""
 
 import json
 import logging
@@ -35,10 +35,10 @@ WORKFLOW = "comfyui/workflow.json"
 def hub_files(
     loras: Mapping[str, Lora], base: Base, run_dir: Path, step: int, weights: str, repository: str
 ) -> dict[str, bytes]:
-    """The files of the repository, by name.
+    """Return the files of the repository by name.
 
-    repository: `owner/name`, or the name of the folder. Files for ComfyUI are left out, which log and card say, where
-    kohya's layout of the base is not known or the base is not available.
+    repository: `owner/name`, or the name of the folder. Files for ComfyUI are omitted, with a note in log and card, if
+    kohya's layout of the base is unknown or the base is not available.
     """
     _, config = read_config(run_dir / "config.yaml")
     run, model = read_run(run_dir, step, config), base_model(base)
@@ -54,7 +54,7 @@ def hub_files(
 
 
 def header(run: RunFacts, weights: str) -> dict[str, str]:
-    """Facts for the header of the safetensors files, apart from the base model."""
+    """Return the metadata of the safetensors files, except for the base model."""
     scorers = get(run.config, "reward", "scorers") or {}
     reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
     return {
@@ -100,7 +100,7 @@ def _comfyui(
 
 
 def _call(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with which the run validates."""
+    """Return the pipeline arguments of the run's validation."""
     sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})

@@ -1,4 +1,4 @@
-"""A folder as a model repository of the Hugging Face hub."""
+"""Upload a folder as a model repository of the Hugging Face Hub."""
 
 import re
 from pathlib import Path
@@ -16,12 +16,12 @@ from huggingface_hub.utils import httpx, validate_repo_id
 from gerl.errors import ConfigError, GerlError
 from gerl.utils.files import reason
 
-PATIENCE = 10.0  # seconds for the hub's answer about a repository
-OWN = {".gitattributes"}  # files that the hub puts into an empty repository
+PATIENCE = 10.0  # timeout of the Hub in seconds
+OWN = {".gitattributes"}  # files that the Hub creates in an empty repository
 
 
 def check_name(repository: str) -> None:
-    """Raise `ConfigError` if this is no `owner/name`."""
+    """Raise `ConfigError` unless `repository` has the form `owner/name`."""
     try:
         validate_repo_id(repository)
         named = re.fullmatch(r"[\w.-]+/[\w.-]+", repository) is not None
@@ -34,10 +34,11 @@ def check_name(repository: str) -> None:
 
 
 def check_upload(repository: str, private: bool, overwrite: bool) -> None:
-    """Ask the hub whether an upload would be possible and destroy nothing.
+    """Check with the Hub that an upload is possible and replaces nothing unintended.
 
     Raises:
-        ConfigError: there is no network or no login, or the repository has files already or is public.
+        ConfigError: if there is no network or login, or the repository has files without `overwrite`, or is public
+            despite `private`.
     """
     api = HfApi()
     try:
@@ -61,9 +62,9 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
 
 
 def upload(folder: Path, repository: str, private: bool, message: str) -> str:
-    """Create the repository if there is none, and put the folder into it as one commit; returns its address.
+    """Create the repository if missing, upload the folder in one commit, and return the repository's URL.
 
-    Raises `GerlError` if the hub refuses or cannot be reached.
+    Raises `GerlError` if the Hub refuses or cannot be reached.
     """
     api = HfApi()
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -77,7 +78,7 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
 
 
 def _explain(repository: str, error: Exception) -> str:
-    """The cause and the remedy."""
+    """Return a message with cause and remedy."""
     hub, given = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):
         return f"{given}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"

@@ -1,4 +1,4 @@
-"""Look at a run before starting it: `python -m gerl.preflight`, or `gerl.preflight(...)` in Python."""
+"""Check a run before starting it: `python -m gerl.preflight`, or `gerl.preflight(...)` in Python."""
 
 from gerl.commandline.command import make_callable
 

@@ -1,6 +1,6 @@
-"""Look at a run before starting it: `python -m gerl.preflight [experiment=NAME] [key=value ...] [out=FILE.json]`.
+"""Check a run before starting it: `python -m gerl.preflight [experiment=NAME] [key=value ...] [out=FILE.json]`.
 
-It reads the keys first; torch and diffusers are imported after that.
+The keys are parsed before torch and diffusers are imported.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from gerl.preflight.sizing.hardware import GPUS, Name
 
 @dataclass(frozen=True)
 class Options:
-    """The keys of the command line, beside those of a run."""
+    """Keys of the command itself, in addition to those of a run."""
 
     signal: int | None = key(
         "4; instead, sample this many batches of a training step and measure at which steps their gradients agree",
@@ -56,12 +56,12 @@ PARSER = Parser(
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code: 0 if the configuration can train, otherwise see `run_command`."""
+    """Run the command line and return the exit code: 0 if the configuration can train, otherwise see `run_command`."""
     return run_command(argv, lambda: PARSER.help(program), preflight)
 
 
 def preflight(arguments: list[str]) -> None:
-    """Check the keys, then examine the run, or measure its signal."""
+    """Check the keys, then examine the run, measure its signal, or size it."""
     config, options = parse(arguments)
     if options.signal is not None:
         with importing():
@@ -82,7 +82,7 @@ def preflight(arguments: list[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
-    """The configuration and the command's own keys; raises `ConfigError` for contradictory keys."""
+    """Return the configuration and the command's options. Raises `ConfigError` if keys contradict each other."""
     options, overrides = PARSER.parse(arguments)
     config, out, signal = compose_run(overrides).config, options.out, options.signal
     if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):

@@ -1,4 +1,4 @@
-"""Micro-batches of several sizes on one worker: as many as are configured, or as many as fit into its memory."""
+"""Measure micro-batches of several sizes on one worker: the configured size, or the largest that fits in memory."""
 
 import inspect
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger("gerl")
 T = TypeVar("T")
 
 TEXT = 'a photo of an old wooden door in a white wall, with a small blue sign beside it that reads "OPEN TODAY"'
-SIDE = 512  # pixels of a made-up picture, where the configuration names no size
+SIDE = 512  # pixels of a synthetic image if the configuration sets no size
 
 
 class TooLarge(GerlError):
@@ -45,17 +45,17 @@ class TooLarge(GerlError):
 
 
 def attempt(phase: str, size: int, device: str, work: Callable[[], T]) -> tuple[T, Usage]:
-    """`measured`, but `TooLarge` where the GPU's memory does not hold it."""
+    """Run `measured`. Raises `TooLarge` if the GPU runs out of memory."""
     try:
         return measured(device, work)
     except (torch.OutOfMemoryError, MemoryFull):
-        pass  # the error raised below must not refer to it: its traceback keeps the tensors
+        pass  # the error raised below must not chain to this one, whose traceback keeps the tensors alive
     release(device)
     raise TooLarge(phase, size)
 
 
 class Bench:
-    """Micro-batches of several sizes on one worker, all of one prompt."""
+    """Runner of micro-batches of several sizes on one worker, all of one prompt."""
 
     def __init__(self, worker: PolicyWorker, prompt: Prompt) -> None:
         self.worker, self.prompt, self.config = worker, prompt, worker.config
@@ -63,24 +63,24 @@ class Bench:
 
     @property
     def smallest(self) -> int:
-        """Images of the smallest micro-batch that the algorithm can sample."""
+        """Number of images in the smallest micro-batch that the algorithm can sample."""
         return self.config.algorithm.needs.sampled_images(self.config.rollout.n)
 
     def task(self, algorithm: Algorithm) -> RolloutTask:
-        """The largest micro-batch that `algorithm` plans of the prompt's copies."""
+        """Return the largest micro-batch that `algorithm` plans for copies of the prompt."""
         size, n = algorithm.config.rollout.micro_batch_size, algorithm.config.rollout.n
-        # pictures of several prompts are never in one micro-batch
+        # a micro-batch never mixes condition images of several prompts
         copies = 1 if pictures_of(self.prompt) else -(-size // n)
         prompts = [replace(self.prompt, id=i) for i in range(copies)]
         tasks = algorithm.plan(plan_samples(algorithm.config, prompts, 1, 0))
         return max(tasks, key=lambda task: rows_of(task.segments))
 
     def run(self, rollout: int, actor: int) -> Run:
-        """Sample a micro-batch of `rollout` and train on it in parts of at most `actor` images."""
+        """Sample a micro-batch of `rollout` images and train on it in parts of at most `actor` images."""
         worker = self.worker
-        worker.rollout.format.divides = worker.actor.divides = False  # the aim is to find what does not fit
+        worker.rollout.format.divides = worker.actor.divides = False  # no automatic splitting: find what does not fit
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
-        give_reward(algorithm, worker.device, {})  # whose memory counts, where it is differentiated
+        give_reward(algorithm, worker.device, {})  # a differentiable reward uses memory too
         task = self.task(algorithm)
         credit = torch.ones(len(task.samples), self.config.sampling.num_inference_steps)
         credit[1::2] = -1.0
@@ -104,12 +104,12 @@ class Bench:
         )
 
     def plain_task(self, algorithm: Algorithm, rollout: int) -> RolloutTask:
-        """A micro-batch of at most `rollout` images without branches."""
+        """Return a micro-batch of at most `rollout` images without branches."""
         prompts = [replace(self.prompt, id=i) for i in range(-(-rollout // self.config.rollout.n))]
         return Algorithm.plan(algorithm, plan_samples(algorithm.config, prompts, 1, 0))[0]
 
     def compare(self, rollout: int) -> tuple[float, float]:
-        """`replay_checks.stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
+        """Return `stock_difference` and `parts_difference` of a micro-batch of at most `rollout` images."""
         task = self.plain_task(build_algorithm(sized(self.config, rollout, rollout)), rollout)
         logger.info("%d images: sampled without noise, and trained one by one", len(task.samples))
 
@@ -119,7 +119,7 @@ class Bench:
         return attempt("rollout", rollout, self.worker.device, compared)[0]
 
     def probe(self, rollout: int) -> SamplingProbe:
-        """The probe of the trainer before it starts, on a micro-batch of `rollout`."""
+        """Run the trainer's calibration probe on a micro-batch of `rollout` images."""
         algorithm = build_algorithm(sized(self.config, rollout, rollout))
         task = self.plain_task(algorithm, rollout)
         logger.info("%d images: numerical noise of the ratio", len(task.samples))
@@ -127,7 +127,7 @@ class Bench:
 
 
 def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:
-    """The gradient of a sampled task, as a worker accumulates it before the optimizer step."""
+    """Accumulate the gradient of a sampled task as a worker does before the optimizer step."""
     algorithm = worker.config.algorithm
     if algorithm.subtracts_kl and algorithm.kl_coef > 0:
         kl_to_base(worker, task.id)
@@ -136,10 +136,10 @@ def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs:
 
 
 def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Run:
-    """The smallest micro-batch, with synthetic pictures in `folder` where the pipeline requires some.
+    """Run the smallest micro-batch, with synthetic condition images in `folder` if the pipeline requires them.
 
-    An argument of a pipeline may be needed although it has a default, so it is tried. Without a prompt file,
-    pictures are synthesised at once if it may have some.
+    An argument with a default may still be required, so a refused call is retried with all image arguments. Without a
+    prompt file they are supplied at once if its prompts may have condition images.
     """
     config, prompt, pipe = bench.config, bench.prompt, bench.worker.policy.pipe
     accepted = inspect.signature(type(pipe).__call__).parameters
@@ -168,7 +168,7 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
 
 
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:
-    """`prompt` with a grey picture for each of `names`, a white one for a mask, as large as the images to sample."""
+    """Return `prompt` with a grey image (white for a mask) for each of `names`, in the size of the images to sample."""
     metadata = dict(prompt.metadata)
     for name in names:
         colour = (255, 255, 255) if "mask" in name else (127, 127, 127)
@@ -179,9 +179,9 @@ def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Co
 
 
 def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
-    """The configured micro-batch, or the largest half of it that fits, and another where it is no larger than `first`.
+    """Run the configured micro-batch, halved until it fits, and a larger one if it is no larger than `first`.
 
-    Memory as a function of the size needs two sizes.
+    The linear memory model needs two sizes.
     """
     config, worker = bench.config, bench.worker
     configured = config.rollout.micro_batch_size, config.actor.micro_batch_size or config.rollout.micro_batch_size
@@ -202,11 +202,11 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
             "measured"
         )
     if config.model.compile or worker.device.startswith("cuda"):
-        run = bench.run(rollout, actor)  # the first time kernels are chosen or compiled
+        run = bench.run(rollout, actor)  # the first run also selects or compiles kernels
     larger = 2 * actor if run.trained == first.trained else actor
     drawn = max(larger, 2 * rollout if run.drawn == first.drawn else rollout)
     room, peak = capacity(worker.device), max(run.rollout.peak or 0, run.update.peak or 0)
-    # a full GPU raises an error; a process with too little main memory is killed
+    # a full GPU raises an error, but a process that runs out of main memory is killed
     if (drawn, larger) == (rollout, actor) or (worker.device == "cpu" and (room is None or room < 2 * peak)):
         return [run]
     try:

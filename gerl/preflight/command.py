@@ -1,6 +1,6 @@
-"""Examine a run before it is started, in the time of a few steps.
+"""Examine a run before starting it, in the time of a few steps.
 
-One prompt is sampled and trained on in this process, as by a worker of the run; the rewards are synthetic.
+One prompt is sampled and trained on in this process, like on a worker of the run, with synthetic rewards.
 """
 
 import logging
@@ -44,11 +44,11 @@ from gerl.workers.worker import PolicyWorker
 logger = logging.getLogger("gerl")
 
 
-COMPARED = 4  # images of the micro-batch on which a rollout is compared with the plain pipeline
+COMPARED = 4  # images of the micro-batch that compares a rollout with the plain pipeline
 
 
 def run(config: Config, out: Path | None = None) -> Report:
-    """Examine, log the report and write it to `out`; raises `TrainingError` if the configuration cannot train."""
+    """Examine a run, log the report and write it to `out`. Raises `TrainingError` if the run cannot train."""
     report = Report(config.model.path, config.algorithm.name)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -66,8 +66,8 @@ def run(config: Config, out: Path | None = None) -> Report:
 
 
 def examine(config: Config, report: Report, folder: Path) -> None:
-    """Fill `report`; `folder`: for synthetic pictures. Raises `GerlError` for a problem that ends the preflight."""
-    machines = Cluster(config.cluster)  # not entered: nothing is started
+    """Fill `report`, with synthetic images in `folder`. Raises `GerlError` for a problem that ends the preflight."""
+    machines = Cluster(config.cluster)  # not entered, so nothing is started
     report.device, report.workers = machines.device, machines.num_workers
     prompts = read_prompts(config, report)
     total_updates = config.trainer.steps * config.actor.updates
@@ -87,7 +87,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
 
 
 def read_prompts(config: Config, report: Report) -> list[Prompt]:
-    """The prompts of `data.train`, none if there is no such file; raises `DataError` for one that cannot be used."""
+    """Return the prompts of `data.train`, none if a file is missing. Raises `DataError` if a file cannot be used."""
     for source in sources(config.data.train, "data.train"):
         try:
             if not source.on_hub:
@@ -103,7 +103,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
 
 
 def load(worker: PolicyWorker, report: Report) -> bool:
-    """Load the pipeline, and say what it consists of; returns whether its base weights are in half precision."""
+    """Load the pipeline and report its components. Returns whether the base weights are in half precision."""
     config = worker.config
     check_model(config.model, config.sampling, config.cluster.context)
     logger.info("loading %s", config.model.path)
@@ -129,7 +129,7 @@ def load(worker: PolicyWorker, report: Report) -> bool:
 
 
 def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report: Report) -> None:
-    """Forecast time and memory of a trainer step, and judge whether there is so much."""
+    """Forecast time and memory of a trainer step, and report problems if the memory is not sufficient."""
     config, run, workers = bench.config, report.run, report.workers
     assert run is not None and workers is not None
     own = {name: name for name in COLUMNS if bench.prompt.metadata.get(name)}
@@ -154,7 +154,7 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
 
 
 def trained_share(algorithm: Algorithm, tasks: Sequence[RolloutTask]) -> float:
-    """The share of images that rewards which all differ give a credit to; others the update leaves out."""
+    """Return the share of images with nonzero credit if all rewards differ; the update skips the others."""
     samples = [sample for task in tasks for sample in task.samples]
     if algorithm.needs_all_samples:
         return 1.0

@@ -1,4 +1,4 @@
-"""The findings of a preflight: measured seconds and memory, the forecast of a step, problems and warnings."""
+"""Findings of a preflight: measured time and memory, the forecast of a step, problems and warnings."""
 
 import contextlib
 import gc
@@ -23,21 +23,21 @@ from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.utils.files import finite, reason
 
-# --- Seconds and memory of a piece of work on a GPU or a CPU, and how the memory grows with its size
+# --- Time and memory of work on a GPU or a CPU, and memory as a function of the batch size
 
 T = TypeVar("T")
 PROC = Path("/proc")
 RESIDENT = ("self/status", "VmRSS")
-# the memory limit of a container, of cgroup 2 and 1; a number of bytes, or `max`
+# memory limit of a container (cgroup 2 and 1): a number of bytes, or `max`
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Time and memory that a piece of work took.
+    """Time and memory of a piece of work.
 
-    `peak`: the most bytes at a time of tensors on the GPU, or on a CPU of the process's resident memory, which holds
-    Python and its libraries as well; None where the system does not tell.
+    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory, which includes Python and its
+    libraries. None if the system does not report it.
     """
 
     seconds: float
@@ -45,7 +45,7 @@ class Usage:
 
 
 def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
-    """The result of `work`, and the time and memory it took on `device` (`cpu`, `cuda`, `cuda:0`)."""
+    """Return the result of `work`, and its time and memory on `device` (`cpu`, `cuda`, `cuda:0`)."""
     gpu = device.startswith("cuda")
     if gpu:
         torch.cuda.synchronize(device)
@@ -61,16 +61,16 @@ def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
 
 
 def release(device: str) -> None:
-    """Return freed memory to the device, after work that ran out of it."""
+    """Return freed memory to the device after an out-of-memory error."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
 
 
 def capacity(device: str) -> int | None:
-    """Bytes that this process can use in total, of the GPU or of main memory; None if not known.
+    """Return the total bytes that this process can use, of the GPU or of main memory; None if unknown.
 
-    On a CPU: its own and those that the kernel calls available, at most the limit of the container.
+    On a CPU: its resident memory plus the kernel's `MemAvailable`, at most the container's limit.
     """
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
@@ -82,7 +82,7 @@ def capacity(device: str) -> int | None:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """The bytes of a line `key:  123 kB`."""
+    """Return the bytes given by a line `key:  123 kB`."""
     found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
@@ -95,30 +95,30 @@ def _read(path: Path) -> str:
 
 
 def _reset_peak() -> None:
-    """Reset the peak; where that is not possible it remains that of the whole process."""
+    """Reset the peak; if that is not possible, it stays the peak of the whole process."""
     with contextlib.suppress(OSError):
         (PROC / "self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _peak() -> int:
     peak = _kilobytes(PROC / "self/status", "VmHWM")
-    unit = 1 if platform.system() == "Darwin" else 1024  # macOS counts bytes
+    unit = 1 if platform.system() == "Darwin" else 1024  # macOS reports bytes
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
 class Line(NamedTuple):
-    """Bytes as a linear function of a size."""
+    """Bytes as a linear function of the batch size."""
 
     fixed: float
     slope: float
 
     def at(self, size: float) -> float:
-        """Bytes at `size`."""
+        """Return the bytes at `size`."""
         return self.fixed + self.slope * size
 
 
 def through(points: Mapping[int, float]) -> Line | None:
-    """The line through the smallest and the largest size of `points`; None if it is one size, or nothing grew."""
+    """Return the line through the smallest and largest size of `points`; None for one size, or if bytes do not grow."""
     low, high = min(points, default=0), max(points, default=0)
     if low == high or points[high] <= points[low]:
         return None
@@ -126,58 +126,58 @@ def through(points: Mapping[int, float]) -> Line | None:
     return Line(points[low] - slope * low, slope)
 
 
-# --- Forecast of a trainer step from one micro-batch that was measured: seconds, memory, and which sizes fit
+# --- Forecast of a trainer step from measured micro-batches: time, memory, and the sizes that fit
 
-SPARE = 0.1  # share of the memory that is left free: allocators cannot use all of it
+SPARE = 0.1  # share of the memory left free, since allocators cannot use all of it
 
 
 @dataclass(frozen=True)
 class Run:
-    """A micro-batch that was sampled and trained on."""
+    """Measurements of a micro-batch that was sampled and trained on."""
 
     images: int
     drawn: int  # rows denoised together
-    trained: int  # rows of a forward and backward
+    trained: int  # rows of a forward and backward pass
     rollout: Usage
     update: Usage
-    step_seconds: float  # of the optimizer
-    trajectories: int  # bytes of the tapes, which stay until the end of a trainer step
-    deviation: float | None  # max |ratio - 1|; None where the algorithm has no such ratio
-    finite: bool  # the gradient
-    gradients: dict[str, int]  # denoiser -> LoRA modules that got a gradient
+    step_seconds: float  # optimizer step
+    trajectories: int  # bytes of the tapes, kept until the end of a trainer step
+    deviation: float | None  # max |ratio - 1|; None if the algorithm has no such ratio
+    finite: bool  # whether the gradient is finite
+    gradients: dict[str, int]  # denoiser -> number of LoRA modules with a gradient
     unit: str  # image or video
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a trainer step; without rewards, validation and checkpoints."""
+    """Time of a trainer step, without rewards, validation and checkpoints."""
 
     images: int
-    images_per_worker: int  # of the worker that has most
+    images_per_worker: int  # of the busiest worker
     rollout: float
     update: float
 
     @property
     def step(self) -> float:
-        """Rollout and update."""
+        """Time of rollout and update."""
         return self.rollout + self.update
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one worker in a trainer step, in bytes; None: not known. Sizes are in images and at most those of a step."""
+    """Memory of a worker in a trainer step, in bytes; None if unknown. Sizes are in images, at most those of a step."""
 
     capacity: int | None
     trajectories: float
     rollout: float | None
     update: float | None
-    largest_rollout: int | None  # micro-batch that fits; 0: none does
+    largest_rollout: int | None  # micro-batch that fits; 0 if none does
     largest_update: int | None
-    validation: float | None  # sampling a micro-batch of held-out prompts
+    validation: float | None  # sampling a validation micro-batch
 
 
 def sized(config: Config, rollout: int, actor: int) -> Config:
-    """`config` with other micro-batches."""
+    """Return `config` with other micro-batch sizes."""
     return replace(
         config,
         rollout=replace(config.rollout, micro_batch_size=rollout),
@@ -186,19 +186,19 @@ def sized(config: Config, rollout: int, actor: int) -> Config:
 
 
 def rows_of(segments: Sequence[Segment]) -> int:
-    """The most rows that are denoised, or trained, together."""
+    """Return the largest number of rows denoised (or trained) together."""
     return max(len(segment.seeds) for segment in segments)
 
 
 def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
-    """Images of the worker that has most of them, when micro-batches are dealt out in turn by their ids."""
+    """Return the images of the busiest worker if micro-batches are assigned round-robin by their ids."""
     return max(sum(len(task.samples) for task in tasks if task.id % workers == rank) for rank in range(workers))
 
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
-    """A step of `tasks` on `workers` like the one that did `run`; `share`: of the images that are trained on.
+    """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: share of images trained on.
 
-    Every image is in one of the updates of an epoch; each update waits for the worker with most to do.
+    Every image is in one of the updates of an epoch; each update waits for the busiest worker.
     """
     parts = (
         update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
@@ -212,13 +212,13 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 def forecast_memory(
     config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
 ) -> Memory:
-    """A worker that samples `images` a step, with peaks linear in the size of the micro-batch, through those of `runs`.
+    """Forecast the memory of a worker that samples `images` per step.
 
-    All trajectories of a step are held until its end. `sizes`: those that a micro-batch may have. `capacity`: bytes
-    that a worker can have.
+    Peaks are linear in the micro-batch size, fitted to `runs`. All trajectories of a step are held until its end.
+    `sizes`: possible micro-batch sizes. `capacity`: bytes available to a worker.
     """
     held = configured.trajectories / configured.images
-    # without trajectories, of which every micro-batch brought its own
+    # without the trajectories of the measured micro-batch, which are added for a whole step below
     drawing = {r.drawn: r.rollout.peak - r.trajectories for r in runs if r.rollout.peak is not None}
     training = {r.trained: r.update.peak - r.trajectories for r in runs if r.update.peak is not None}
     lines = through(drawing), through(training)
@@ -244,20 +244,20 @@ def forecast_memory(
 
 @dataclass(frozen=True)
 class Component:
-    """A neural network of a pipeline. `targets`: names of the layers with a LoRA, `*` for the numbers in them."""
+    """A neural network of a pipeline. `targets`: names of the layers with a LoRA, with `*` for layer numbers."""
 
     name: str
     kind: str
     parameters: int  # without the LoRA
-    dtype: str  # of most of them
+    dtype: str  # of most parameters
     lora_parameters: int = 0
     lora_modules: int = 0
-    linear_layers: int = 0  # of which `lora_modules` have a LoRA
+    linear_layers: int = 0  # `lora_modules` of them have a LoRA
     targets: tuple[str, ...] = ()
 
 
 def components(parts: Mapping[str, object], lora: Mapping[str, torch.nn.Parameter]) -> list[Component]:
-    """The networks among `parts` of a pipeline, largest first; names in `lora` are `component.parameter`."""
+    """Return the networks among `parts` of a pipeline, largest first; keys of `lora` are `component.parameter`."""
     found = [_component(n, part, _of(n, lora)) for n, part in parts.items() if isinstance(part, torch.nn.Module)]
     return sorted(found, key=lambda component: -component.parameters)
 
@@ -282,7 +282,7 @@ def _component(name: str, network: torch.nn.Module, lora: Mapping[str, torch.nn.
 
 
 def count_gradients(lora: Mapping[str, torch.nn.Parameter], component: str) -> int:
-    """LoRA modules of `component` that got a gradient: that of B, since A has none as long as B is zero."""
+    """Count the LoRA modules of `component` with a gradient of B (A has none while B is zero)."""
     found = [p.grad for key, p in _of(component, lora).items() if ".lora_B." in key]
     return sum(grad is not None and bool(grad.any()) for grad in found)
 
@@ -291,16 +291,16 @@ def _of(component: str, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, tor
     return {key.removeprefix(f"{component}."): p for key, p in lora.items() if key.startswith(f"{component}.")}
 
 
-# --- The report of a preflight: its numbers, problems and warnings, and the text on the terminal
+# --- The report of a preflight: measurements, problems, warnings, and the terminal text
 
 NOT_KNOWN = "not known"
-WIDTH = 118  # characters of a line of the text
+WIDTH = 118  # characters per line of the terminal text
 INDENT = 10
 
 
 @dataclass
 class Report:
-    """Filled step by step. Seconds and bytes; None: not known or not applicable."""
+    """Report of a preflight, filled step by step, in seconds and bytes; None: unknown or not applicable."""
 
     model: str
     algorithm: str
@@ -309,30 +309,30 @@ class Report:
     prompt: str | None = None
     pipeline: str | None = None
     scheduler: str | None = None
-    own_scheduler: str | None = None  # of the pipeline, where another one replaces it
+    own_scheduler: str | None = None  # the pipeline's scheduler, if it was replaced
     components: list[Component] = field(default_factory=list)
     load_seconds: float | None = None
     load_peak: int | None = None
-    run: Run | None = None  # of the configured micro-batch, or of the largest that fitted
+    run: Run | None = None  # the configured micro-batch, or the largest that fits
     probe: SamplingProbe | None = None
-    stock_difference: float | None = None  # of images sampled without noise to the pipeline's own, relative
-    parts_difference: float | None = None  # of the gradients of parts of a micro-batch to that of all, relative
-    clip: float | None = None  # of the ratio, the nearer bound
+    stock_difference: float | None = None  # relative, between images sampled without noise and the pipeline's
+    parts_difference: float | None = None  # relative, between summed gradients of single samples and the batch's
+    clip: float | None = None  # nearer clipping bound of the ratio
     max_ratio_deviation: float | None = None
     seconds: Seconds | None = None
     memory: Memory | None = None
     prompts: int | None = None  # in data.train
     steps_per_epoch: int | None = None
-    problems: list[str] = field(default_factory=list)  # what keeps it from training
+    problems: list[str] = field(default_factory=list)  # each prevents training
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
-        """For machines: the fields, and whether it can train."""
+        """Return the fields, and whether the run can train, for JSON."""
         return {"can_train": not self.problems, **finite(asdict(self))}
 
     def text(self, config: Config) -> str:
-        """For the terminal."""
+        """Return the report for the terminal."""
         lines = ["", *self._model(), *self._ratio()]
         if self.run is not None:
             lines += ["", *self._table(self.run), ""]
@@ -372,7 +372,7 @@ class Report:
         elif self.probe is None:
             text = f"none: {self.algorithm} does not compare probabilities with those of the rollout"
         else:
-            assert self.run.deviation is not None  # there is a ratio
+            assert self.run.deviation is not None  # a probe implies a ratio
             clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"
             text = (
                 f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above "
@@ -419,7 +419,7 @@ class Report:
 
 
 def judge_run(report: Report, trained: Sequence[int]) -> None:
-    """Problems and warnings of the micro-batch that was trained on, at the steps `trained`."""
+    """Add problems and warnings from the measured micro-batch, trained at the steps `trained`."""
     run = report.run
     assert run is not None
     if not run.finite:
@@ -436,13 +436,13 @@ def judge_run(report: Report, trained: Sequence[int]) -> None:
     if report.probe is None:
         return
     assert report.max_ratio_deviation is not None and run.deviation is not None
-    if not run.deviation <= report.max_ratio_deviation:  # a NaN as well
+    if not run.deviation <= report.max_ratio_deviation:  # also true for NaN
         report.problems.append(ratio_problem(run.deviation, report.max_ratio_deviation))
     report.warnings += probe_warnings(report.probe, report.clip)
 
 
 def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, whole: int) -> Iterator[str]:
-    """Warnings where the micro-batches of a step do not come out even; `whole`: images they are cut out of."""
+    """Yield warnings if the micro-batches of a step are uneven; `whole`: number of images that they divide."""
     sizes = Counter(len(task.samples) for task in tasks)
     key = f"rollout.micro_batch_size={config.rollout.micro_batch_size}"
     if len(sizes) > 1:
@@ -466,7 +466,7 @@ def judge_batches(config: Config, tasks: Sequence[RolloutTask], workers: int, wh
 
 
 def judge_memory(report: Report, config: Config) -> None:
-    """A problem for a phase that needs more than there is, a warning for a validation that does."""
+    """Add a problem for each phase that needs more memory than available; for validation, a warning."""
     memory = report.memory
     if memory is None or memory.capacity is None:
         return
@@ -488,19 +488,19 @@ def judge_memory(report: Report, config: Config) -> None:
 
 
 def size(count: float | None) -> str:
-    """Bytes to read."""
+    """Format a number of bytes."""
     return NOT_KNOWN if count is None else f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds to read."""
+    """Format a duration."""
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def write_json(out: Path, values: dict[str, object]) -> None:
-    """Write a report for machines; raises `ConfigError` if the file cannot be written."""
+    """Write a report as JSON. Raises `ConfigError` if the file cannot be written."""
     try:
         out.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -508,12 +508,12 @@ def write_json(out: Path, values: dict[str, object]) -> None:
 
 
 def wrapped(label: str, text: str) -> list[str]:
-    """A paragraph of the text on the terminal behind its label."""
+    """Wrap a labelled paragraph of the terminal text into lines."""
     return textwrap.wrap(f"{label:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False)
 
 
 def _layers(targets: Sequence[str]) -> str:
-    """`blocks.*.(attn.q, attn.k)`: what the names have in common only once."""
+    """Format layer names with common prefixes factored out: `blocks.*.(attn.q, attn.k)`."""
     groups: dict[str, list[str]] = {}
     for target in targets:
         block, number, rest = target.partition(".*.")

@@ -1,7 +1,7 @@
-"""Checks that rollouts and updates compute what the pipeline does, whatever the algorithm.
+"""Check that rollouts and updates match the pipeline, independently of the algorithm.
 
-A pipeline may sample, edit or mix within its loop in a way that nothing else shows: the ratio is that of gerl's own
-replay.
+A pipeline may sample, edit or mix samples inside its loop. The ratio does not reveal this, since it compares gerl's
+rollout with gerl's replay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,14 @@ from gerl.utils.seeding import sample_generators
 from gerl.workers.rollout import CallFormat, Rollout, find_images
 from gerl.workers.worker import PolicyWorker
 
-LARGEST = {False: 1e-3, True: 0.1}  # relative difference, by whether the base weights are in half precision
+LARGEST = {False: 1e-3, True: 0.1}  # relative difference; key: whether the base weights are in half precision
 
 
 def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
-    """How far images of a rollout without noise are from those of the plain pipeline: norms, relative to the contrast.
+    """Return the distance of images of a rollout without noise from the plain pipeline's, relative to the contrast.
 
-    For a consistency model, whose own sampler is stochastic: of a rollout with that noise.
+    The contrast is the norm of the centred images. For a consistency model, whose sampler is stochastic, the rollout
+    uses its noise.
     """
     pipe = rollout.policy.pipe
     kernel, noise = ("cps", 1.0) if family(pipe.scheduler) in RESAMPLES else ("ode", 0.0)
@@ -38,7 +39,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
             images = []
             for stock in (True, False):
                 generators = sample_generators([sample.seed for sample in part])
-                with torch.random.fork_rng():  # for random numbers without a generator
+                with torch.random.fork_rng():  # for random numbers drawn without a generator
                     torch.manual_seed(0)
                     if stock:
                         given = generators[0] if form.text else generators
@@ -58,9 +59,9 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
 
 
 def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
-    """How far the gradients of single samples of a micro-batch, added up, are from that of all: norms, relative.
+    """Return the relative distance of the summed gradients of single samples from the gradient of the micro-batch.
 
-    0 where the pipeline takes one sample per call.
+    0 if the pipeline takes one sample per call.
     """
     rollout, policy = worker.rollout, worker.policy
     tape = rollout.sample(task)[1][0]
@@ -75,7 +76,7 @@ def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
 
 
 def _gradient(worker: PolicyWorker, tape: Tape, step: int, rows: Sequence[int]) -> torch.Tensor:
-    """The LoRA gradient of a random projection of the model output of `rows` at `step`, as one vector."""
+    """Return the gradient `[P]` of a random projection of the model output of `rows` at `step`."""
 
     def on_step(k: int, replayed: ReplayedStep) -> torch.Tensor:
         del k
@@ -90,7 +91,7 @@ def _gradient(worker: PolicyWorker, tape: Tape, step: int, rows: Sequence[int]) 
 
 
 def judge_faithful(report: Report, config: Config, half_precision: bool) -> None:
-    """Problems where a rollout is not the pipeline's, or the parts of a micro-batch are not those of the whole."""
+    """Add problems if a rollout differs from the pipeline, or if samples of a micro-batch depend on each other."""
     largest = LARGEST[half_precision]
     if report.stock_difference is not None and not report.stock_difference <= largest:
         report.problems.append(

@@ -1,4 +1,4 @@
-"""The signal of the reward: how far gradients of independent batches agree, step by step."""
+"""Measure the reward signal: the agreement of gradients of independent batches, by denoising step."""
 
 import logging
 import math
@@ -34,37 +34,37 @@ from gerl.trainer.step import Step
 from gerl.utils.files import finite
 from gerl.workers.worker import Groups, PolicyWorker
 
-# --- How far the gradients of independent batches agree: statistics of their inner products.
+# --- Agreement of gradients of independent batches: statistics of their inner products.
 #
-# Two gradients g + n of the same expected gradient g and independent noise n have a cosine of about |g|^2 / (|g|^2 +
-# |n|^2) in thousands of dimensions: the share of the signal in one batch. With B times the images the noise has a B-th
-# of the variance, so cos(B) = 1 / (1 + (1 / cos - 1) / B).
+# In thousands of dimensions, two gradients g + n with the same expectation g and independent noise n have a cosine of
+# about |g|^2 / (|g|^2 + |n|^2), the share of signal in one batch. B times the images divide the noise variance by B, so
+# cos(B) = 1 / (1 + (1 / cos - 1) / B).
 
-CHUNK = 2**18  # parameters whose products are added up at a time
+CHUNK = 2**18  # parameters per partial sum of products
 
 
 @dataclass(frozen=True)
 class Cosine:
-    """The mean cosine over pairs of batches. `error`: its standard error, None where two batches are all."""
+    """Mean cosine over pairs of batches. `error`: its standard error, None for only two batches."""
 
     mean: float
     error: float | None
 
     @property
     def highest(self) -> float:
-        """Two standard errors above the mean: it may well be as high."""
+        """Upper bound: two standard errors above the mean."""
         return self.mean + 2 * (self.error or 0.0)
 
 
 def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequence[int]) -> torch.Tensor:
-    """`[N, N, T, T]` fp64: of the gradient of batch a at step j with that of batch b at step k, for `steps` `[T]`.
+    """Return the inner products `[N, N, T, T]` (fp64) of the gradients of batches a, b at steps j, k of `steps` `[T]`.
 
-    batches: N mappings from a step to its gradient `[P]`; a step that is not in one has the gradient 0 there.
+    batches: N mappings from a step to its gradient `[P]`; a missing step has the gradient 0.
     """
     count, rows = len(batches), [batch.get(k) for batch in batches for k in steps]
     size = max((len(row) for row in rows if row is not None), default=0)
     products = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    for start in range(0, size, CHUNK):  # in fp64 all at once would not fit where a LoRA is large
+    for start in range(0, size, CHUNK):  # a large LoRA would not fit in fp64 at once
         length = min(CHUNK, size - start)
         empty = torch.zeros(length, dtype=torch.float64)
         part = torch.stack([empty if row is None else row[start : start + length].double() for row in rows])
@@ -73,16 +73,16 @@ def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequenc
 
 
 def combined_products(products: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
-    """`[N, N]`: the inner products of sum_k factors_k g_k, from those of the steps, `[N, N, T, T]`."""
+    """Return the inner products `[N, N]` of sum_k factors_k g_k, given those of the steps, `[N, N, T, T]`."""
     c = torch.tensor(list(factors), dtype=torch.float64)
     return torch.einsum("j,abjk,k->ab", c, products, c)
 
 
 def cosine(products: torch.Tensor) -> Cosine | None:
-    """The mean cosine over pairs of batches, from their inner products `[N, N]`; None if there is no pair.
+    """Return the mean cosine over pairs of batches, given their inner products `[N, N]`; None if there is no pair.
 
-    A batch whose gradient is 0 has no direction and is left out. The standard error is the jackknife's over batches:
-    pairs that share a batch are not independent.
+    Batches with gradient 0 are left out. The standard error is a jackknife estimate over batches, since pairs that
+    share a batch are not independent.
     """
     norms = products.diagonal().sqrt()
     known = [int(i) for i in (norms > 0).nonzero()]
@@ -104,30 +104,33 @@ def cosine(products: torch.Tensor) -> Cosine | None:
 
 
 def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
-    """The factor by which a batch needs more images for gradients that agree by `wanted`; None if none is enough."""
+    """Return the factor of the batch size that raises the cosine to `wanted`; None if no size is sufficient."""
     if cosine <= 0:
         return None
     return (1 / cosine - 1) / (1 / wanted - 1) if cosine < 1 else 0.0
 
 
 def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
-    """Whether it is above by more than both standard errors, and above 0 by two of its own.
+    """Whether `candidate` exceeds `configured` by more than both standard errors, and 0 by two of its own.
 
-    Where there are no standard errors it is not known, hence not so.
+    False if a standard error is unknown.
     """
     if candidate.error is None or configured.error is None or candidate.mean <= 2 * candidate.error:
         return False
     return candidate.mean - configured.mean > candidate.error + configured.error
 
 
-# --- The report of a measurement of the signal: its numbers, and the text on the terminal
+# --- The report of a signal measurement: numbers and terminal text
 
-WANTED = 0.5  # cosine of two batches of which one half is signal
+WANTED = 0.5  # cosine of two batches that are half signal
 
 
 @dataclass(frozen=True)
 class StepSignal:
-    """A trained step (or noise level). `norm`: of its gradient, mean over batches; `share`: of the squared norms."""
+    """Signal of a trained step (or noise level).
+
+    `norm`: mean gradient norm over batches; `share`: share of the squared norms of all steps.
+    """
 
     facts: StepFacts
     norm: float
@@ -137,7 +140,7 @@ class StepSignal:
 
 @dataclass(frozen=True)
 class Weighting:
-    """A way to weigh the steps, `setting` the key that sets it; `cosine`: of the updates of independent batches."""
+    """A weighting of the steps, set by the key `setting`; `cosine`: between updates of independent batches."""
 
     name: str
     setting: str | None
@@ -145,7 +148,7 @@ class Weighting:
 
     @property
     def times_images(self) -> str:
-        """The factor by which a batch needs more images for a cosine of `WANTED`, as text."""
+        """Factor of the batch size that raises the cosine to `WANTED`, as text."""
         found = self.cosine
         if found is None:
             return "-"
@@ -158,27 +161,27 @@ class Weighting:
 
 @dataclass
 class Signal:
-    """The gradient of a step, as independent batches of it have measured it."""
+    """Report on the gradient of a trainer step, measured on independent batches."""
 
     model: str
     algorithm: str
     kernel: str
-    weighting: str | None  # timestep_weights, None where the algorithm has no such key
+    weighting: str | None  # timestep_weights; None if the algorithm has no such key
     batches: int
-    images: int  # of a batch
+    images: int  # per batch
     parameters: int  # of the LoRA
     steps: list[StepSignal]
     update: Weighting  # as configured
-    choices: list[Weighting]  # other weights, and windows that end earlier
+    choices: list[Weighting]  # other weights, and shorter windows
     recommended: Weighting | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
-        """For machines: the fields."""
+        """Return the fields for JSON."""
         return finite(asdict(self))
 
     def text(self) -> str:
-        """For the terminal."""
+        """Return the report for the terminal."""
         weights = "" if self.weighting is None else f", timestep_weights {self.weighting}"
         lines = ["", *wrapped(
             "signal",
@@ -221,15 +224,14 @@ class Signal:
 
 
 def format_cosine(cosine: Cosine | None) -> str:
-    """A cosine with its standard error."""
+    """Format a cosine with its standard error."""
     if cosine is None:
         return "-"
     return f"{cosine.mean:.3f}" + (f" +- {cosine.error:.3f}" if cosine.error is not None else "")
 
 
-# --- The signal of the reward: how far gradients of independent batches agree, step by step.
-#
-# Batches are sampled, scored and credited as those of a run, by its workers and scorers; no optimizer step is taken.
+# --- Measurement of batches: sampled, scored and credited as in a run, by its workers and scorers, but without an
+# optimizer step.
 
 logger = logging.getLogger("gerl")
 Gradients = dict[int, torch.Tensor]  # step -> [P]
@@ -237,15 +239,18 @@ Gradients = dict[int, torch.Tensor]  # step -> [P]
 
 @dataclass(frozen=True)
 class BatchGradients:
-    """A batch that was sampled, scored and differentiated."""
+    """Gradients of a batch that was sampled and scored."""
 
     images: int
     gradients: Gradients
-    facts: list[StepFacts]  # of its trained steps, in order
+    facts: list[StepFacts]  # of the trained steps, in order
 
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
-    """Measure `batches` batches, log the report and write it to `out`."""
+    """Measure `batches` batches, log the report and write it to `out`.
+
+    Raises `ConfigError` with `data.train_on=files`, which samples no images.
+    """
     if config.data.train_on == "files":
         raise ConfigError(
             "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
@@ -255,7 +260,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
-    if not machines.joined:  # else they may be on other machines
+    if not machines.joined:  # otherwise the model may be on other machines
         check_model(config.model, config.sampling, config.cluster.context)
     found: list[BatchGradients] = []
     with start_cluster(machines) as cluster:
@@ -277,7 +282,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
 
 
 def measure(run: Run, number: int) -> BatchGradients:
-    """Sample batch `number` (from 1); the gradients are summed over the workers."""
+    """Measure batch `number` (from 1); the gradients are summed over the workers."""
     config, fleet, step = run.config, run.fleet, Step(number, Stopwatch())
     samples = plan_samples(config, plan_prompts(config, run.prompts, number), number, 0)
     tasks = plan(run, samples)
@@ -303,13 +308,13 @@ def measure(run: Run, number: int) -> BatchGradients:
 def step_gradients(
     worker: PolicyWorker, credit: Gradients, num_pairs: int, pooled: Pooled | None, groups: Groups
 ) -> Gradients:
-    """The gradient that `accumulate` would add, by trained step (or noise level), each one vector on the CPU."""
+    """Return the gradient `[P]` on the CPU that `accumulate` would add, by trained step (or noise level)."""
     with model_errors("update"):
         return worker.actor.step_gradients(list(chain(*worker.batches(credit, groups, pooled).values())), num_pairs)
 
 
 def step_facts(worker: PolicyWorker) -> list[StepFacts]:
-    """How each trained step of what a worker has sampled counts in the loss, in order."""
+    """Return the `StepFacts` of the trained steps of a worker's trajectories, in order."""
     found: dict[int, StepFacts] = {}
     for kept in worker.trajectories.values():
         for segment, tape in zip(kept.task.segments, kept.tapes, strict=True):
@@ -319,9 +324,9 @@ def step_facts(worker: PolicyWorker) -> list[StepFacts]:
 
 
 def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
-    """The micro-batches of `samples`, with the window (or noise levels) of the run's first step for each batch.
+    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch.
 
-    Everything else that depends on the step, such as noise, is that of the samples' own.
+    Everything else that depends on the step, such as noise, follows the samples' step.
     """
     step = samples[0].step
     tasks = run.algorithm.plan([replace(sample, step=1) for sample in samples])
@@ -329,7 +334,7 @@ def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
 
 
 def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
-    """The report on the gradients of the batches; raises `TrainingError` if they are all 0."""
+    """Return the report on the gradients of the batches. Raises `TrainingError` if they are all 0."""
     gradients, facts = [batch.gradients for batch in batches], {f.step: f for b in batches for f in b.facts}
     steps = sorted({k for batch in gradients for k in batch})
     known = [facts[k] for k in steps]
@@ -369,7 +374,7 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
 
 
 def weighting(config: Config) -> StepWeighting | None:
-    """The configured weights of the steps, None where the algorithm has no such key."""
+    """Return the configured weights of the steps; None if the algorithm has no such key."""
     return getattr(config.algorithm, "timestep_weights", None)
 
 
@@ -377,7 +382,7 @@ Candidate = tuple[str, str, list[float]]  # name, key=value, factors of the meas
 
 
 def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candidate]:
-    """The other kinds of `timestep_weights`: the gradient is a sum over steps, each with its weight as a factor."""
+    """Yield the other kinds of `timestep_weights`; the gradient is a sum over steps with these weights as factors."""
     if weighting(config) is None:
         return
     stds, jacobians = [cast(float, f.std) for f in facts], [cast(float, f.jacobian) for f in facts]
@@ -393,15 +398,15 @@ def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candid
 
 
 def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candidate]:
-    """Windows that end earlier, with the configured weights, where the configuration allows them."""
+    """Yield windows that end earlier, with the configured weights, if the configuration allows them."""
     sampling = config.sampling
-    if sampling.window_size is not None:  # another window would be other steps, too
+    if sampling.window_size is not None:  # a range for moving windows would also change the other steps
         return
     first, end = sampling.steps_range[0], sampling.steps_range[1]
     for m in sorted({fact.step + 1 for fact in facts} - {end}):
         try:
             replace(config, sampling=replace(sampling, window_range=[first, m]))
-        except ConfigError:  # the tree splits later, say
+        except ConfigError:  # for example if the tree splits later
             continue
         kept = [float(fact.step < m) for fact in facts]
         if sum(kept) < len(kept):
@@ -409,7 +414,7 @@ def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Cand
 
 
 def recommended(signal: Signal) -> Weighting | None:
-    """The choice with the highest cosine, if it is above the configured one by more than the standard errors."""
+    """Return the choice with the highest cosine that is `clearly_above` the configured one; None if there is none."""
     configured = signal.update.cosine
     if configured is None:
         return None

@@ -1,1 +1,1 @@
-"""Algorithms of research papers that few runs use; each is its file, as those of `gerl.algorithms` are."""
+"""Less common algorithms from research papers, one file each as in `gerl.algorithms`."""

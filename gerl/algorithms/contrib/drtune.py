@@ -1,4 +1,4 @@
-"""DRTune (arXiv 2405.00760): the image that one late step predicts, through a few steps up to it."""
+"""DRTune (arXiv 2405.00760): the reward gradient of the image predicted at one late step, through a few steps."""
 
 from __future__ import annotations  # of torch, see `lazy`
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DRTuneConfig(RewardGradientConfig):
-    """The keys of DRTune."""
+    """Keys of DRTune."""
 
     late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
     active: int = main_key(3, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=1)
 
 
 class DRTune(RewardGradient):
-    """The latents that a step begins with are data to its denoiser call, and have their gradient by the rules."""
+    """DRTune: latents are detached in the denoiser calls; their gradient passes only through the step rules."""
 
     names = "drtune"
     settings: DRTuneConfig
@@ -51,7 +51,7 @@ class DRTune(RewardGradient):
         return late_step(self, self.settings.late, step)
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        # at the stop the denoiser runs, if without gradient
+        # the denoiser runs at the stop, possibly without gradient
         return tuple(sorted({*self.differentiated_steps(step), self._stop(step)}))
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
@@ -67,7 +67,7 @@ class DRTune(RewardGradient):
 
 
 def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int]:
-    """`count` of the first `total` steps at equal distances, from a first one that is drawn."""
+    """Return `count` of the first `total` steps at equal distances, with a random first step."""
     count = min(count, total)
     stride = total // count
     first = int(draw.integers(total - (count - 1) * stride))

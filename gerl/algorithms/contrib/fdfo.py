@@ -1,24 +1,24 @@
-"""FDFO, finite difference flow optimisation (arXiv 2603.12893): the two images of a pair give the reward's gradient.
+"""FDFO, finite difference flow optimisation (arXiv 2603.12893): reward gradients from pairs of images.
 
-The images of a pair start from one noise and get a little noise of their own in their steps, so that they come out
-slightly different. With half their differences d = (x - x_partner) / 2 in latents and dR = (R - R_partner) / 2 in
-reward, R being smooth, dR = grad R . d to first order, and so
+The images of a pair share their initial noise and differ slightly by a small noise in the steps. Let d = (x -
+x_partner) / 2 and dR = (R - R_partner) / 2 be half their differences in latents and reward. For a smooth R, dR =
+grad R . d to first order, so that the mean of
 
-    g = dR d / mean(d^2),    whose mean over directions d that are all alike is grad R itself
+    g = dR d / mean(d^2)
 
-(E d d^T / |d|^2 = 1 / D); directions in which trajectories differ more weigh more. Both images of a pair give the same
-g, as d and dR change their signs together. The clean latents that a velocity v predicts are x0h = x - s v: to move them
-by g is to move v against g. So the velocity at each trained step, v_ref under the policy that drew, is pulled towards
-v_ref - u, u = d / mean(d^2), if dR > 0, and away from there otherwise. The whole trajectory is one action: all steps
-get the same u. The ratio of a step,
+over isotropic directions d is grad R (E d d^T / |d|^2 = 1 / D); directions in which trajectories differ more weigh
+more. Both images of a pair give the same g, since d and dR change their signs together. The clean latents predicted by
+a velocity v are x0h = x - s v: to move them by g is to move v against g. Hence the velocity at each trained step, v_ref
+under the sampling policy, is pulled towards v_ref - u with u = d / mean(d^2) if dR > 0, and pushed away otherwise. The
+whole trajectory is one action, so all steps share u. The ratio of a step,
 
     log r = |v_ref - v_target|^2 - |v - v_target|^2 = -mean(w^2 + 2 u w),    w = v - v_ref,  v_target = v_ref - u
 
-is 1 at v_ref, where the gradient of -dR r by v is 2 g / D: descending, v moves against g. SPO's quadratic bound keeps
-it near, L = -dR r + |dR| / (2 c) (r - 1)^2, whose minimum over r is at 1 + c sign(dR).
+is 1 at v_ref, where the gradient of -dR r with respect to v is 2 g / D, so that descent moves v against g. SPO's
+quadratic bound keeps r near 1: L = -dR r + |dR| / (2 c) (r - 1)^2 has its minimum over r at 1 + c sign(dR).
 
-For any parametrisation w is the change of the transition's mean over -|J|, J = d mean / d model output: that of the
-velocity of flow matching, of a predicted noise, or of predicted clean latents with the opposite sign.
+For any parametrisation, w is the change of the transition's mean divided by -|J|, J = d mean / d model output: the
+change of the flow-matching velocity, of the predicted noise, or of the predicted clean latents with opposite sign.
 """
 
 from __future__ import annotations  # of torch, see `lazy`
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 else:
     torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
-LEAST = 1e-6  # of mean(d^2), which is 0 where the images of a pair are the same
+LEAST = 1e-6  # lower bound of mean(d^2), which is 0 for equal images
 
 
 @dataclass(frozen=True)
 class FDFOConfig(AlgorithmConfig):
-    """The keys of FDFO."""
+    """Keys of FDFO."""
 
     ratio_width: float = main_key(
         0.03, "maximum distance from 1 to which the loss moves the ratio of a step (SPO)", above=0
@@ -59,7 +59,7 @@ class FDFOConfig(AlgorithmConfig):
 
     @property
     def needs(self) -> Needs:
-        guided = self.cfg != "off"  # what was recorded is what the update computes
+        guided = self.cfg != "off"  # whether the update computes the recorded policy
         return replace(
             super().needs, trajectory=True, sampled_over="pair", recorded_means=guided, finished_latents=True
         )
@@ -74,7 +74,7 @@ class FDFOConfig(AlgorithmConfig):
 
 
 class FDFO(Algorithm):
-    """Images 2i and 2i + 1 of a prompt are a pair."""
+    """FDFO; images 2i and 2i + 1 of a prompt form a pair."""
 
     names = "fdfo"
     settings: FDFOConfig
@@ -85,19 +85,19 @@ class FDFO(Algorithm):
 
     @property
     def needs_all_samples(self) -> bool:
-        return self.kl_coef > 0  # a pair without difference has a distance to the base model
+        return self.kl_coef > 0  # pairs without a difference still have a KL to the base model
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         return super().plan([self._from_noise_of_the_pair(sample) for sample in samples], first_id)
 
     def _from_noise_of_the_pair(self, sample: Sample) -> Sample:
-        if sample.init_seed is not None:  # the whole group has the same
+        if sample.init_seed is not None:  # the whole group shares its noise
             return sample
         parts = (sample.step, sample.prompt.id, sample.index // 2)
         return replace(sample, init_seed=derive_seed("pair", self.config.trainer.seed, *parts))
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """dR of each sample, `[B]`: half the difference to its partner, divided by nothing."""
+        """Return dR `[B]`: half the reward difference to the partner, not normalised."""
         return (rewards.totals - rewards.totals[partners(rewards.samples)]) / 2
 
     def train(
@@ -136,15 +136,15 @@ class FDFO(Algorithm):
 
 
 def partners(samples: Sequence[Sample]) -> torch.Tensor:
-    """Where the other image of each sample's pair is among `samples`: `[B]` int64."""
+    """Return the index of each sample's partner in `samples`: `[B]` int64."""
     places = {(sample.group, sample.index): i for i, sample in enumerate(samples)}
     return torch.tensor([places[sample.group, sample.index ^ 1] for sample in samples], dtype=torch.int64)
 
 
 def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch.Tensor | None = None) -> torch.Tensor:
-    """u = d / mean(d^2) of the finished latents `[B, ...]`, d being half the difference to the partner: fp32.
+    """Return u = d / mean(d^2) of the final latents `[B, ...]` in fp32, d being half the difference to the partner.
 
-    `overwritten` `[B, ...]` bool: what of them does not reach the images, where d is 0 and which the mean is not over.
+    `overwritten` `[B, ...]` bool: elements that do not reach the images; there d is 0, and the mean excludes them.
     """
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
@@ -154,22 +154,22 @@ def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch
 
 
 def velocity_change(step: ReplayedStep, mean: torch.Tensor) -> torch.Tensor:
-    """By how much the velocity of `step` exceeds that which leads to `mean` `[B, ...]`: fp32, with graph."""
+    """Return the velocity of `step` minus the velocity that leads to `mean` `[B, ...]`: fp32, with graph."""
     return (mean - step.mean) / step.rule.jacobian
 
 
 def fdfo_loss(
     moved: torch.Tensor, towards: torch.Tensor, reward: torch.Tensor, width: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """L of the module `[B]`, and the metrics of a ratio; those of a clip count the rows beyond `width`.
+    """Return L of the module docstring `[B]`, and ratio metrics; clip fractions count the rows beyond `width`.
 
-    `moved` w and `towards` u `[B, ...]`, `reward` dR `[B]`, `width` c.
+    `moved`: w, `towards`: u, both `[B, ...]`; `reward`: dR `[B]`; `width`: c.
     """
     log_ratio = -(moved * (moved + 2 * towards)).flatten(1).mean(1)
-    # far beyond any width, where an infinite ratio would make the gradient NaN
+    # the bound is far beyond any width; an infinite ratio would make the gradient NaN
     ratio = log_ratio.clamp(-20, 20).exp()
     losses = -reward * ratio + reward.abs() / (2 * width) * (ratio - 1) ** 2
     off = ratio.detach() - 1
     names = ("ratio_deviation", "clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     values = (off.abs().max(), (off < -width).float().mean(), (off > width).float().mean(), log_ratio.detach().mean())
-    return losses, dict(zip(names, torch.stack(values).tolist(), strict=True))  # one device synchronisation
+    return losses, dict(zip(names, torch.stack(values).tolist(), strict=True))  # a single device synchronisation

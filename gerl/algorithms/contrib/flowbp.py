@@ -65,7 +65,7 @@ def _rescale_key(default: float) -> Any:
 
 @dataclass(frozen=True)
 class LeapAlignConfig(RewardGradientConfig):
-    """The keys of LeapAlign."""
+    """Keys of LeapAlign."""
 
     nested: float = _nested_key(0.3)
     tau: float | None = _tau_key(0.1)
@@ -77,7 +77,7 @@ class LeapAlignConfig(RewardGradientConfig):
 
 @dataclass(frozen=True)
 class FlowBPSparseConfig(RewardGradientConfig):
-    """The keys of FlowBPSparse."""
+    """Keys of FlowBP-Sparse."""
 
     active: int = _active_key(4)
     bias: float = _bias_key(1.0)
@@ -90,7 +90,7 @@ class FlowBPSparseConfig(RewardGradientConfig):
 
 @dataclass(frozen=True)
 class FlowBPBridgeConfig(FlowBPSparseConfig):
-    """The keys of FlowBPBridge."""
+    """Keys of FlowBP-Bridge."""
 
     active: int = _active_key(5, low=2)
     bias: float = _bias_key(4.0)
@@ -104,7 +104,7 @@ class FlowBPBridgeConfig(FlowBPSparseConfig):
 
 @dataclass(frozen=True)
 class FlowBPLagrangeConfig(RewardGradientConfig):
-    """The keys of FlowBPLagrange."""
+    """Keys of FlowBP-Lagrange."""
 
     supports: int = key(3, "steps of a leap whose velocities are integrated by their interpolating polynomial", low=1)
     second: float = key(
@@ -131,7 +131,7 @@ class FlowBPLagrangeConfig(RewardGradientConfig):
 
 
 class LeapAlign(RewardGradient):
-    """LeapAlign (arXiv 2604.15311): two leaps stand for all steps in the gradient, between two that are drawn."""
+    """LeapAlign (arXiv 2604.15311): two leaps, from two random steps, replace all steps in the gradient."""
 
     names = "leapalign"
     settings: LeapAlignConfig
@@ -153,7 +153,7 @@ class LeapAlign(RewardGradient):
 
 
 class FlowBPSparse(RewardGradient):
-    """FlowBP-Sparse (arXiv 2606.11075): some steps, later ones likelier, whose latents are data to their calls."""
+    """FlowBP-Sparse (arXiv 2606.11075): random steps, biased to late ones, with detached latents in their calls."""
 
     names = "flowbp_sparse"
     settings: FlowBPSparseConfig
@@ -168,20 +168,20 @@ class FlowBPSparse(RewardGradient):
         return [RewardEvaluation(chain(tape, {k: (scaled[k], 0.0) for k in trained}))]
 
     def scaled(self, tape: Tape, trained: tuple[int, ...]) -> dict[int, LeadsTo]:
-        """The ends of the trained steps, whose velocities count more for those that have no gradient."""
+        """Return the targets of the trained steps, with velocities scaled up to make up for steps without gradient."""
         rules = [flow_rule(tape, k, self.settings.name) for k in range(len(tape.steps))]
         factor = scale_up([rule.dt for rule in rules], trained, self.settings.rescale)
         return {k: partial(step_by, transitions.leap(rules[k], rules[k].sigma + factor * rules[k].dt)) for k in trained}
 
 
 class FlowBPBridge(FlowBPSparse):
-    """FlowBP-Bridge (arXiv 2606.11075): as Sparse, but the latents of one step in between have a gradient."""
+    """FlowBP-Bridge (arXiv 2606.11075): like Sparse, but the latents of one step in between have a gradient."""
 
     names = "flowbp_bridge"
     settings: FlowBPBridgeConfig
 
     def _bridge(self, step: int) -> int:
-        """The step in between, with steps before it."""
+        """Return the step in between, which has steps before it."""
         return two_steps(self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step))[1]
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class FlowBPBridge(FlowBPSparse):
 
 
 class FlowBPLagrange(RewardGradient):
-    """FlowBP-Lagrange (arXiv 2606.11075): as LeapAlign, its leaps being quadratures of the steps' velocities."""
+    """FlowBP-Lagrange (arXiv 2606.11075): like LeapAlign, with leaps by quadrature of the steps' velocities."""
 
     names = "flowbp_lagrange"
     settings: FlowBPLagrangeConfig
@@ -210,7 +210,7 @@ class FlowBPLagrange(RewardGradient):
         return parted_steps(total, settings.parts, settings.latest, generator(self.config.trainer.seed, step))
 
     def _supports(self, step: int) -> list[list[int]]:
-        """Of the first and of the second leap."""
+        """Return the supporting steps of the first and of the second leap."""
         (k, j), total = self._starts(step), self.config.sampling.num_inference_steps
         return [spread_supports(k, j, self.settings.supports), spread_supports(j, total, self.settings.supports)]
 
@@ -239,24 +239,24 @@ class FlowBPLagrange(RewardGradient):
                 for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
                 if settings.second
             ]
-            hops = [*other, own, *hops]  # the second leap's come first
+            hops = [*other, own, *hops]  # the second leap comes first, since jumps are ordered backwards
         return [RewardEvaluation(tuple(hops), weights=leap_weights(tape, second[0], arrived, settings.tau))]
 
 
 def sigma_at(tape: Tape, k: int) -> float:
-    """The noise level before step `k`, or after the last one."""
+    """Return the noise level before step `k`, or after the last step."""
     return tape.steps[k].rule.sigma if k < len(tape.steps) else tape.steps[-1].rule.sigma_next
 
 
 def velocity_at(tape: Tape, k: int) -> torch.Tensor:
-    """The model output at a deterministic step of flow matching, from where it led."""
+    """Return the model output at a deterministic flow-matching step, recovered from its latents."""
     step = tape.steps[k]
     velocity = (step.x_next - step.x) / step.rule.dt
     return -velocity if getattr(step.rule, "inverted", False) else velocity
 
 
 def leap_weights(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float | None) -> float | torch.Tensor:
-    """The weights `[B]` of images by how near two leaps `arrived` to the latents of step `j`, and to the finished."""
+    """Return weights `[B]` by the distances of two leaps from the latents of step `j` and from the final latents."""
     if tau is None:
         return 1.0
     pairs = zip((tape.steps[j].x, tape.steps[-1].x_next), arrived, strict=True)
@@ -265,7 +265,7 @@ def leap_weights(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float
 
 
 def late_biased(steps: range, count: int, bias: float, draw: np.random.Generator) -> list[int]:
-    """`count` different ones of `steps`, in order; the i-th of them, from 1, is drawn with weight i to the `bias`."""
+    """Sample `count` distinct `steps`, in order; the i-th step (from 1) has weight `i ** bias`."""
     count = min(count, len(steps))
     weights = np.arange(1, len(steps) + 1, dtype=np.float64) ** bias
     chosen = draw.choice(len(steps), count, replace=False, p=weights / weights.sum())
@@ -273,16 +273,16 @@ def late_biased(steps: range, count: int, bias: float, draw: np.random.Generator
 
 
 def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
-    """Two different ones of `total` steps, in order, every pair as likely."""
+    """Sample two distinct steps of `total`, in order, uniformly over pairs."""
     k, j = sorted(draw.choice(total, 2, replace=False).tolist())
     return k, j
 
 
 def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
-    """Two of `total` steps, k < j: steps after j, from k to j, and up to k, shared by a Dirichlet distribution.
+    """Sample steps k < j of `total`; the numbers of steps after j, between, and up to k are Dirichlet distributed.
 
-    Each share is at least one step, so j is not the last. j is one of the last `latest` steps: what is above goes to
-    the share up to k.
+    Each number is at least one, so j is not the last step. j is one of the last `latest` steps; excess steps after j
+    go to the share up to k.
     """
     shares = draw.dirichlet(parts)
     counts = np.round(shares * total).astype(int)
@@ -295,20 +295,20 @@ def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: n
 
 
 def split_count(count: int, before: int, after: int) -> tuple[int, int]:
-    """`count` active steps shared among `before` and `after` steps by their numbers, at least one each."""
+    """Divide `count` active steps in proportion to the `before` and `after` steps, at least one each."""
     count = min(count, before + after)
     first = min(max(round(count * before / (before + after)), 1, count - after), before, count - 1)
     return first, count - first
 
 
 def scale_up(lengths: Sequence[float], active: Sequence[int], rescale: float) -> float:
-    """1 + `rescale` times what the way of all steps exceeds that of the `active` ones, to the latter."""
+    """Return `1 + rescale * (whole / active - 1)`, the ratio of the lengths of all and of the `active` steps."""
     whole, part = sum(map(abs, lengths)), sum(abs(lengths[k]) for k in active)
     return 1 + rescale * (whole / part - 1)
 
 
 def spread_supports(start: int, end: int, count: int) -> list[int]:
-    """At most `count` steps of [start, end), evenly spread; the first is `start`."""
+    """Return at most `count` evenly spread steps of [start, end), beginning with `start`."""
     if end - start <= count:
         return list(range(start, end))
     places = np.linspace(0, end - start - 1, count).round().astype(int).tolist()
@@ -316,7 +316,7 @@ def spread_supports(start: int, end: int, count: int) -> list[int]:
 
 
 def lagrange_weights(points: Sequence[float], start: float, end: float) -> list[float]:
-    """The integrals from `start` to `end` of the Lagrange polynomials through `points`, which are all different."""
+    """Return the integrals from `start` to `end` of the Lagrange basis polynomials of distinct `points`."""
     weights = []
     for i, point in enumerate(points):
         others = [other for j, other in enumerate(points) if j != i]

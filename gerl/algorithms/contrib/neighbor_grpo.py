@@ -1,27 +1,28 @@
-"""Neighbor GRPO (arXiv 2511.16955): trajectories without noise from initial noises near each other, scored by distance.
+"""Neighbor GRPO (arXiv 2511.16955): ODE trajectories from similar initial noises, with a policy by distance.
 
-The images of a prompt start from noises around one that they share, `sqrt(1 - s^2) e + s d_i` with `s` =
-`sampling.init_noise_spread` (equation 7), and go on by the ODE. No step is random, so the policy that is trained is a
-surrogate: at step k a trajectory, the anchor, may leap to any of the G that the group has, each x_i the sooner the
-nearer it is to where the trained weights take the anchor, x (equation 8),
+The images of a prompt start from noises around a shared one, `sqrt(1 - s^2) e + s d_i` with `s` =
+`sampling.init_noise_spread` (equation 7), and follow the ODE. No step is stochastic, so the trained policy is a
+surrogate: at step k a trajectory, the anchor, may leap to the latents x_i of any of the G trajectories of the group,
+with a probability that decreases with the distance from x, the anchor's next latents under the trained weights
+(equation 8),
 
     pi(i) = softmax_i(-|x_i - x|^2 / temperature),    |.|^2 the mean over dimensions,
 
-and its ratio to the policy that drew gives PPO's clipped surrogate, the mean over the group's advantages A_i (equation
-9). On policy, A being centred, the normaliser of the softmax has no gradient, and what is left,
+and its ratio to the sampling policy enters PPO's clipped surrogate, averaged over the group's advantages A_i (equation
+9). On policy with centred A, the normaliser of the softmax has no gradient, and the remaining gradient
 
     grad sum_i A_i log pi(i) = 2 / temperature sum_i A_i mean((x_i - x) grad x),
 
-draws the anchor towards its neighbours with good rewards and away from those with bad ones. Neighbours of one noise are
-about as far from each other, so any may be the anchor: `anchors` of a group are drawn anew each trainer step, and only
-they are evaluated. Of the anchor only its own step is replayed, from latents that the rollout recorded.
+pulls the anchor towards neighbours with good rewards and away from those with bad rewards. All pairs of neighbours have
+similar distances, so any image may be the anchor: `anchors` images per group are sampled each trainer step, and only
+they are evaluated. Only the anchor's step is replayed, from the recorded latents.
 
-Advantages are divided by their p-norm, `sqrt(G) A / |A|_p` (equation 11), which for p = 2 is the standard deviation:
-with p < 2 a group of which all images differ a little counts less than one in which few stand out.
+Advantages are divided by their p-norm, `sqrt(G) A / |A|_p` (equation 11), which for p = 2 is the standard deviation.
+With p < 2, a group in which all images differ slightly counts less than one with few outliers.
 
-Its authors repeat the equations in arXiv 2603.17461, section 3.1, with the temperature. Distances are means over
-dimensions, as all log-probabilities of gerl are; the papers write sums. Rollouts by a solver of second order are not
-built: the step of the anchor that is compared with them is an Euler step.
+The authors repeat the equations, with the temperature, in arXiv 2603.17461, section 3.1. Distances are means over
+dimensions, like all log-probabilities in gerl; the papers use sums. Second-order solvers are not supported in the
+rollout, since the anchor's step that is compared with it is an Euler step.
 """
 
 from __future__ import annotations  # of torch, see `lazy`
@@ -52,7 +53,7 @@ else:
 
 @dataclass(frozen=True)
 class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
-    """The keys of Neighbor GRPO."""
+    """Keys of Neighbor GRPO."""
 
     timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
     anchors: int = key(4, "images of a group that are trained, selected at random each step", low=1)
@@ -63,7 +64,7 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
 
     @property
     def needs(self) -> Needs:
-        # the update knows the neighbours from the rollout
+        # the update needs all neighbours in one rollout micro-batch
         return replace(super().needs, trajectory=True, sampled_over="group")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
@@ -80,7 +81,7 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
 
 
 class NeighborGRPO(Algorithm):
-    """The neighbours of an image are the images of its group, itself included."""
+    """Neighbor GRPO; the neighbours of an image are all images of its group, including itself."""
 
     names = "neighbor_grpo"
     settings: NeighborGRPOConfig
@@ -93,7 +94,7 @@ class NeighborGRPO(Algorithm):
         return quasi_normed(super().advantages(rewards), rewards.group_ids, self.settings.quasi_norm)
 
     def kept_rows(self, batch: Batch) -> list[int]:
-        """The anchors of the groups with a credit."""
+        """Return the rows of the anchors, in groups with a gradient."""
         credit, ids = batch.credit[:, list(batch.trained)], group_ids(batch.samples)
         anchors: list[int] = []
         for number in range(int(ids.max()) + 1):
@@ -123,7 +124,7 @@ class NeighborGRPO(Algorithm):
                 meter.begin(k)
             latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
             credit = batch.credit[:, k].to(latents.device)
-            # without guidance the recorded step is that of another policy
+            # without guidance the recorded step is of another policy
             old = latents[rows] if guided else step.mean.detach()
             total, sums, deviation = torch.zeros((), device=latents.device), dict[str, float](), 0.0
             for j, group in enumerate(groups):
@@ -144,7 +145,7 @@ class NeighborGRPO(Algorithm):
                     metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
                 kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
                 sums = {name: sums.get(name, 0.0) + value for name, value in kept.items()}
-                # an anchor stands for those of its group that are none
+                # anchors represent the other images of their group
                 total = total + loss * (len(group) / min(settings.anchors, len(group)))
             stats += UpdateStats(len(rows), sums, deviation if guided else None)
             return total / num_pairs
@@ -154,19 +155,19 @@ class NeighborGRPO(Algorithm):
 
 
 def log_policy(x: torch.Tensor, neighbours: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log pi of the module, `[G]` fp32, from an anchor's latents `x` `[...]` and those of its group `[G, ...]`."""
+    """Return log pi of the module docstring, `[G]` fp32, given latents `x` `[...]` and `neighbours` `[G, ...]`."""
     distances = ((neighbours.detach().float() - x.float()) ** 2).flatten(1).mean(1)
     return (-distances / temperature).log_softmax(0)
 
 
 def quasi_normed(advantages: torch.Tensor, groups: torch.Tensor, p: float) -> torch.Tensor:
-    """`sqrt(G) A / (sum |A|^p)^(1/p)` over each group of G, `[B]`; 0 where all of a group are."""
+    """Return `sqrt(G) A / (sum |A|^p)^(1/p)` within each group of G, `[B]`; 0 if all are 0 in the group."""
     result = torch.zeros_like(advantages)
     for number in groups.unique():
         members = groups == number
         values = advantages[members].double()
         highest = values.abs().max()
         if highest > 0:
-            scaled = values / highest  # powers of p cannot overflow
+            scaled = values / highest  # so that powers of p cannot overflow
             result[members] = (len(values) ** 0.5 * scaled / scaled.abs().pow(p).sum() ** (1 / p)).to(result.dtype)
     return result

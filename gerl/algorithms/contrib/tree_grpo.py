@@ -1,9 +1,9 @@
-"""TreeGRPO (arXiv 2512.08153): BranchGRPO with noise in a window of steps only, and a split at each of them.
+"""TreeGRPO (arXiv 2512.08153): BranchGRPO with noise only in a window of steps, and a split at each of them.
 
-Each trainer step places the window anew. The advantages of the leaves are normalised once, over all leaves of a prompt,
-and that of a node is their mean (`node_std: leaves`), so that early edges, a mean of many, have smaller ones. The paper
-weighs a node's children by their densities; here they count alike: they are sampled by these densities, which so would
-count twice.
+The window moves each trainer step. Leaf advantages are normalised once, over all leaves of a prompt, and a node has the
+mean of its leaves (`node_std: leaves`), so that early edges, averaged over many leaves, have smaller advantages. The
+paper weighs a node's children by their densities. Here they count equally: they are sampled from these densities, which
+would otherwise count twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gerl.errors import ConfigError
 
 @dataclass(frozen=True)
 class TreeGRPOConfig(BranchGRPOConfig):
-    """The keys of BranchGRPO, but `split_steps` may be null."""
+    """Keys of BranchGRPO, except that `split_steps` may be null."""
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if self.split_steps is None:
@@ -27,7 +27,7 @@ class TreeGRPOConfig(BranchGRPOConfig):
                     "algorithm.split_steps=null: trees split at the steps of a window; set a sampling.window_size "
                     "and window_per=step"
                 )
-            sampling = replace(sampling, window_size=None, window_schedule="random")  # here they have a meaning
+            sampling = replace(sampling, window_size=None, window_schedule="random")  # windows are allowed here
         super().check_sampling(sampling)
 
     def check_splits(self, sampling: SamplingConfig) -> None:
@@ -36,7 +36,7 @@ class TreeGRPOConfig(BranchGRPOConfig):
 
 
 class TreeGRPO(BranchGRPO):
-    """The trees of a trainer step split at the steps of its window."""
+    """TreeGRPO; trees split at the steps of the trainer step's window."""
 
     names = "tree_grpo"
     settings: TreeGRPOConfig

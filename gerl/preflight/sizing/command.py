@@ -1,4 +1,4 @@
-"""Size a run on GPUs that are not here: `python -m gerl.preflight hardware=NAME gpus=N`."""
+"""Size a run on GPUs that need not be present: `python -m gerl.preflight hardware=NAME gpus=N`."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.f
 
 @dataclass(frozen=True)
 class Sizing:
-    """A configuration on a kind of GPU: as it is, and in the cheapest layout that fits (None: none does)."""
+    """A configuration on a kind of GPU, as configured and in the cheapest layout that fits (None if none does)."""
 
     hardware: Name
     gpus: int
@@ -36,21 +36,21 @@ class Sizing:
     memory: Memory
     seconds: float
     largest: tuple[int, int]
-    images: int  # of a trainer step
+    images: int  # per trainer step
     choice: Choice | None
 
     @property
     def fits(self) -> bool:
-        """Whether the configuration fits as it is."""
+        """Whether the configured layout fits."""
         return self.memory.peak <= layouts.room(GPUS[self.hardware])
 
     def as_json(self) -> dict[str, object]:
-        """For machines."""
+        """Return the fields, and whether any layout fits, for JSON."""
         return {"fits": self.fits, "can_fit": self.choice is not None, **finite(asdict(self))}
 
 
 def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
-    """Size, log the report and write it to `out`; raises `TrainingError` if no layout fits.
+    """Size a run, log the report and write it to `out`. Raises `TrainingError` if no layout fits.
 
     anew: compute the facts of a recipe even if they are recorded.
     """
@@ -78,7 +78,7 @@ def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None 
 
 
 def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -> Sizing:
-    """`facts` of `config` on `gpus` GPUs."""
+    """Size `config`, with its `facts`, on `gpus` GPUs; `share`: percent of the published peak reached."""
     gpu, images = GPUS[hardware], config.rollout.prompts_per_step * config.rollout.n
     layout = configured(config, facts)
     batch = Batch(facts.drawn, facts.trained, math.ceil(images / gpus))
@@ -100,7 +100,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
 
 
 def configured(config: Config, facts: Facts) -> Layout:
-    """The layout that the keys of `config` ask for."""
+    """Return the layout that `config` sets."""
     model = config.model
     checkpointing = model.gradient_checkpointing and True in facts.updates
     ranks, kinds = config.cluster.ranks_per_worker, (model.quantize, model.quantize_encoders)
@@ -108,7 +108,7 @@ def configured(config: Config, facts: Facts) -> Layout:
 
 
 def text(found: Sizing) -> str:
-    """For the terminal."""
+    """Return the report for the terminal."""
     facts, gpu = found.facts, GPUS[found.hardware]
     lines = ["", f"{facts.model}: {facts.pipeline}, {facts.algorithm}, {facts.dtype}; {found.gpus} x {found.hardware}"]
     parts = [f"{p.name} {size(p.weights.total)}" for p in facts.parts]
@@ -152,7 +152,7 @@ def _time(found: Sizing, seconds: float) -> str:
 
 
 def _column(title: str, layout: Layout, batch: Batch, taken: Memory, found: Sizing) -> list[str]:
-    """The memory of a rank in a layout."""
+    """Return the lines about the memory of a rank in a layout."""
     lines = wrapped(
         title.split()[0],
         f"{title}: {layout.keys()} rollout.micro_batch_size={batch.rollout} actor.micro_batch_size={batch.actor}",

@@ -1,4 +1,4 @@
-"""Components, memory and work of a run on any hardware: traced on shapes without values, or on record."""
+"""Components, memory and work of a run, independent of the hardware: traced on shapes without values, or recorded."""
 
 import importlib
 import inspect
@@ -45,16 +45,16 @@ from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
 from gerl.workers.worker import PolicyWorker
 
-# --- Components, memory and work of a run on any hardware, traced by sampling and training a micro-batch on shapes
+# --- Components, memory and work of a run, traced by sampling and training a micro-batch on shapes
 
 logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
-NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # of torch: what a shape cannot tell
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # torch: an operation needs values
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Frozen weights of a part of a model: all bytes, and of its linear layers elements, rows and bytes."""
+    """Size of frozen weights: total bytes, and the elements, rows and bytes of linear layers."""
 
     total: int = 0
     elements: int = 0
@@ -64,7 +64,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Part:
-    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: all outside of blocks."""
+    """A component of the pipeline. `block`: the largest of its repeated blocks; `root`: weights outside of blocks."""
 
     name: str
     kind: str  # denoiser, encoder or decoder
@@ -72,35 +72,33 @@ class Part:
     block: Weights
     root: Weights
     largest: int  # elements of the largest linear layer
-    whole: int  # bytes that every rank has, even if it is sharded
-    masters: int = 0  # bytes of all its weights in fp32, if it is trained itself; 0: a LoRA is, or nothing
+    whole: int  # bytes that every rank holds even if the component is sharded
+    masters: int = 0  # bytes of its fp32 weights under full fine-tuning; otherwise 0
 
 
 @dataclass
 class Facts:
-    """Bytes and floating-point operations of a configuration; those of activations are of its micro-batches."""
+    """Bytes and floating-point operations of a configuration; activations are of its micro-batches."""
 
     model: str
     pipeline: str
     algorithm: str
     dtype: str
     unit: str  # image or video
-    images: int  # of the micro-batch
-    drawn: int  # rows that are denoised together
-    trained: int  # rows of a forward and backward
+    images: int  # in the micro-batch
+    drawn: int  # rows denoised together
+    trained: int  # rows of a forward and backward pass
     parts: list[Part]
-    lora: int  # parameters that are trained, of a LoRA or of the denoisers themselves
-    averages: (
-        int  # copies of them: EMA, old and sampling policies, LoRAs that teach, the base model if it has no other place
-    )
-    swapped: bool  # the rollout puts others in the place of the trained ones, which are kept meanwhile
-    tape: float  # bytes an image
+    lora: int  # trained parameters, of a LoRA or of the denoisers
+    averages: int  # copies of them: EMA, old and sampling policies, teacher LoRAs, the base model if stored separately
+    swapped: bool  # whether the rollout uses a copy of the weights while the trained ones are kept
+    tape: float  # bytes per image
     rollout: Tally = field(default_factory=Tally)
-    updates: dict[bool, Tally] = field(default_factory=dict)  # by gradient checkpointing
+    updates: dict[bool, Tally] = field(default_factory=dict)  # key: gradient checkpointing
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Facts":
-        """As `dataclasses.asdict` has written it."""
+        """Restore facts from the JSON of `dataclasses.asdict`."""
         parts = [
             Part(**p | {name: Weights(**p[name]) for name in ("weights", "block", "root")}) for p in values["parts"]
         ]
@@ -109,25 +107,26 @@ class Facts:
 
     @property
     def whole(self) -> bool:
-        """Whether weights of the denoisers themselves are trained."""
+        """Whether the denoisers' weights are trained (full fine-tuning)."""
         return any(part.masters for part in self.parts)
 
     def trained_bytes(self) -> int:
-        """Bytes of the trained weights, their gradient, two moments and the averages, all fp32.
+        """Return the bytes of the trained weights, their gradient, two moments and the averages, all fp32.
 
-        The weights themselves are those of the denoiser where there is no LoRA, and counted with it.
+        Without a LoRA the weights belong to the denoiser and are counted with it.
         """
         return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
-        """Operations for an image: sampled, decoded and trained on."""
+        """Return the operations per image: sampling, decoding and training."""
         return (self.rollout.total + self.updates[checkpointing].total) / self.images
 
 
 def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16, both: bool = True) -> Facts:
-    """Sample and train a micro-batch of `config` on shapes, with gradient checkpointing and without, or as configured.
+    """Sample and train a micro-batch of `config` on shapes.
 
-    `folder`: for synthetic pictures. Raises `ModelError` for an unknown model, or one that does not run on shapes.
+    `folder`: for synthetic images. `both`: with and without gradient checkpointing; otherwise as configured. Raises
+    `ModelError` for an unknown model, or one that does not run on shapes.
     """
     stage, steps = Stage(), _Steps()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
@@ -143,7 +142,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         ways = _ways(worker, both)
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
         worker.sample(task)
-        stage.tallies["rollout"].restart()  # the first one also explored the structure of the pipeline
+        stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
         steps.begin("rollout, measured")
         images = worker.sample(task)
         for p in worker.policy.trained.values():
@@ -182,7 +181,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 
 
 class _Steps:
-    """Log each pass on fake tensors, which takes seconds to minutes."""
+    """Log of the passes on fake tensors, each of which takes seconds to minutes."""
 
     def __init__(self) -> None:
         self.done, self.total, self.start = 0, 0, time.perf_counter()
@@ -193,7 +192,7 @@ class _Steps:
 
 
 def teachers_parts(policy: Policy) -> list[Part]:
-    """The weights of the teachers that are pipelines of their own, each once."""
+    """Return the components of teachers with a separate pipeline, each pipeline once."""
     pipes = {t.teacher.path: t.pipe for t in policy.teachers if t.pipe is not None}
     return [
         part_of(f"{name} of {path}", c, name in policy.denoisers)
@@ -204,12 +203,12 @@ def teachers_parts(policy: Policy) -> list[Part]:
 
 
 def count_loras(teachers: Sequence[Teacher]) -> int:
-    """The number of LoRAs that teach, which are assumed to be as large as the trained one."""
+    """Count the teacher LoRAs, which are assumed to be as large as the trained one."""
     return len({teacher.lora for teacher in teachers if teacher.lora is not None})
 
 
 def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
-    """A prompt, with the pictures that the pipeline needs, or that the file of prompts has room for."""
+    """Return a prompt with the condition images that the pipeline requires, or accepts if prompts may have them."""
     accepted = inspect.signature(type(pipe).__call__).parameters
     pictured = may_have_pictures(config.data)
     needed = inspect.Parameter.empty
@@ -218,7 +217,7 @@ def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
 
 
 def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
-    """Without gradient checkpointing, and with it where the denoisers can."""
+    """Return the settings of gradient checkpointing to trace: off, and on if the denoisers support it."""
     if not both:
         return [worker.config.model.gradient_checkpointing]
     able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in worker.policy.denoisers.values())
@@ -226,7 +225,7 @@ def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
 
 
 def _update(worker: PolicyWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
-    """The gradient of a micro-batch, with the passes before it that the algorithm makes."""
+    """Trace the gradient of a micro-batch, including the algorithm's preceding passes."""
     config = worker.config
     for denoiser in worker.policy.denoisers.values():
         if checkpointing:
@@ -266,7 +265,7 @@ def _is_module(component: object) -> bool:
 
 
 def part_of(name: str, component: torch.nn.Module, denoises: bool, trained: bool = False) -> Part:
-    """The weights of the component `name` of a pipeline, its LoRA aside; `trained`: those of denoisers are."""
+    """Return the weights of a component without its LoRA; `trained`: whether denoisers are trained fully."""
     blocks = repeated_blocks(component)
     root = _weights(component, {id(p) for block in blocks for p in block.parameters()})
     apart = 0 if denoises else sum(_weights(layer).total for layer in layers(component, blocks))
@@ -289,7 +288,7 @@ def _linear(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = frozenset()) -> Weights:
-    """The weights of `module`, its LoRA aside."""
+    """Return the weights of `module` without its LoRA."""
     frozen = {id(p): p for name, p in module.named_parameters() if f".{ADAPTER}." not in name}
     counted = {key: p for key, p in frozen.items() if key not in leave_out}
     linear = {id(p): p for _, p in _linear(module) if id(p) in counted}
@@ -302,35 +301,34 @@ def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = fro
     )
 
 
-# --- A pipeline of real size without weights: from the configurations of a folder, the hub's cache, or gerl's record
+# --- A pipeline of real size without weights, from configurations in a folder, the Hub cache, or gerl's record
 
-RECORD = "architectures.yaml"  # among gerl's assets
+RECORD = "architectures.yaml"  # in gerl/assets
 
 
 def architectures() -> dict[str, Any]:
-    """The architectures on record: `models` of the hub, and the `parts` that several of them have."""
+    """Return the recorded architectures: `models` of the Hub, and `parts` that several of them share."""
     found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
 
 
 def known_models() -> list[str]:
-    """Hub ids of the models whose architecture gerl has on record."""
+    """Return the Hub ids of the models whose architecture is recorded."""
     return list(architectures()["models"])
 
 
 def named_on_record(path: str) -> str:
-    """The hub id under which the model of `path` is on record; `path` itself where it is a folder, or unknown."""
+    """Return the Hub id under which the model of `path` is recorded; `path` itself if a folder or unknown."""
     also = {model["also"]: name for name, model in architectures()["models"].items() if "also" in model}
     return path if Path(path).is_dir() else also.get(path, path)
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
-    """The pipeline of `path` without its weights, in the precisions in which `load_pipeline` has them.
+    """Build the pipeline of `path` without weights, in the precisions that `load_pipeline` uses.
 
-    On another `device` than meta, they are as their classes initialise them.
-
-    Raises `ModelError` where the architecture is not known, or has a class that cannot be built.
+    On a `device` other than meta, weights are initialised randomly. Raises `ModelError` if the architecture is unknown
+    or cannot be built.
     """
     path = named_on_record(path)
     given = resolve(path)
@@ -353,7 +351,7 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
 
 
 def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Policy:
-    """As `load_policy`, but of shapes, which run on `stage`; with None, of weights that nobody has trained."""
+    """Build the policy like `load_policy`, but of shapes that run on `stage`; if None, of random weights."""
     model, device = config.model, "meta" if stage is not None else "cpu"
     pipe = build_pipeline(model.path, dtype, device)
     denoisers, whole = find_denoisers(pipe), model.train != "lora"
@@ -383,7 +381,7 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
 
 
 def _teacher(teacher: Teacher, dtype: torch.dtype, device: str, stage: Stage | None) -> TeacherModel:
-    """A teacher of shapes; in the place of its LoRA the trained one computes."""
+    """Build a teacher of shapes; the trained LoRA stands in for the teacher's LoRA."""
     if teacher.path is None:
         return TeacherModel(teacher, None if teacher.is_base else ADAPTER)
     try:
@@ -396,7 +394,7 @@ def _teacher(teacher: Teacher, dtype: torch.dtype, device: str, stage: Stage | N
 
 
 def _cached(path: str) -> Path | None:
-    """The folder of a hub id in the hub's cache, if all of its configurations are there."""
+    """Return the folder of a Hub id in the Hub cache; None if a configuration is missing."""
     index = try_to_load_from_cache(path, INDEX)
     if not isinstance(index, str):
         return None
@@ -446,7 +444,7 @@ def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipelin
 
 
 def build_part(part: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """A component on record, by its class and the arguments of its configuration."""
+    """Build a recorded component from its class and configuration."""
     kind = _class(part["class"])
     if not issubclass(kind, torch.nn.Module):
         return kind(**part["config"])
@@ -469,7 +467,7 @@ def _class(name: str) -> type:
 
 
 def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> torch.nn.Module:
-    """A component as its class initialises it, in `dtype` but for the parts that its class keeps in fp32."""
+    """Build a component, in `dtype` except for the modules that its class keeps in fp32."""
     with torch.device(device), default_dtype(dtype):
         if issubclass(kind, ModelMixin):
             module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})
@@ -486,16 +484,16 @@ def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) 
     return module
 
 
-# --- Recorded facts of the shipped recipes, so that sizing one of them needs no computation
+# --- Recorded facts of the shipped recipes, so that sizing them needs no tracing
 
-FOLDER = "sizing"  # of gerl/assets; benchmarks/sizing.py writes it
-# keys that change no facts: layouts are computed from them, or they are read outside a rollout and an update
+FOLDER = "sizing"  # in gerl/assets; written by benchmarks/sizing.py
+# keys that do not affect the facts: they set the layout, or are not used in a rollout or an update
 LAYOUT = ("quantize", "quantize_encoders", "shard", "offload")
 OTHERS = ("cluster", "data", "trainer", "validation", "logger", "checkpoint", "reward")
 
 
 def recorded(config: Config) -> tuple[str, Facts] | None:
-    """The recipe whose facts are those of `config`, and these facts; None if no recipe has them."""
+    """Return the recipe with the same facts as `config`, and these facts; None if no recipe matches."""
     wanted = _relevant(config)
     for name in shipped("experiment"):
         file = resources.files("gerl") / "assets" / FOLDER / f"{name}.json"
@@ -507,7 +505,7 @@ def recorded(config: Config) -> tuple[str, Facts] | None:
 
 
 def _relevant(config: Config) -> dict[str, Any]:
-    """The values that the facts depend on; of the data, whether prompts may come with pictures."""
+    """Return the values that the facts depend on; of the data, whether prompts may have condition images."""
     values = {block: keys for block, keys in asdict(config).items() if block not in OTHERS}
     values["model"] = {key: value for key, value in values["model"].items() if key not in LAYOUT}
     values["rollout"] = {k: v for k, v in values["rollout"].items() if k not in ("n", "prompts_per_step")}

@@ -1,4 +1,4 @@
-"""GPUs by what their makers publish of them. It is read before torch is imported."""
+"""Published specifications of GPUs. Must not import torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +11,11 @@ Name = Literal[
 
 @dataclass(frozen=True)
 class Gpu:
-    """`peak`: dense bf16 operations a second with fp32 accumulation; `memory`: bytes, 10^9 a GB, as its name says.
+    """Specification of a GPU.
 
-    `bandwidth` of its memory, `link` to the other GPUs of a machine (one direction) and `bus` to the machine's memory
-    (one direction): bytes a second. `together`: how many of them a machine has, for groups that share weights.
+    `peak`: dense bf16 FLOP/s with fp32 accumulation. `memory`: nominal bytes (1 GB = 10^9). In bytes per second:
+    `bandwidth` of its memory, `link` to the other GPUs of a machine and `bus` to main memory (both one direction).
+    `together`: GPUs per machine, the limit of groups that share weights.
     """
 
     peak: float
@@ -27,8 +28,8 @@ class Gpu:
 
 PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes
 
-# NVIDIA's publications; figures with sparsity are halved, those of NVLink are of both directions and halved. Without
-# NVLink the GPUs of a machine reach each other over PCIe.
+# Source: NVIDIA's publications. Figures with sparsity, and bidirectional NVLink figures, are halved. Without NVLink,
+# GPUs of a machine communicate over PCIe.
 GPUS: dict[Name, Gpu] = {
     # Ampere GA102 and Ada white papers, appendix A: bf16 with fp32 accumulation; RTX Blackwell white paper, the same
     "rtx3090-24gb": Gpu(71e12, 24e9, 936e9, PCIE4, PCIE4),

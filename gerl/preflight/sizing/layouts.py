@@ -1,13 +1,13 @@
-"""Layouts of a model on GPUs: the memory of a rank and the time that each takes, and the cheapest that fits.
+"""Layouts of a model on GPUs: memory of a rank, time, and the cheapest layout that fits.
 
-Predictions, of weights that are sharded, quantised or kept elsewhere:
+Predicted weights on a GPU:
 
-* sharded over G ranks: a G-th of a component, and while it runs its weights outside of blocks and two whole blocks,
-  the second one prefetched; what an encoder does not divide is on every rank;
-* quantised: the linear layers of the repeated blocks, as `quantised_bytes` has them, the largest one in bf16 while it
-  runs;
-* offload=encoders: text encoders and VAE one at a time, while they run; offload=blocks: of the denoiser one block as
-  well; of a sharded component only the running blocks, of which each rank uploads its part.
+* sharded over G ranks: 1/G of a component; while it runs, also its weights outside of blocks and two whole blocks, one
+  of them prefetched. Encoder weights that cannot be sharded are on every rank;
+* quantised: the linear layers of the repeated blocks, sized by `quantised_bytes`, the largest one also in bf16 while
+  it runs;
+* offload=encoders: text encoders and VAE only while they run, one at a time. offload=blocks: also one denoiser block
+  at a time; of a sharded component only the running blocks, of which each rank uploads its part.
 """
 
 import itertools
@@ -22,18 +22,18 @@ from gerl.preflight.sizing.facts import FP32, Facts, Part
 from gerl.preflight.sizing.hardware import Gpu
 
 SHARDS = ("none", "denoiser", "all")
-# of denoiser and encoders; the first that fits is taken
+# (denoiser, encoders), in order of preference
 QUANTIZED: tuple[tuple[Quantisation, Quantisation], ...] = (
     ("none", "none"), ("none", "int8"), ("int8", "int8"), ("fp8", "fp8"), ("nf4", "nf4"),
 )  # fmt: skip
 OFFLOADS = ("none", "encoders", "blocks")
-GROUPS = (1, 2, 4, 8)  # ranks of a worker
-HALF = 2  # bytes of a weight that computes
+GROUPS = (1, 2, 4, 8)  # ranks per worker
+HALF = 2  # bytes of a weight in computation
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Values of the keys that say where weights are; `ranks` is cluster.ranks_per_worker."""
+    """Placement and precision of weights, by configuration key; `ranks` is cluster.ranks_per_worker."""
 
     ranks: int = 1
     shard: str = "none"
@@ -43,7 +43,7 @@ class Layout:
     offload: str = "none"
 
     def keys(self) -> str:
-        """As the command line has it, defaults left out but for gradient checkpointing."""
+        """Return the command-line keys: gradient checkpointing, and all that differ from the default."""
         given = {
             "cluster.ranks_per_worker": (self.ranks, 1),
             "model.shard": (self.shard, "none"),
@@ -55,15 +55,15 @@ class Layout:
         return " ".join([*words, f"model.gradient_checkpointing={str(self.checkpointing).lower()}"])
 
     def is_sharded(self, part: Part) -> bool:
-        """Whether a rank holds only its share of the weights of `part`."""
+        """Whether a rank holds only its shard of `part`."""
         return part.kind in {"none": (), "denoiser": ("denoiser",), "all": ("denoiser", "encoder")}[self.shard]
 
     def is_gathered(self, part: Part) -> bool:
-        """Whether the weights of a block of `part` are made while it runs, of parts or of fp32 masters."""
+        """Whether block weights of `part` are materialised while they run, from shards or fp32 masters."""
         return self.is_sharded(part) or part.masters > part.weights.total
 
     def reduced(self, part: Part) -> float:
-        """Bytes of a block's gradients while the ranks sum them: as they were computed, and in fp32."""
+        """Return the bytes of a block's gradients during the reduction: in the computing dtype, and in fp32."""
         if not part.masters or not self.is_gathered(part):
             return 0.0
         return part.block.total * (1 + part.masters / part.weights.total)
@@ -73,16 +73,16 @@ class Layout:
         return self.offload != "none" and part.kind != "denoiser" and not self.is_sharded(part)
 
     def kind(self, part: Part) -> Quantisation:
-        """How the linear layers of the blocks of `part` are quantised."""
+        """Return the quantisation of the linear layers of the blocks of `part`."""
         return {"denoiser": self.quantize, "encoder": self.quantize_encoders}.get(part.kind, "none")
 
     def size(self, part: Part) -> float:
-        """Bytes of `part`, whole."""
+        """Return the bytes of the whole `part`."""
         inside = (getattr(part.weights, name) - getattr(part.root, name) for name in ("elements", "rows", "linear"))
         return self._stored(part, part.weights.total, *inside)
 
     def computing(self, part: Part, blocks: int) -> float:
-        """Bytes of the weights of `part` outside of its blocks, and of `blocks` of these."""
+        """Return the bytes of the weights of `part` outside of its blocks plus `blocks` blocks."""
         block = part.block
         return part.root.total + blocks * self._stored(part, block.total, block.elements, block.rows, block.linear)
 
@@ -91,7 +91,7 @@ class Layout:
         return total if kind == "none" else total - linear + quantised_bytes(kind, elements, rows)
 
     def held(self, part: Part) -> float:
-        """Bytes of `part` on a rank all the time."""
+        """Return the bytes of `part` that stay on a rank."""
         if self.is_away(part):
             return 0.0
         size, on_cpu = self.size(part), self.offload == "blocks"
@@ -102,7 +102,7 @@ class Layout:
         return self.computing(part, 1) if on_cpu else size
 
     def fetched(self, part: Part) -> float:
-        """Bytes of weights that are added while `part` runs."""
+        """Return the additional bytes of weights while `part` runs."""
         came = self.size(part) if self.is_away(part) else 0.0
         if self.is_gathered(part):
             gathered = self.computing(part, 2) - part.whole
@@ -112,7 +112,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images on a rank: of a micro-batch in the rollout and in the update, and of a trainer step."""
+    """Images on a rank: per micro-batch of the rollout and of the update, and per trainer step."""
 
     rollout: int
     actor: int
@@ -121,7 +121,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank. `phases`: the peak of each, including what is resident."""
+    """Memory of a rank in bytes. `phases`: the peak of each phase, including resident memory."""
 
     weights: float
     lora: float
@@ -131,14 +131,14 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The most at a time."""
+        """Peak over all phases."""
         return max(self.phases.values())
 
 
 def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
-    """The memory of a rank."""
+    """Return the memory of a rank."""
     weights, tape = sum(layout.held(p) for p in facts.parts), facts.tape * batch.step
-    own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # of a rank
+    own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # on a rank
     lora, swapped = own * facts.trained_bytes() / max(1, facts.lora), own * FP32 * facts.swapped
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
@@ -152,13 +152,16 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
         there = layout.fetched(part) + alive + swapped + layout.reduced(part)
         if part.kind == "denoiser" and there > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
-    phases["optimizer"] = own * FP32  # the gradients in one vector, for the all-reduce
+    phases["optimizer"] = own * FP32  # flat gradient for the all-reduce
     resident = weights + lora + tape
     return Memory(weights, lora, tape, {name: resident + value for name, value in phases.items()}, activations)
 
 
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
-    """Seconds a GPU needs for an image, at `share` of its published peak; weights that travel do so meanwhile."""
+    """Return the seconds per image on a GPU at `share` of its published peak.
+
+    Gathering and uploading of blocks overlaps with computation; offloading of encoders and VAE does not.
+    """
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
@@ -168,16 +171,16 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
             travelling += calls * gathered / gpu.link
         if layout.offload == "blocks" and (part.kind == "denoiser" or layout.is_sharded(part)):
             travelling += calls * layout.size(part) / (layout.ranks if layout.is_sharded(part) else 1) / gpu.bus
-        if layout.is_away(part):  # there and back, once a micro-batch
+        if layout.is_away(part):  # upload and download, once per micro-batch
             waiting += 2 * layout.size(part) / gpu.bus
-    images = facts.images * batch.rollout / facts.drawn  # of the calls that were counted
+    images = facts.images * batch.rollout / facts.drawn  # images covered by the counted calls
     return max(computing, travelling / images) + waiting / images
 
 
 def layouts(gpus: int, together: int, whole: bool = False) -> Iterator[Layout]:
-    """All that `ModelConfig` accepts, with denoiser and encoders quantised alike, or the encoders in int8 alone.
+    """Yield all layouts that `ModelConfig` accepts, with equal quantisation, or only the encoders in int8.
 
-    `whole`: the denoisers' own weights are trained.
+    `whole`: whether the denoisers' weights are trained.
     """
     for ranks, shard, kinds, on, offload in itertools.product(GROUPS, SHARDS, QUANTIZED, (False, True), OFFLOADS):
         if gpus % ranks or ranks > together or (ranks == 1) != (shard == "none"):
@@ -190,7 +193,7 @@ def layouts(gpus: int, together: int, whole: bool = False) -> Iterator[Layout]:
 
 
 def room(gpu: Gpu) -> float:
-    """Bytes that a rank may use."""
+    """Return the bytes that a rank may use."""
     return (1 - SPARE) * gpu.memory
 
 
@@ -205,10 +208,10 @@ class Choice:
 
 
 def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, share: float) -> Choice | None:
-    """The layout with the fewest seconds an image that fits; None where none does.
+    """Return the fitting layout with the least time per image; None if none fits.
 
-    Unquantised weights are preferred to quantised ones, then configured micro-batches to smaller ones: these are halved
-    until a layout fits, down to `smallest` images in the rollout and one in the update.
+    Unquantised weights are preferred to quantised ones, then configured micro-batches to smaller ones, which are halved
+    down to `smallest` images in the rollout and one in the update.
     """
     candidates = [
         layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates
@@ -227,7 +230,7 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
 
 
 def halves(batch: Batch, smallest: int) -> Iterator[Batch]:
-    """`batch`, and smaller ones."""
+    """Yield `batch`, then batches of half the size each time."""
     yield batch
     while batch.rollout > smallest or batch.actor > 1:
         rollout = max(smallest, batch.rollout // 2)
@@ -236,7 +239,7 @@ def halves(batch: Batch, smallest: int) -> Iterator[Batch]:
 
 
 def largest(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu) -> tuple[int, int]:
-    """The largest micro-batches of rollout and update that fit with the other one as it is; 0 where none does."""
+    """Return the largest rollout and update micro-batches that fit, each with the other unchanged; 0 if none fits."""
 
     def most(fits: Iterator[bool]) -> int:
         return sum(1 for _ in itertools.takewhile(bool, fits))

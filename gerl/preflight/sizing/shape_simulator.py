@@ -1,4 +1,4 @@
-"""A pipeline whose components are shapes without values, that samples and trains, and a ledger of its operations."""
+"""Simulate sampling and training of a pipeline on shapes without values, and count memory and operations."""
 
 import copy
 import functools
@@ -22,21 +22,21 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import BatchEncoding, Cache
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-# --- A pipeline whose components are shapes without values, that samples and trains all the same.
+# --- Sampling and training of a pipeline whose components have shapes but no values.
 #
-# The pipeline, gerl's engine and its algorithms run as they are, on real latents and embeddings, which are small. Where
-# a component of the pipeline is called, it runs under `FakeTensorMode`, which tells what it would allocate and compute;
-# what it hands on is noise of the right shape. A call with gradient hands on a node of autograd, whose backward is that
-# of the component. A call that was made before, with the same shapes and as many graphs alive, is not made again.
+# The pipeline, gerl's engine and its algorithms run unchanged on real latents and embeddings, which are small. Each
+# component call runs under `FakeTensorMode`, which records allocations and operations, and returns noise of the right
+# shape. A call with gradient returns an autograd node whose backward runs the component's backward. A repeated call,
+# with the same shapes and number of live graphs, is not traced again.
 
-# what pipelines call on a component besides `forward`; a part of it that they call is found by its own `forward`
-LARGE = 2**22  # elements from which on a tensor is of zeros, which take no memory until they are written
+# methods that pipelines call on a component besides `forward`; a submodule is routed only by its `forward`
+LARGE = 2**22  # larger tensors are zeros, which take no memory until they are written
 METHODS = ("decode", "encode", "get_image_features", "get_text_features", "generate")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a tensor that a call returns; a tensor would count as alive."""
+    """Shape of a returned tensor; keeping the tensor would count as live memory."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -44,14 +44,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that a call returns: the leaf at this position."""
+    """Marker for a call that returns one of its arguments: the leaf at `position`."""
 
     position: int
 
 
 @dataclass
 class Cost:
-    """Floating-point operations of a call, forward and backward."""
+    """Floating-point operations and output of a call."""
 
     forward: int = 0
     backward: int = 0
@@ -60,30 +60,30 @@ class Cost:
 
 @dataclass
 class Tally:
-    """A phase: operations by component, and the most bytes that were alive while it ran, without weights."""
+    """Work of a phase: operations, calls and peak live bytes (without weights) by component."""
 
     flops: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)  # backward passes as well
+    calls: dict[str, int] = field(default_factory=dict)  # including backward passes
     peaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """Operations of all components."""
+        """Number of operations of all components."""
         return sum(self.flops.values())
 
     def called(self, name: str, flops: int) -> None:
-        """Another call of the component `name`, forward or backward."""
+        """Add a forward or backward call of the component `name`."""
         self.flops[name] = self.flops.get(name, 0) + flops
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def restart(self) -> None:
-        """Count operations from 0; peaks stay."""
+        """Reset operations and calls; keep peaks."""
         self.flops.clear()
         self.calls.clear()
 
 
 class Handle:
-    """A graph that waits for its backward; `outputs` is empty where the call was made before."""
+    """A graph that awaits its backward pass; `outputs` is empty for a repeated call."""
 
     def __init__(self, stage: "Stage", name: str, cost: Cost, outputs: list[torch.Tensor]) -> None:
         self.stage, self.name, self.cost, self.outputs = stage, name, cost, outputs
@@ -100,7 +100,7 @@ class Handle:
 
 
 class _Node(torch.autograd.Function):
-    """The component's graph as one node of the pipeline's; `anchor` lets the outputs need a gradient."""
+    """A component's graph as one autograd node; `anchor` makes the outputs require a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, handle: Handle, *values: torch.Tensor) -> Any:
@@ -115,14 +115,14 @@ class _Node(torch.autograd.Function):
 
 
 class Stage:
-    """Runs components as shapes. `phase`: the name of the current one; `tallies`: the work of each."""
+    """Runner of components on shapes. `phase`: name of the current phase; `tallies`: work by phase."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger = Ledger()
         self.tallies: dict[str, Tally] = {}
         self.phase = ""
-        self.graphs = 0  # alive
+        self.graphs = 0  # number of live graphs
         self._inside = False
         self._costs: dict[object, Cost] = {}
         self._blocks: dict[object, tuple[int, Any]] = {}
@@ -131,22 +131,22 @@ class Stage:
         self._generator = torch.Generator()
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the device meta as one of the CPU without values."""
+        """Return a meta tensor as a fake CPU tensor without values."""
         return FakeTensor(self.mode, tensor, torch.device("cpu"))
 
     def put_on(self, pipe: DiffusionPipeline) -> None:
-        """Route the calls of all components of `pipe`, whose weights become shapes of the CPU."""
+        """Intercept the calls of all components of `pipe`, and turn their weights into fake CPU tensors."""
         for name, component in pipe.components.items():
             if not isinstance(component, torch.nn.Module):
                 continue
-            shared: dict[int, torch.nn.Parameter] = {}  # weights that are tied stay so
+            shared: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
             for module in component.modules():
                 self._give_shapes(module, shared)
-                module.__dict__["_apply"] = lambda *_, own=module, **__: own  # shapes are not cast in place
+                module.__dict__["_apply"] = lambda *_, own=module, **__: own  # fake tensors cannot be cast in place
             self.ledger.leave_out([*component.parameters(), *component.buffers()])
             lora = [m for m in component.modules() if isinstance(m, BaseTunerLayer)]
             trains = any(p.requires_grad for p in component.parameters())
-            if not hasattr(component, "decode"):  # the blocks of a video's decoder write into lists that they are given
+            if not hasattr(component, "decode"):  # blocks of a video decoder write into lists passed as arguments
                 for module in component.modules():
                     if isinstance(module, torch.nn.ModuleList):
                         for block in module:
@@ -163,7 +163,7 @@ class Stage:
             if p is not None and p.is_meta and not isinstance(p, FakeTensor):
                 if id(p) not in shared:
                     shared[id(p)] = torch.nn.Parameter(self.fake(p.data), requires_grad=p.requires_grad)
-                    self._originals.append(p)  # so that no other one gets its id
+                    self._originals.append(p)  # keeps its id from being reused
                 module._parameters[name] = shared[id(p)]
         for values in (module._buffers, module.__dict__):
             for name, value in values.items():
@@ -171,7 +171,7 @@ class Stage:
                     values[name] = self.fake(value)
 
     def _answer_repeats(self, block: torch.nn.Module) -> None:
-        """Reuse the output of a block of the same structure for the same shapes, in calls without gradient."""
+        """Reuse the output of a block with the same structure and input shapes, in calls without gradient."""
         original = block.forward
         structure = (type(block), tuple((n, tuple(p.shape), p.dtype) for n, p in block.named_parameters()))
 
@@ -208,7 +208,7 @@ class Stage:
 
     @contextmanager
     def _within(self, name: str, grad: bool) -> Iterator[Tally]:
-        """Operations are of shapes and counted as those of the component `name`."""
+        """Run operations on shapes and count them for the component `name`."""
         tally = self.tallies.setdefault(self.phase, Tally())
         self._inside = True
         self.ledger.reset()
@@ -233,7 +233,7 @@ class Stage:
             return function(*args, **kwargs)
         grad = torch.is_grad_enabled() and trains
         adapted = bool(lora) and not lora[0].disable_adapters
-        # two calls of a model give the same numbers
+        # equal calls of a model return equal values
         self._generator.manual_seed(zlib.crc32(repr((name, adapted, _sums((args, kwargs)))).encode()))
         signature, graphs = _signature((args, kwargs)), self.graphs if grad else 0
         key = (self.phase, id(function), name, grad, adapted, graphs, _switches(module), signature)
@@ -260,7 +260,7 @@ class Stage:
         return tree_unflatten(values, structure)
 
     def backward(self, handle: Handle, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """The backward pass of a component's call; it is made where its forward was."""
+        """Run the backward pass of a traced call, or count the known cost of a repeated one."""
         if handle.outputs:
             with self._within(handle.name, True):
                 pairs = [
@@ -275,13 +275,13 @@ class Stage:
         handle.close()
 
     def _input(self, value: Any) -> Any:
-        """Numbers become shapes; integers and masks stay, since models read them."""
+        """Return floating-point tensors as fake tensors; integers and masks stay real, since models read them."""
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or not value.is_floating_point():
             return value
         return self.fake(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
 
     def _values(self, shape: Shape) -> torch.Tensor:
-        """Noise, or zeros of integers."""
+        """Return noise, or zeros for integers and large tensors."""
         if not shape.dtype.is_floating_point or math.prod(shape.size) > LARGE:
             return torch.zeros(shape.size, dtype=shape.dtype)
         return torch.randn(shape.size, generator=self._generator).to(shape.dtype)
@@ -295,7 +295,7 @@ class Stage:
 
 
 def _describe(value: Any) -> Any:
-    """A call's output, without anything alive."""
+    """Return a call's output with tensors replaced by shapes, so that it holds no memory."""
     if isinstance(value, Cache):
         return None
     if isinstance(value, DiagonalGaussianDistribution):
@@ -306,17 +306,17 @@ def _describe(value: Any) -> Any:
 
 
 def _switches(module: torch.nn.Module) -> tuple[bool, ...]:
-    """The mode of each submodule: mixtures of experts compute differently in training mode."""
+    """Return the training mode of each submodule, since mixtures of experts compute differently in training."""
     return tuple(part.training for part in module.modules())
 
 
 def _sums(tree: Any) -> list[float]:
-    """A number for each tensor, to tell inputs apart."""
+    """Return the sum of each tensor, to distinguish inputs."""
     return [float(v.sum()) for v in tree_leaves(tree) if isinstance(v, torch.Tensor)]
 
 
 def _signature(tree: Any) -> object:
-    """Everything in a call that decides its cost: shapes, the values of integers, and other arguments."""
+    """Return all that determines the cost of a call: shapes, integer values, and other arguments."""
 
     def describe(value: Any) -> object:
         if not isinstance(value, torch.Tensor):
@@ -328,7 +328,7 @@ def _signature(tree: Any) -> object:
     return (str(structure), tuple(map(describe, leaves)))
 
 
-# --- Bytes and arithmetic of operations, as torch dispatches them: on weights that exist as shapes, or on real ones
+# --- Bytes and FLOPs of operations as torch dispatches them, on fake or real tensors
 
 aten = torch.ops.aten
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
@@ -344,7 +344,7 @@ def _attention_backward(
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
-# torch's counter leaves the CPU's attention out; to be given to its FlopCounterMode as `custom_mapping`
+# CPU attention, which torch's counter omits; `custom_mapping` for `FlopCounterMode`
 CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -356,41 +356,41 @@ def _shape(value: object) -> object:
 
 
 def _spread(indices: torch.Tensor, shape: torch.Size, dim: int = -1, **_: Any) -> torch.Tensor:
-    """Positions along `dim` of a tensor of `shape`, in the shape of `indices`, all of them equally often."""
+    """Return evenly spread positions along `dim` of a tensor of `shape`, in the shape of `indices`."""
     with _disable_current_modes():
         moved = torch.empty(indices.shape, device="meta").movedim(dim, -1).shape
         return (torch.arange(math.prod(moved)) % shape[dim]).view(moved).movedim(-1, dim)
 
 
 class Ledger(TorchDispatchMode):
-    """Follows the storages that operations make while it is entered, and counts floating-point operations.
+    """Dispatch mode that tracks the storages allocated by operations and counts floating-point operations.
 
-    A storage counts from the operation that makes it until the last tensor on it is gone, wherever that is held, by
-    autograd as well. `live`: bytes of those that are there; `peak`: the most of them at a time since `reset`; `flops`:
-    operations since, a multiplication and an addition as two, by the formulas of torch's `FlopCounterMode`.
+    A storage counts from the operation that allocates it until its last tensor is freed, including tensors saved by
+    autograd. `live`: bytes of live storages; `peak`: their maximum since `reset`; `flops`: operations since `reset` by
+    the formulas of torch's `FlopCounterMode`, where a multiply-add counts as two.
 
-    Entered inside a `FakeTensorMode`, what depends on no shape without values (masks, positions) is computed, so that
-    models can read it. The positions that `topk` finds are spread evenly, as routers of experts are trained to spread
-    them: how many there are, and with them the number of operations, does not depend on values.
+    Inside a `FakeTensorMode`, operations that involve no fake tensor (masks, positions) are computed, so that models
+    can read their values. `topk` returns evenly spread positions, as trained expert routers do, so that the number of
+    operations does not depend on values.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.flops = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, which is not reused while it is here
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id, removed once the storage is freed
 
     def reset(self) -> None:
-        """Begin a new peak, and count operations from 0; live storages stay counted."""
+        """Reset the peak and the operations; live storages stay counted."""
         self.peak, self.flops = self.live, 0
 
     def leave_out(self, tensors: object) -> None:
-        """The storages of `tensors`, such as weights, are not counted."""
+        """Exclude the storages of `tensors`, such as weights."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor):
                 self._follow(tensor, counted=False)
 
     def count(self, tensors: object) -> None:
-        """The storages of `tensors` count from now on, as long as they live."""
+        """Count the storages of `tensors` from now on, until they are freed."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor):
                 self._follow(tensor, counted=True)
@@ -430,7 +430,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _as_positions(self, indices: Any) -> list[Any]:
-        """`indices` of a shape, with masks that have values as the positions at which they are true."""
+        """Return `indices` of a fake tensor, with real masks converted to positions."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
@@ -443,7 +443,7 @@ class Ledger(TorchDispatchMode):
 
     @staticmethod
     def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation is on real tensors alone, or makes integers of nothing."""
+        """Whether an operation uses only real tensors, or creates integers without input tensors."""
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if tensors:
             return not any(isinstance(v, FakeTensor) or v.is_meta for v in tensors)
@@ -453,15 +453,15 @@ class Ledger(TorchDispatchMode):
         return not dtype.is_floating_point and not dtype.is_complex and kwargs.get("device") != torch.device("meta")
 
 
-# --- Stand-ins for missing tokenizers: a text becomes as many tokens as texts of its length usually do
+# --- Substitutes for missing tokenizers, with a typical number of tokens for the length of a text
 
-CHARACTERS = 4  # of English text in a token
-PLACE = "<|image_pad|>"  # where a text has a picture
+CHARACTERS = 4  # of English text per token
+PLACE = "<|image_pad|>"  # placeholder of an image in a text
 
 
 @dataclass(frozen=True)
 class Picture:
-    """How Qwen's processors turn a picture into patches, of which `merge_size` x `merge_size` become a token."""
+    """Image preprocessing of Qwen's processors: patches, of which `merge_size` x `merge_size` form a token."""
 
     token: int
     patch_size: int
@@ -471,22 +471,22 @@ class Picture:
     max_pixels: int
 
     def grid(self, picture: Image.Image) -> tuple[int, int]:
-        """Rows and columns of patches."""
+        """Return the rows and columns of patches."""
         factor = self.patch_size * self.merge_size
         height, width = smart_resize(picture.height, picture.width, factor, self.min_pixels, self.max_pixels)
         return height // self.patch_size, width // self.patch_size
 
     def patches(self, grids: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
-        """The model's arguments for pictures: grey patches `[N, 3 * temporal * patch * patch]`, and their grids."""
+        """Return the model's image arguments: grey patches `[N, 3 * temporal * patch * patch]`, and their grids."""
         count, size = sum(h * w for h, w in grids), 3 * self.temporal_patch_size * self.patch_size**2
         return {"pixel_values": torch.zeros(count, size), "image_grid_thw": torch.tensor([(1, h, w) for h, w in grids])}
 
 
 class Tokens:
-    """Answers the calls of a tokenizer or a processor with meaningless token ids.
+    """Substitute for a tokenizer or processor that returns meaningless token ids.
 
-    `model_max_length`: to which length a padded text without `max_length` comes. `end`: the id of the last token.
-    `picture`: of a processor that takes pictures.
+    `model_max_length`: length of padded texts if `max_length` is not given. `end`: id of the last token. `picture`:
+    image preprocessing of a processor.
     """
 
     def __init__(self, model_max_length: int = 512, end: int = 2, picture: Picture | None = None) -> None:
@@ -496,11 +496,11 @@ class Tokens:
         self.padding_side = "right"
         self.pad_token, self.eos_token, self.bos_token, self.unk_token = "<pad>", "<end>", "<begin>", "<unknown>"
         self.pad_token_id, self.eos_token_id, self.bos_token_id, self.unk_token_id = 0, end, 1, 0
-        self.tokenizer = self  # of a processor
+        self.tokenizer = self  # attribute of processors
         self.added_tokens_encoder: dict[str, int] = {}
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         return [3] * (len(text) // CHARACTERS) + [self.eos_token_id]
 
     def __call__(
@@ -530,14 +530,14 @@ class Tokens:
         return BatchEncoding({"input_ids": ids, "attention_mask": mask, **pictures})
 
     def _with_pictures(self, text: str, grid: tuple[int, int]) -> list[int]:
-        """The token ids of a text, with those of a picture in its place."""
+        """Return the token ids of a text, with image tokens for each placeholder."""
         assert self.picture is not None
         before, *after = text.split(PLACE)
         tokens = [self.picture.token] * (grid[0] * grid[1] // self.picture.merge_size**2)
         return self.encode(before)[:-1] + tokens * len(after) + self.encode("".join(after))
 
     def apply_chat_template(self, messages: Any, *_: Any, tokenize: bool = True, **options: Any) -> Any:
-        """The text of a conversation or of several, or its tokens."""
+        """Return the text or the tokens of one or several conversations."""
         several = bool(messages) and isinstance(messages[0], list)
         texts = [_text(conversation) for conversation in (messages if several else [messages])]
         if tokenize:
@@ -545,16 +545,16 @@ class Tokens:
         return texts if several else texts[0]
 
     def batch_decode(self, ids: Sequence[Any], *_: Any, **__: Any) -> list[str]:
-        """A text for each row of ids."""
+        """Return an empty text for each row of ids."""
         return ["" for _ in ids]
 
     def tokenize(self, text: str, *_: Any, **__: Any) -> list[str]:
-        """A text's tokens as texts."""
+        """Return a text's tokens as strings."""
         return [self.unk_token] * len(self.encode(text))
 
 
 def _text(value: Any) -> str:
-    """The words in a conversation."""
+    """Return the text of a conversation."""
     if isinstance(value, dict):
         return " ".join(_text(v) for k, v in value.items() if k != "type")
     return " ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
