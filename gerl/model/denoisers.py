@@ -23,11 +23,7 @@ from gerl.model.lora import remove_lora
 # --- Find the denoisers among a pipeline's components, and check whether a loaded one can be trained
 
 logger = logging.getLogger(__name__)
-DENOISERS = (
-    "transformer",
-    "transformer_2",
-    "unet",
-)  # usual names, to exclude components whose class does not identify them
+DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for models that no signature identifies
 TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument that only denoisers have
 
 
@@ -171,7 +167,7 @@ def skeletons(folder: str) -> dict[str, ModelMixin] | None:
 
 
 def model_class(entry: object) -> type[ModelMixin] | None:
-    """Return the class named by an entry `[library, class]` of a model_index.json; None if it is not a diffusers model."""
+    """Return the diffusers model class of a model_index.json entry `[library, class]`; None for others."""
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
         return None
     kind = getattr(diffusers, str(entry[1]), None)
@@ -222,9 +218,7 @@ def relay_warnings() -> None:
         known = logging.getLogger(library.__name__)
         known.propagate = False
         for handler in [handler for handler in known.handlers if isinstance(handler, _Relay)]:
-            known.removeHandler(
-                handler
-            )  # relay of an earlier run in this process; the new one receives every message too
+            known.removeHandler(handler)  # left by an earlier run in this process
         known.addHandler(_Relay())
 
 
