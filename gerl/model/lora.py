@@ -317,7 +317,7 @@ def _fault(lora: Lora, alpha: object) -> str | None:
 
 
 def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, where: str) -> None:
-    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
+    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or differs in its size."""
     linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
         a, b = halves.a, halves.b
@@ -390,7 +390,7 @@ def _files(path: Path) -> list[Path]:
     """Return the safetensors files of the LoRA in `path`."""
     if path.is_file():
         return [path]
-    for file in (path / WEIGHTS, path / "lora" / WEIGHTS, path / PEFT_WEIGHTS):  # the second one: of a checkpoint
+    for file in (path / WEIGHTS, path / "lora" / WEIGHTS, path / PEFT_WEIGHTS):  # the second: of a checkpoint
         if file.is_file():
             return [file]
     several = sorted(path.glob(f"*/{PEFT_WEIGHTS}")) or sorted(path.glob("lora_*.safetensors"))
@@ -446,7 +446,7 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
-    """The layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
+    """Return the layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
     return {
         name: {layer: Halves(a, b, _scale(configs.get(name, {}), layer, len(a))) for layer, (a, b) in layers.items()}
         for name, layers in paired(tensors).items()
@@ -735,7 +735,7 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
 # --- LoRA files in the layouts of other trainers and interfaces, converted by diffusers' readers
 
 SUFFIX = "LoraLoaderMixin"
-# tensor name suffixes of a LoRA in any layout: two matrices per layer, and alpha
+# tensor names of a LoRA in any layout: two matrices per layer, and alpha
 MATRIX = re.compile(r"(?P<layer>.+?)[._]lora(_linear_layer)?[._](?P<half>A|B|down|up)(\.default)?\.weight")
 ALPHA = re.compile(r"(?P<layer>.+?)(\.lora)?\.alpha")
 Tensors = Mapping[str, torch.Tensor]
@@ -789,14 +789,14 @@ def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
 
 
 def _alphas(alphas: Mapping[str, float], name: str) -> dict[str, Any]:
-    """The alpha of each layer, which diffusers gives by the name of its first matrix, as in a configuration of PEFT."""
+    """Return the alpha of each layer; diffusers gives it by the name of the first matrix, as a PEFT configuration does."""
     renamed = convert_unet_state_dict_to_peft({key.removesuffix(".alpha"): value for key, value in alphas.items()})
     layers = {key.removeprefix(f"{name}.").split(".lora_")[0]: float(value) for key, value in renamed.items()}
     return {"alpha_pattern": {f"^{re.escape(layer)}$": alpha for layer, alpha in layers.items()}} if layers else {}
 
 
 def _squared_norm(tensors: Tensors, pattern: Mapping[str, float]) -> float:
-    """The sum of the squares of all updates `alpha / rank * B @ A`: what splitting a layer by rows leaves alone."""
+    """Return the sum of squares of all updates `alpha / rank * B @ A`, invariant under splitting a layer by rows."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     alphas: dict[str, float] = {}
     for key, value in tensors.items():

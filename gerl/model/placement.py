@@ -44,7 +44,7 @@ class OffloadedComponents:
         self.present: torch.nn.Module | None = None
         for component in components:
             component.to("cpu")
-            for part in component.modules():  # pipelines call `vae.decode` and `text_encoder.model` past `forward`
+            for part in component.modules():  # pipelines call `vae.decode` and `text_encoder.model` bypassing `forward`
                 part.register_forward_pre_hook(partial(self._enter, component), with_kwargs=True)
         for denoiser in denoisers:
             denoiser.register_forward_pre_hook(self._leave)
@@ -220,7 +220,7 @@ class QuantizedRollout:
 
 
 def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` where the package for `kind` is missing, or layers cannot compute so on `device`."""
+    """Raise `ConfigError` if the package for `kind` is missing, or if `device` cannot compute in this format."""
     weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
     try:
         with torch.no_grad():
@@ -302,7 +302,7 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
 
 
 def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
-    """Let `denoisers` compute their attention with the backend `name`; raises `ModelError` where one has no choice."""
+    """Set the attention backend `name` on `denoisers`. Raises `ModelError` if one has no selectable backend."""
     with attention_backend(name):  # restores the global backend, which other models of this process use
         for component, denoiser in denoisers.items():
             denoiser.set_attention_backend(name)

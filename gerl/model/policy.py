@@ -148,7 +148,7 @@ class Policy:
 
     @contextlib.contextmanager
     def as_sampler(self, old: bool = False, lag: int = 0) -> Iterator[None]:
-        """The model computes with the weights for rollouts: of `lag` finished steps ago, or of the `old` policy."""
+        """Compute with the rollout weights within the block: of `lag` finished steps ago, or of the `old` policy."""
         average = self.old if old else self.earlier[lag] if lag else self.sampler
         with contextlib.ExitStack() as stack:
             for weights in (average, self.quantized):

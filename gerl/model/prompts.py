@@ -210,7 +210,7 @@ def _at(tree: Tree, place: object) -> Tree:
 
 
 def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths: Sequence[int]) -> Tree:
-    """Join the answers `parts` on `device`; shorter ones are padded with zeros, `lengths` are theirs."""
+    """Join the encodings `parts` on `device`, padded with zeros to the longest; `lengths`: those of masks."""
     one = parts[0]
     if isinstance(layout, int):
         tensors = [p for p in parts if isinstance(p, torch.Tensor)]
@@ -382,7 +382,7 @@ class _Reached(Exception):
 def readings(
     pipe: DiffusionPipeline, run: Callable[[], object], call: Mapping[str, object], denoisers: Sequence[torch.nn.Module]
 ) -> list[Reading]:
-    """The readings of the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: its further arguments."""
+    """Record how tokenizers read the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: other arguments."""
     tokenizers = {id(found): name for name, found in _tokenizers(pipe).items()}
     parameters = inspect.signature(type(pipe).__call__).parameters
     default = parameters["max_sequence_length"].default if "max_sequence_length" in parameters else None
@@ -413,7 +413,7 @@ def readings(
     kept = [r for r in dict.fromkeys(found) if r.most is not None or r.tokenizer not in limited]
     if not isinstance(longest, int) or any(r.most == longest for r in kept):
         return kept
-    for i, r in enumerate(kept):  # no tokenizer is given the limit: the pipeline cuts later, as far as the prompt goes
+    for i, r in enumerate(kept):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
         end = longest + _token_lengths(_tokenizers(pipe)[r.tokenizer], r, [""])[0]
         kept[i] = replace(r, most=end if r.most is None else min(r.most, end))
     return kept

@@ -118,7 +118,7 @@ def _weight_only(kind: Quantisation) -> object:
 
 
 def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None = None) -> object:
-    """4-bit NormalFloat (Dettmers et al. 2023), in blocks of 64 weights with a scale each."""
+    """Return a configuration for 4-bit NormalFloat (Dettmers et al. 2023): blocks of 64 weights with a scale each."""
     return config(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
     )

@@ -86,7 +86,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
     @classmethod
     def of(cls, original: SchedulerMixin) -> "SameSigmas":
-        """Stands in for `original`; raises `ModelError` if its noise levels are not those of flow matching."""
+        """Return a substitute for `original`. Raises `ModelError` if its noise levels are not those of flow matching."""
         name, config = type(original).__name__, original.config
         accepted = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
         shift = config.get("flow_shift", config.get("shift", 1.0))
@@ -134,7 +134,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
     def step(
         self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, *args: object, **kwargs: object
     ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
-        """Euler's step, also at integer timesteps, to which some pipelines truncate (SkyReels V2, diffusion forcing).
+        """Take Euler's step, also at integer timesteps, which some pipelines pass (SkyReels V2, diffusion forcing).
 
         Euler refuses integers, which could be step numbers.
         """
@@ -144,7 +144,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         return stepped
 
     def scale_model_input(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """`sample`: flow matching has no input scale, but pipelines written for other solvers ask for it."""
+        """Return `sample`: flow matching has no input scale, but pipelines for other solvers call this method."""
         return sample
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ EXCESS = ("flow_sde", "dance_sde")  # kernels that leave more noise in late step
 
 
 def few_steps(path: str, scheduler: str) -> str | None:
-    """Why the pipeline of `path` counts as a few-step model, or None; `scheduler`: the class of its original one."""
+    """Return why the pipeline of `path` counts as a few-step model, or None; `scheduler`: its original class."""
     if scheduler in SCHEDULERS:
         return f"it comes with {scheduler}"
     found = NAMES.search(re.split(r"[/\\]", path.rstrip("/\\"))[-1].replace("_", "-"))

@@ -281,7 +281,7 @@ def shard(
             fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True, offload_policy=parts)
         fill(component, files)
         for tensor in (*component.parameters(), *component.buffers()):
-            if not isinstance(tensor, DTensor):  # what is left: buffers, and weights that layers share
+            if not isinstance(tensor, DTensor):  # the rest: buffers, and weights that layers share
                 tensor.data = tensor.data.to(mesh.device_type)
 
 

@@ -61,7 +61,7 @@ def attach_teachers(
     denoisers: Mapping[str, ModelMixin],
     device: str,
 ) -> list[TeacherModel]:
-    """Put the LoRAs that `read_teachers` has read on `denoisers`, which have the trained one, and switch to that.
+    """Add the LoRAs of `read_teachers` to `denoisers`, which have the trained one, and activate the trained one.
 
     A teacher with a pipeline of its own gets it later.
     """
@@ -108,7 +108,7 @@ def adapted_layers(denoisers: Mapping[str, torch.nn.Module]) -> list[BaseTunerLa
 
 @contextlib.contextmanager
 def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> Iterator[None]:
-    """Activate the LoRA `adapter` instead of the trained one; layers without it compute without a LoRA."""
+    """Activate the LoRA `adapter` instead of the trained one in the block; layers without it have no LoRA."""
     layers = adapted_layers(denoisers)
     for layer in layers:
         layer.set_adapter([adapter], inference_mode=True)
