@@ -97,7 +97,9 @@ class _Kept:
     """Block outputs at the last step that computed them, for one kind of call."""
 
     first: Tree = None  # the first block's output
-    added: list[torch.Tensor | None] = field(default_factory=list)  # by the others, to each tensor of it
+    added: list[torch.Tensor | None] = field(
+        default_factory=list
+    )  # the other blocks' contribution to each tensor of it
     outputs: list[Tree] = field(default_factory=list)  # of the other blocks, as shapes
 
 
@@ -152,7 +154,7 @@ class _FirstBlock:
         self.position += 1
         if self.skips and 0 < position <= len(now.outputs):
             like = now.outputs[position - 1]
-            if position == len(now.outputs):  # the last block: the first one's output and what the others added
+            if position == len(now.outputs):  # last block: the first block's output plus the others' contribution
                 parts = zip(_tensors(self.first), now.added, strict=True)
                 sums = [None if a is None or d is None else a + d for a, d in parts]
                 return type(like)(sums) if isinstance(like, list | tuple) else sums[0]

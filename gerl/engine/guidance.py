@@ -43,7 +43,7 @@ Roles = dict[int, Role]  # by index of the call within its step; only the calls 
 CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; without a difference the two norms agree up to rounding
 NEAR = 1e-2  # distance of two outputs whose weights are compared, in units of their standard deviation
 _FOUND: WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]] = WeakKeyDictionary()
-_CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictionary()  # to have a gradient with off
+_CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictionary()  # for cfg off
 
 
 def guidance_roles(
@@ -187,7 +187,7 @@ def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
     """Return the roles in a step from the `_influence` of each of its calls."""
-    calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # not a ControlNet's: it acts on another
+    calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # no ControlNet's: it only affects another
     gradients = [rows for rows in influence if rows is not None]
     match [structure[nth][1] for nth in calls]:
         case [1.0]:

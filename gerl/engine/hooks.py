@@ -72,7 +72,7 @@ class TapeHead:
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.device = tape.steps[0].x.device if tape.steps else torch.device("cpu")
-        self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
+        self.step = self.answered = self.accompanied = 0  # counts of scheduler steps, methods and secondary steps
         self.start: dict[int, Tree] = {}  # answers that replace recorded ones, by position
         self.looped = tape.looped_components()
         self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
@@ -101,7 +101,7 @@ class TapeHead:
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
     def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
-        """The latents after a step of the secondary modality; `ReplayError` where it starts elsewhere."""
+        """Return the latents after a secondary step. Raises `ReplayError` if it starts at other latents."""
         self.accompanied += 1
         return self.tape.companion(self.accompanied - 1, sample).x_next
 

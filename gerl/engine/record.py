@@ -228,7 +228,7 @@ class Recorder:
         if isinstance(generators, torch.Generator):
             arguments["generator"] = generators
         elif generators is not None:
-            one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
+            one = isinstance(arguments.get("prompt"), str)  # no list of prompts, no list of generators
             arguments["generator"] = generators[0] if one else list(generators)
         self.caches.belong_to(pipe)
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -393,7 +393,7 @@ class Skipping:
         return False
 
     def answer(self, tape: Tape, name: str) -> ComponentCall | None:
-        """The call at the last step of `tape` that answers the one `name` is about to make; None: it has to run."""
+        """Return the call of the last step on `tape` that answers the next one of `name`; None: it has to run."""
         k = len(tape.steps)
         if not self.skips(k):
             return None
@@ -631,7 +631,7 @@ class BranchRecorder(Recorder):
         self.parents, self.fork = parents, fork
         calls = parents.component_calls
         self.looped = {c.component for c in calls if c.step > 0}
-        self.denoisers = set({c.step: c.component for c in calls if c.step <= fork}.values())  # the last of each step
+        self.denoisers = set({c.step: c.component for c in calls if c.step <= fork}.values())  # last of each step
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         if self.depth or self._is_live():

@@ -789,7 +789,7 @@ def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
 
 
 def _alphas(alphas: Mapping[str, float], name: str) -> dict[str, Any]:
-    """Return the alpha of each layer; diffusers gives it by the name of the first matrix, as a PEFT configuration does."""
+    """Return the alpha of each layer; diffusers names it by the first matrix, as a PEFT configuration does."""
     renamed = convert_unet_state_dict_to_peft({key.removesuffix(".alpha"): value for key, value in alphas.items()})
     layers = {key.removeprefix(f"{name}.").split(".lora_")[0]: float(value) for key, value in renamed.items()}
     return {"alpha_pattern": {f"^{re.escape(layer)}$": alpha for layer, alpha in layers.items()}} if layers else {}

@@ -86,7 +86,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
     @classmethod
     def of(cls, original: SchedulerMixin) -> "SameSigmas":
-        """Return a substitute for `original`. Raises `ModelError` if its noise levels are not those of flow matching."""
+        """Return a substitute for `original`. Raises `ModelError` if its noise levels do not fit flow matching."""
         name, config = type(original).__name__, original.config
         accepted = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
         shift = config.get("flow_shift", config.get("shift", 1.0))
