@@ -272,8 +272,8 @@ class ReplayedStep:
     recorded_log_prob: torch.Tensor | None  # [B] fp32; None then and at deterministic steps
     tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the meta device if not kept
     model_output: torch.Tensor  # [B, ...] fp32, with graph
-    written: torch.Tensor | None = None  # [B, ...] bool, where the pipeline wrote its condition over `latents` given
-    overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
+    written: torch.Tensor | None = None  # [B, ...] bool, given `latents` overwritten by a condition
+    overwritten: torch.Tensor | None = None  # [B, ...] bool, overwritten part of `x_next`, see `Tape.overwritten`
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
         """Select from `values` `[B, ...]` the latents that reach the images: `[B, N]`, or `values` if all do."""
@@ -469,7 +469,7 @@ class Replayer(TapeHead):
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
     def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The fp32 latents of step `k`, and where the pipeline wrote its recorded condition over the caller's."""
+        """Return the fp32 latents of step `k`, and where the pipeline replaced the caller's by its condition."""
         given = self.latents.get(k)
         x = recorded.x if given is None else given.float()
         if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
@@ -508,7 +508,7 @@ class Replayer(TapeHead):
         if loss is not None:
             latest = self.cuts[-1][0]  # leaves of earlier steps are present if several steps run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
-            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all that goes back to these leaves
+            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all losses of these leaves
                 loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
             leaves += [] if self.leaf is None else [self.leaf]
             # retain_graph: a second scheduler stream may share this denoiser call

@@ -311,7 +311,7 @@ class Tape:
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
 
     def overwritten(self, k: int) -> torch.Tensor | None:
-        """Mask of the latents after step `k` that the pipeline overwrites, `[B, ...]` bool: they reach no image.
+        """Return a mask `[B, ...]` bool of the latents after step `k` that are overwritten and reach no image.
 
         An inpainting pipeline sets the surround of its mask after each step; nothing is recorded after the last, for
         which it is the mask before it. None: nothing, or all, as by a callback that scales the latents.
@@ -428,7 +428,7 @@ Structure = tuple[tuple[str, float], ...]  # component and rows per row of laten
 
 
 def leading(output: Tree) -> torch.Tensor | list[object]:
-    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
+    """Return the first tensor or list of an output, which has its rows; an empty list if there is none."""
     values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
     return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
 

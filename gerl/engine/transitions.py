@@ -585,7 +585,7 @@ class Transitions:
         return DenoisedRule(c, c_next, kappa, std, skip, out)
 
     def _lcm(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
+        """Return a step of a latent consistency model; the scheduler's has noise level 1 (LCM) or 0 (TCD, eta 0)."""
         i, config, lcm = take_step(scheduler, timestep), scheduler.config, family(scheduler) == "lcm"
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
@@ -611,7 +611,7 @@ class Transitions:
         return FlowMapRule(sigmas[i], sigmas[i + 1])
 
     def _trigflow(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
+        """Return a step of a consistency model in TrigFlow; kernel cps at noise level 1 is the scheduler's own."""
         i = take_step(scheduler, timestep)
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
@@ -633,7 +633,7 @@ class Transitions:
         return _ddim_rule(config, alpha, alpha_next, direction, float(std), config.clip_sample)
 
     def _ddim_timestep(self, scheduler: SchedulerMixin, timestep: int, steps: int) -> int:
-        """The timestep whose noise the latents have `steps` steps after `timestep`; negative at the end."""
+        """Return the timestep of the latents' noise level `steps` steps after `timestep`; negative at the end."""
         if steps == 0:
             return timestep
         if steps > 1:
@@ -641,9 +641,12 @@ class Transitions:
         return timestep - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
 
     def _table(self, schedule: torch.Tensor) -> list[float]:
-        """Sigmas or timesteps as floats: one device synchronisation a pipeline call instead of one a step."""
+        """Return sigmas or timesteps as floats: one device synchronisation per pipeline call, not per step."""
         if id(schedule) not in self._tables:
-            self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
+            self._tables[id(schedule)] = (
+                schedule,
+                schedule.tolist(),
+            )  # the tensor is kept so that its id is not reused
         return self._tables[id(schedule)][1]
 
 
@@ -658,7 +661,7 @@ def _ddim_rule(
 
 
 def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
-    """Standard normal fp32 noise in the shape of `x`, sample by sample so that it does not depend on the batch."""
+    """Return standard normal fp32 noise shaped like `x`, sample by sample so that it is independent of the batch."""
     if generators is None:
         return torch.randn(x.shape, device=x.device)
     rows, remainder = divmod(len(x), len(generators))
@@ -747,7 +750,7 @@ GIVES_MODEL_DTYPE = ("euler", "flow_lcm", "edm", "flow_map")  # the next latents
 
 
 def family(scheduler: SchedulerMixin) -> str | None:
-    """The family of `scheduler`; "flow" is flow matching by another class. None: it has no transition kernel."""
+    """Return the family of `scheduler`, None without transition kernel; "flow": flow matching of another class."""
     import diffusers  # imported lazily: the driver of a run does not need diffusers
 
     found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind))), None)
