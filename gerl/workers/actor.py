@@ -260,7 +260,7 @@ class Actor:
         return pooled_sum(found)
 
     def _parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
-        """Micro-batches of `batch` as row indices, and zero-weight padding so that all ranks run equally many."""
+        """Return the micro-batches of `batch` as row indices, and zero-weight padding to equal counts on all ranks."""
         parts = list(self.algorithm.of(batch.samples).micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
@@ -408,7 +408,7 @@ class Actor:
             group["lr"] = lr
 
     def check_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Raise `CheckpointError` unless a saved state fits what is trained, its averages and the optimizer."""
+        """Raise `CheckpointError` unless a saved state fits the trained parameters, averages and optimizer."""
         averages, file = self.policy.averages(), "state" if self.policy.whole else "state.safetensors"
         if set(numbers.averages) != set(averages):
             known, own = (", ".join(sorted(names)) or "none" for names in (numbers.averages, averages))

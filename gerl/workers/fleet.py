@@ -225,13 +225,13 @@ class LocalFleet:
     # --- Training
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
-        """Call `function(worker, task id)` for all trajectories of the step at once, on the workers that hold them."""
+        """Call `function(worker, task id)` for all trajectories of the step concurrently, on their workers."""
         pending, copies = list[Pending[R]](), list[tuple[int, int]]()
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):
                 pending.append(self.trainers.submit(placement.processes[i], function, task.id))
                 copies += [(p, kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
-        for process, task_id in copies:  # in lockstep the others make the same calls, whose answers do not count
+        for process, task_id in copies:  # in lockstep the others make the same calls, without using the results
             self.trainers.submit(process, function, task_id)
         return [call.result() for call in pending]
 
@@ -250,7 +250,7 @@ class LocalFleet:
         return self.trainers.run(PolicyWorker.step, finished, together, last, resets)
 
     def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
-        """End trainer step `step` on all processes, unless its last optimizer step did, whose `results` these are."""
+        """End trainer step `step` on all processes, unless its last optimizer step, with `results`, did so."""
         self.held.clear()
         if not results:
             return self.trainers.run(PolicyWorker.finish_step, step, resets)
@@ -498,7 +498,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the current checkpoint; raises `CheckpointError` once if it cannot be written, or as `check`."""
+        """Wait for the current checkpoint. Raises `CheckpointError` once if it failed, or as `check` does."""
         last, self._last = self._last, None
         if last is not None:
             while not wait([last], self._every).done:
@@ -517,7 +517,7 @@ def writers(config: Config, process: int) -> list[int]:
 
 def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step: int) -> Held:
     """Let processes hold their parts of the state after `step`, to train while these are written."""
-    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # these import diffusers
+    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # they import diffusers
 
     pending = [workers.submit(process, hold_state, step) for process in members]
     numbers = [call.result() for call in pending]

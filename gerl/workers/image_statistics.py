@@ -67,7 +67,7 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 
 
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Dissimilarity of each image to others of its prompt, and to those of other prompts, `[B]`; NaN without others.
+    """Return each image's dissimilarity to images of its prompt and of other prompts, `[B]`; NaN without others.
 
     Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, relative to the range of a pixel. All pairs of
     at most `COMPARED` images of evenly spaced prompts are compared; other images have NaN.

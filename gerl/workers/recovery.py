@@ -131,7 +131,7 @@ class Recovery:
         return None
 
     def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
-        """Count the replacement of workers after so many `deaths`; raises `error` if these were too many."""
+        """Count the replacement of workers after `deaths`. Raises `error` if there were too many within an hour."""
         now, most = time.monotonic(), self.settings.max_restarts
         while self._times and self._times[0] < now - HOUR_S:
             self._times.popleft()
