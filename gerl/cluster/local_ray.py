@@ -102,7 +102,7 @@ def _guard(mark: str) -> None:
     _guards.append(process)
 
 
-_guards: list["subprocess.Popen[bytes]"] = []  # its pipes must stay open
+_guards: list["subprocess.Popen[bytes]"] = []  # their pipes must stay open
 
 
 def _end(mark: str) -> None:
@@ -161,7 +161,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
     """Set unset environment variables, which Ray reads at start and its processes inherit."""
     new = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(new)
-    Config.initialize("")  # read at import
+    Config.initialize("")  # Ray has read it at import
     try:
         yield
     finally:

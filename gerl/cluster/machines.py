@@ -379,7 +379,7 @@ class Places:
 
 
 def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
-    """Describe what `count` processes with `share` each ask for, and what is free."""
+    """Describe the resources requested by `count` processes with `share` each, and the free ones."""
     asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
     free = ray.available_resources()
     left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)

@@ -30,7 +30,7 @@ FRAMES = 8  # shown frames of a worker's traceback
 
 
 class Pending(Generic[R]):
-    """The result or exception of a submitted call; `later` passes it to another call."""
+    """Result or exception of a submitted call; `later` passes it to another call."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Feature caches for the denoisers of a rollout, used at steps of which only the latents matter.
+"""Feature caches for the denoisers of a rollout, used at steps that need only the latents.
 
 With a cache the blocks of a denoiser repeat or extrapolate their outputs from an earlier step. The cache is off, and
 emptied, at steps that are trained or branched from, so a replay computes what was recorded.

@@ -765,7 +765,7 @@ class LatentsGradient:
     """Gradient of the latents before a step, `[B, ...]` fp32, as the sum of two parts."""
 
     direct: torch.Tensor  # through the rule of the step, and the pipeline's changes to the latents in between
-    through: torch.Tensor  # through the denoiser, of which they are an input
+    through: torch.Tensor  # through the denoiser's input
 
 
 def backprop_step(

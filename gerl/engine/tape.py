@@ -54,7 +54,7 @@ def tensor_bytes(values: Iterable[Tree]) -> int:
 
 
 def materialised(tree: Nested, device: torch.device | None) -> Nested:
-    """Return `tree` with zeros on `device` for tensors of which only the shape was kept."""
+    """Return `tree` with zeros on `device` for tensors that were kept as shapes only."""
     filled: Nested = tree_map(
         lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) and v.is_meta else v, tree
     )

@@ -62,7 +62,7 @@ def raise_known(error: Exception, phase: Phase, images: int | None = None) -> No
     `images`: number of images in the micro-batch.
     """
     if is_full(error):
-        traceback.clear_frames(error.__traceback__)  # they hold tensors, and the next call needs the memory
+        traceback.clear_frames(error.__traceback__)  # frames hold tensors, and the next call needs the memory
         what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
         on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
         place = "the GPU's memory" if on_gpu else "the main memory"

@@ -105,7 +105,7 @@ def refusal_of_code(path: str) -> str:
 
 
 def _unreached(path: str) -> Exception | None:
-    """Return why the Hub cannot be reached for `path`, or None.
+    """Return the error if the Hub cannot be reached for `path`, else None.
 
     Sends a single request, since a download would retry for a long time.
     """

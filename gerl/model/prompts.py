@@ -172,7 +172,7 @@ def _spelled(arguments: dict[str, object]) -> str | None:
 
 
 def found_layout(whole: Tree, parts: Sequence[Tree], device: torch.device) -> Layout | None:
-    """Return the layout that gives `whole`, the output for a batch, from those of its rows; None if there is none."""
+    """Return the layout that gives `whole`, the output for a batch, from the rows' outputs; None if no layout does."""
     try:
         layout = _layout(whole, parts)
         ours, theirs = tree_leaves(joined(layout, parts, device, _lengths(parts))), tree_leaves(whole)

@@ -178,7 +178,7 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
     shifted = isinstance(
         scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler
-    )  # schedulers that never clip, whatever their configuration
+    )  # schedulers that never clip, independent of their configuration
     clips = config.get("clip_sample", False) and not shifted
     ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
     if shifted:  # snr_shift_scale changes the alphas, and DDIM does not have it

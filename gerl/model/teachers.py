@@ -155,7 +155,7 @@ def add_fake(
 
 
 def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Return the fake LoRA's matrices by name; empty if there is none."""
+    """Return the fake LoRA's matrices by name; empty without a fake LoRA."""
     named = {f"{name}.{key}": p for name, denoiser in denoisers.items() for key, p in denoiser.named_parameters()}
     return {name: p for name, p in named.items() if ".lora_" in name and is_fake(name)}
 

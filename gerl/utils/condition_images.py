@@ -14,7 +14,7 @@ from gerl.utils.files import reason
 
 # Columns passed to the pipeline as arguments of the same name: the path of an image, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # of a damaged file
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # for damaged files
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:

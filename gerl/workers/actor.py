@@ -401,7 +401,7 @@ class Actor:
         self.policy.version = numbers.policy_version
         taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
         rates = [base * rule(taken) for base, rule in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-        # decay rules given as functions are set by the constructor: None keeps them
+        # the learning-rate rules are functions set by the constructor: None keeps them
         position = {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates, "lr_lambdas": [None]}
         schedule.load_state_dict(schedule.state_dict() | position)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):

@@ -182,7 +182,7 @@ class LocalFleet:
     # --- Start
 
     def check_model(self, downloads: Downloads) -> None:
-        """Check the model before its weights are loaded; does nothing in this process, where that was done."""
+        """Check the model before its weights are loaded; does nothing in this process, which has checked it."""
 
     def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
         """Load the model on the workers `new`."""
@@ -210,7 +210,7 @@ class LocalFleet:
         """Handle the end of sampling for `step`."""
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Give samplers the weights of the finished `step`; does nothing here, where they share the trainers'.
+        """Give samplers the weights of the finished `step`; does nothing here, since they share the trainers'.
 
         `earlier`: in any case, and with the weights of earlier steps.
         """

@@ -138,7 +138,7 @@ class CallFormatFinder:
 
 
 def divided(task: RolloutTask, most: int | None) -> RolloutTask:
-    """Split the segments of `task` into ones of at most `most` rows, in the same order; a tree's into single rows."""
+    """Split the segments of `task` to at most `most` rows each, in the same order, those of a tree to single rows."""
     if most is None or all(len(segment.seeds) <= most for segment in task.segments):
         return task
     if len(task.segments) == 1:
@@ -242,10 +242,10 @@ class Rollout:
     def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
-        """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
+        """Sample `task`; return images `[B, H, W, 3]` uint8, the tape of each segment, and the task as sampled.
 
-        Its segments are smaller where the pipeline takes one prompt per call, or where memory is full and the task is
-        `divisible`. `old`: with the old policy.
+        Its segments are smaller if the pipeline takes one prompt per call, or if memory is full and the task is
+        `divisible`. `old`: sample with the old policy.
         """
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
@@ -423,7 +423,7 @@ class Rollout:
             return self._pictured(draw, call, samples)
         except PIPELINE_ERRORS as error:
             keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
-            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
+            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # nulls are not passed
             keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
             raise_refusal(error, pipe, {key: call[name] for name, key in keys.items()})
             raise

@@ -90,7 +90,7 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
 
 
 def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
-    """Keep what is here of the checkpoint of `step`, to be written beside the training; returns its numbers."""
+    """Hold this rank's shards of the checkpoint of `step`, to write while training goes on; return the counters."""
     check_has(worker, step)
     assert isinstance(worker.snapshots, PartSnapshots)
     parts, numbers = worker.snapshots.take(step)
@@ -152,7 +152,7 @@ class _Stored:
     """Denoiser in a checkpoint: source and precision of each of its tensors."""
 
     config: dict[str, Any]
-    places: dict[str, tuple[str, torch.Tensor | None]]  # by key: the name among the parts, or the tensor itself
+    places: dict[str, tuple[str, torch.Tensor | None]]  # by key: name among the shards; tensor if unsharded
     trained: frozenset[str]  # names among the shards
     dtype: torch.dtype
     in_fp32: frozenset[str]  # keys

@@ -1,6 +1,6 @@
 """The worker: rollout and training with one pipeline on one device; if it does both, it keeps the trajectories."""
 
-from __future__ import annotations  # of what the driver, which only names this class, does without
+from __future__ import annotations  # annotations name classes that the driver does not import
 
 import logging
 import time
@@ -90,7 +90,7 @@ class PolicyWorker:
     # --- Start and end
 
     def setup(self, remote: bool = False) -> ModelFacts:
-        """Load the pipeline and what works on it; `remote`: the log of this process goes to the run's from here on."""
+        """Load the pipeline, set up rollout and actor; `remote`: forward this process's log to the run's from now on."""
         with importing():  # imported lazily: the driver needs neither diffusers nor its dependencies
             from torch.distributed.tensor import DTensor
 
@@ -225,7 +225,7 @@ class PolicyWorker:
     def batches(
         self, credit: Credit, groups: Groups = None, pooled: Pooled | None = None, kl: KLWeight | None = None
     ) -> dict[int, list[Batch]]:
-        """What is trained of each task here; in lockstep of one task of each group, NaN where it has no credit."""
+        """Return the batches of each task here; in lockstep of one task of each group, with NaN as missing credit."""
         kept = self.trajectories
         if groups is not None:
             own = [i for members in groups for i in (*members, padding_id(members[0])) if i in kept]
@@ -237,7 +237,7 @@ class PolicyWorker:
     # --- State
 
     def checkpoint(self, step: int) -> State:
-        """The checkpoint of a LoRA after trainer step `step`, the last that all finished; the same bytes on each.
+        """Return the checkpoint of a LoRA after trainer step `step`, the last that all finished; equal on all workers.
 
         Files: the exact state, and the averaged LoRA for plain diffusers. Raises `ClusterError` if it is not here.
         """
