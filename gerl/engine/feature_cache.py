@@ -97,9 +97,7 @@ class _Kept:
     """Block outputs at the last step that computed them, for one kind of call."""
 
     first: Tree = None  # the first block's output
-    added: list[torch.Tensor | None] = field(
-        default_factory=list
-    )  # the other blocks' contribution to each tensor of it
+    added: list[torch.Tensor | None] = field(default_factory=list)  # added to its tensors by the other blocks
     outputs: list[Tree] = field(default_factory=list)  # of the other blocks, as shapes
 
 

@@ -643,10 +643,8 @@ class Transitions:
     def _table(self, schedule: torch.Tensor) -> list[float]:
         """Return sigmas or timesteps as floats: one device synchronisation per pipeline call, not per step."""
         if id(schedule) not in self._tables:
-            self._tables[id(schedule)] = (
-                schedule,
-                schedule.tolist(),
-            )  # the tensor is kept so that its id is not reused
+            # the tensor is kept so that its id is not reused
+            self._tables[id(schedule)] = (schedule, schedule.tolist())
         return self._tables[id(schedule)][1]
 
 

@@ -83,7 +83,7 @@ def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
 
 
 def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """Return the center crop of an image with this aspect ratio, as `[height, width, 3]` uint8."""
+    """Return an image resized and center-cropped to `[height, width, 3]` uint8."""
     scale = max(height / image.height, width / image.width)
     size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
     resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)

@@ -90,7 +90,7 @@ class PolicyWorker:
     # --- Start and end
 
     def setup(self, remote: bool = False) -> ModelFacts:
-        """Load the pipeline, set up rollout and actor; `remote`: forward this process's log to the run's from now on."""
+        """Load the pipeline, set up rollout and actor; `remote`: from now on forward the log to the run's."""
         with importing():  # imported lazily: the driver needs neither diffusers nor its dependencies
             from torch.distributed.tensor import DTensor
 
