@@ -24,7 +24,7 @@ R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")
 SLICE = 2.0  # seconds of waiting after which Ray itself is probed
 AGAIN = "restart the command"  # remedy, as the end of a sentence
-LAST_WORDS = 15.0  # seconds to wait whether the failure of a worker was caused by the death of another
+LAST_WORDS = 15.0  # seconds to find out whether the failure of a worker was caused by the death of another
 GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
 FRAMES = 8  # shown frames of a worker's traceback
 
