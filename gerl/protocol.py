@@ -1,7 +1,7 @@
-"""Typed records that travel between driver and workers, in place of string-keyed batches.
+"""Typed records exchanged between driver and workers, instead of string-keyed batches.
 
 *prompt*: a row of a prompt file. *group*: the images of one prompt in one trainer step. *sample*: one image. *credit*:
-the advantage of each (sample, timestep), `[B, T]` fp32, NaN where it is not trained.
+the advantage of each (sample, timestep), `[B, T]` fp32, NaN if not trained.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-DATA_SOURCE = "data_source"  # column of a prompt file that picks the scorers of a row, and its teacher
+DATA_SOURCE = "data_source"  # column of a prompt file that selects the scorers of a row, and its teacher
 K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True)
 class DatasetImage:
-    """An image file to train on. The better of two images of a prompt has the higher `score`; that of a single one is
-    positive if it is preferred and negative if not."""
+    """Image file to train on.
+
+    The better of two images of a prompt has the higher `score`; the score of a single one is positive if it is
+    preferred and negative if not.
+    """
 
     path: str
     score: float
@@ -26,8 +29,11 @@ class DatasetImage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A row of a prompt file or data set: `id` is its index among all prompts, so that equal texts stay different
-    prompts, and `source` the number of its file. `dataset_images`: its images, where they are not sampled."""
+    """Row of a prompt file or data set.
+
+    `id`: its index among all prompts, so that equal texts stay different prompts; `source`: the number of its file.
+    `dataset_images`: its images, if they are not sampled.
+    """
 
     id: int
     text: str
@@ -37,10 +43,10 @@ class Prompt:
 
 
 class Group(NamedTuple):
-    """Key of the samples that may be compared (AT-GRPO, arXiv 2510.11062): the prompt's row and, where they apply, the
-    turn, the role of the policy and the branching point, which make up the state they shared.
+    """Key of samples that may be compared with each other (AT-GRPO, arXiv 2510.11062).
 
-    The program sets them, never a column of a prompt file.
+    It consists of the prompt's row and, if they apply, the turn, the role of the policy and the branching point, which
+    determine the state that the samples shared. The program sets them, never a column of a prompt file.
     """
 
     prompt: int
@@ -51,10 +57,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One image to sample: number `index` of the group of `prompt` in trainer step `step`.
+    """Image to sample: number `index` of the group of `prompt` in trainer step `step`.
 
-    Its noise comes from `seed` alone, so it is the same on any worker; its initial latents from `init_seed`, if set.
-    `policy_version` counts the optimizer steps before its rollout. `turn`, `role` and `branch`: see `Group`.
+    Its noise depends on `seed` only, so it is the same on any worker; its initial latents on `init_seed`, if set.
+    `policy_version`: number of optimizer steps before its rollout. `turn`, `role` and `branch`: see `Group`.
     """
 
     prompt: Prompt
@@ -69,40 +75,40 @@ class Sample:
 
     @cached_property
     def group(self) -> Group:
-        """Samples are compared within a group only."""
+        """Group of the sample; only samples of one group are compared."""
         return Group(self.prompt.id, self.turn, self.role, self.branch)
 
     @property
     def dataset_image(self) -> DatasetImage | None:
-        """The image to train on in place of a sampled one."""
+        """Image to train on instead of a sampled one, if any."""
         return self.prompt.dataset_images[self.index] if self.prompt.dataset_images else None
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Trajectories (rows) denoised together from step `start` to before step `stop`; a tree has several segments.
+    """Trajectories (rows) denoised together from step `start` until before step `stop`; a tree has several segments.
 
     `leaves[r]` is the first sample of the task that descends from row `r`: its credit at the steps of the segment is
     that of all its descendants. A segment with a `parent` branches off: row `r` continues row `rows[r]` of the parent,
     with other noise from step `start` on.
     """
 
-    seeds: tuple[int, ...]  # [R] of the step noise
+    seeds: tuple[int, ...]  # [R] seeds of the step noise
     leaves: tuple[int, ...]  # [R]
     window: tuple[int, ...]  # stochastic steps
-    trained: tuple[int, ...]  # steps (or noise levels) the update trains
+    trained: tuple[int, ...]  # steps (or noise levels) trained by the update
     parent: int | None = None  # index in the task
     rows: tuple[int, ...] = ()  # [R]
     start: int = 0
     stop: int | None = None  # None: to the end, where the rows are the samples `leaves`
-    noise: tuple[tuple[int, float], ...] = ()  # (step, noise level) where it is not sampling.noise_level
+    noise: tuple[tuple[int, float], ...] = ()  # (step, noise level) if not sampling.noise_level
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A micro-batch: samples generated together on one worker. Without branches it is one segment of a row per sample.
+    """Micro-batch: samples generated together on one worker; without branches one segment with a row per sample.
 
-    `lag`: it is sampled with the weights of `lag` finished steps ago.
+    `lag`: off-policy lag, the number of finished steps since the weights it is sampled with.
     """
 
     id: int
@@ -113,25 +119,25 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the driver knows of a loaded policy."""
+    """Description of a loaded policy for the driver."""
 
-    pipeline: str  # class
+    pipeline: str  # class name
     denoisers: list[str]
     trained_parameters: int
     half_precision: bool  # of the base weights
     weights: str  # fingerprint
-    notes: list[str]  # sentences about what was replaced, left out or kept elsewhere
-    scheduler: str | None  # the pipeline's own, if another one took its place
-    lora_lines: list[str]  # Python that loads a LoRA of it in plain diffusers; none where weights are trained
+    notes: list[str]  # messages about replaced, removed or offloaded parts
+    scheduler: str | None  # the original scheduler, if it was replaced
+    lora_lines: list[str]  # Python that loads its LoRA in plain diffusers; empty if weights are trained
     arguments: list[str]  # of the pipeline's call
-    warnings: list[str] = field(default_factory=list)  # sentences about what is known to harm it
+    warnings: list[str] = field(default_factory=list)  # messages about settings known to harm it
 
 
 @dataclass(frozen=True)
 class CutPrompts:
     """Truncated prompts: by tokenizer component the number of tokens it keeps, and the indices of longer prompts.
 
-    `tokenizers`: number of those that read prompts.
+    `tokenizers`: number of tokenizers that read prompts.
     """
 
     by_tokenizer: dict[str, tuple[int, list[int]]]
@@ -146,7 +152,7 @@ class CutPrompts:
 
 @dataclass(frozen=True)
 class Images:
-    """The answer of a worker to a task; the trajectories stay with the worker under `task_id`."""
+    """Result of a task from a worker, which keeps the trajectories under `task_id`."""
 
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
@@ -156,7 +162,7 @@ class Images:
 
 @dataclass(frozen=True)
 class ScorerFailure:
-    """A sample without a score from a scorer, and the reason."""
+    """Missing score of a sample from a scorer, and the reason."""
 
     scorer: str
     reason: str
@@ -164,8 +170,11 @@ class ScorerFailure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of one micro-batch, in its order. A failed sample has no total and at least one failure; a scorer that
-    does not apply to a sample has neither a score nor a failure."""
+    """Rewards of one micro-batch, in its order.
+
+    A failed sample has no total and at least one failure; a scorer that does not apply to a sample has neither a score
+    nor a failure.
+    """
 
     totals: list[float | None]  # [B] weighted sum over scorers
     by_scorer: dict[str, list[float | None]]  # scorer -> [B]
@@ -174,7 +183,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class FeedbackRequest:
-    """A request for people's votes on the images of a group.
+    """Request for human votes on the images of a group.
 
     `key` identifies run, step, prompt and seeds, so a repeated step makes the same request; `together`: the keys of all
     groups of the step.
@@ -183,18 +192,18 @@ class FeedbackRequest:
     key: str
     run: str
     step: int
-    prompt: int  # its id
+    prompt: int  # id of the prompt
     seeds: tuple[int, ...]  # [B]
     together: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StepEnd:
-    """A worker's report at the end of a trainer step."""
+    """Report of a worker at the end of a trainer step."""
 
-    blank: int  # images that have a single colour
-    notes: list[str]  # sentences for the run's log
-    memory_gb: float | None = None  # the most GPU memory that was reserved during the step; None on a CPU
+    blank: int  # number of images with a single colour
+    notes: list[str]  # messages for the run's log
+    memory_gb: float | None = None  # peak GPU memory reserved during the step; None on a CPU
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
@@ -215,10 +224,10 @@ class UpdateStats:
 
     pairs: int = 0
     sums: dict[str, float] = field(default_factory=dict)
-    ratio_deviation: float | None = None  # max |ratio - 1|; None where nothing is compared with the rollout
-    # by trained step: squared norm of what a micro-batch added to the gradient, summed over updates, and their number
+    ratio_deviation: float | None = None  # max |ratio - 1|; None if nothing is compared with the rollout
+    # by trained step: squared norm of a micro-batch's gradient contribution, summed over updates, and their number
     step_squares: dict[int, tuple[float, int]] = field(default_factory=dict)
-    # metrics of some of the pairs only: name -> sum over them, and their number
+    # metrics of a subset of the pairs: name -> sum over them, and their number
     parts: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def __add__(self, other: "UpdateStats") -> "UpdateStats":
@@ -226,7 +235,7 @@ class UpdateStats:
         return UpdateStats(
             self.pairs + other.pairs,
             {k: self.sums.get(k, 0.0) + other.sums.get(k, 0.0) for k in {**self.sums, **other.sums}},
-            float(np.max(known)) if known else None,  # a NaN stays one
+            float(np.max(known)) if known else None,  # keeps a NaN
             _added(self.step_squares, other.step_squares),
             _added(self.parts, other.parts),
         )
@@ -234,9 +243,12 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step: gradient norm before clipping, learning rate, whether it was taken, the largest weight of the
+    """Result of an optimizer step.
+
+    It has the gradient norm before clipping, the learning rate, whether the step was taken, the largest weight of the
     LoRA after it (None if skipped), the root mean square of the gradient's elements before clipping, and the worker's
-    report if it was the last of the trainer step."""
+    report if it was the last of the trainer step.
+    """
 
     grad_norm: float
     lr: float
@@ -248,7 +260,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """How a trained step counts in the loss; None where only policy gradients have a value.
+    """Weight of a trained step in the loss; None for values that only policy gradients have.
 
     `gain`: the factor of the sampled noise in the gradient of the model output, weight included.
     """
@@ -264,11 +276,13 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class SamplingProbe:
-    """Calibration before training: the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic
-    steps whose kernel flips the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), the
-    dimensions of an image's latents, and how the trained steps count. `weighting`: algorithm.timestep_weights, None
-    where the algorithm has no such key. `kl_resolution`: the KL between two outputs that differ only by rounding; None
-    in fp32 and without a KL."""
+    """Result of the calibration before training.
+
+    It has the 99th percentile of |log ratio| on policy, where it should be 0, the stochastic steps whose kernel flips
+    the sign of the predicted noise (kappa < 0), as (step, sigma, next sigma, kappa), the dimensions of an image's
+    latents, and the weights of the trained steps. `weighting`: algorithm.timestep_weights, None if the algorithm has no
+    such key. `kl_resolution`: the KL between two outputs that differ only by rounding; None in fp32 and without a KL.
+    """
 
     log_ratio_noise: float
     reversed_noise: list[tuple[int, float, float, float]]

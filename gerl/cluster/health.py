@@ -1,4 +1,4 @@
-"""Check that Ray's services are alive and that torch can use the GPUs of this machine."""
+"""Checks that Ray's services are alive and that torch can use the GPUs of this machine."""
 
 import contextlib
 import logging
@@ -14,21 +14,21 @@ import ray
 
 from gerl.errors import ClusterError, RayDied
 
-# --- Whether Ray is alive: without its services a run stalls, and after a minute ends silently
+# --- Liveness of Ray: without its services a run stalls, and ends silently after a minute
 
 CONTROL, NODE = "Ray's control service (GCS)", "Ray's node service (raylet)"
 EVERY = 2.0  # seconds between probes of another machine
-OWN = 0.2  # and of this one
-PATIENCE = 30.0  # seconds for a joined cluster to restart its control service; its workers end after 60 without it
+OWN = 0.2  # and of this machine
+PATIENCE = 30.0  # seconds given to a joined cluster to restart its control service; its workers end after 60 without it
 
 
 class Health:
-    """Check that the `services` (name -> (host, port)) answer; only the control service is given `patience` seconds."""
+    """Probe of `services` (name -> (host, port)); only the control service may be silent for `patience` seconds."""
 
     def __init__(self, services: dict[str, tuple[str, int]], patience: float, every: float = OWN) -> None:
         self.services, self.patience, self.every = services, patience, every
         self._looked = -every
-        self._refused: dict[str, float] = {}  # since when
+        self._refused: dict[str, float] = {}  # start of its silence
 
     def check(self, now: bool = False) -> None:
         """Raise `RayDied` if a service is gone; probes at most every `every` seconds, or `now`."""
@@ -45,7 +45,7 @@ class Health:
                 )
 
 
-_watched: Health | None = None  # a process has one session of Ray
+_watched: Health | None = None  # a process has a single Ray session
 
 
 def check(now: bool = False) -> None:
@@ -58,15 +58,15 @@ def check(now: bool = False) -> None:
 
 
 def lives() -> bool:
-    """Whether Ray answers now; calls to a Ray that does not would wait forever."""
+    """Whether Ray answers now; calls to an unresponsive Ray would wait forever."""
     return _watched is None or not any(_refuses(*place) for place in _watched.services.values())
 
 
 @contextlib.contextmanager
 def rescuing() -> Iterator[None]:
-    """Run a block that fetches state from workers, with `check` limited to the services that end them.
+    """Limit `check` in the block to the services that end workers, to fetch state from workers.
 
-    Without the control service workers live on for a while.
+    Workers live on for a while without the control service.
     """
     global _watched
     kept = _watched
@@ -80,7 +80,7 @@ def rescuing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(own: bool) -> Iterator[None]:
-    """Run a block in which `check` probes the Ray that this process started (`own`) or joined."""
+    """Let `check` in the block probe the Ray that this process started (`own`) or joined."""
     global _watched
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     services = {CONTROL: (host.strip("[]"), int(port))}
@@ -105,7 +105,7 @@ def _refuses(host: str, port: int) -> bool:
     return False
 
 
-# --- Whether torch can use the GPUs of this machine; if not, why, and the remedy
+# --- Whether torch can use the GPUs of this machine; if not, the reason and the remedy
 
 logger = logging.getLogger(__name__)
 SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -138,13 +138,13 @@ def check_gpus(device: str) -> None:
 
 
 def start_device(device: str) -> None:
-    """Start `device` in this process; raises `ClusterError` if torch cannot compute on it."""
+    """Start `device` in this process. Raises `ClusterError` if torch cannot compute on it."""
     import torch
 
     if device.startswith("cuda"):
         try:
             torch.zeros(1, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter: torch is built without CUDA
+        except (RuntimeError, AssertionError) as error:  # AssertionError: torch is built without CUDA
             raise _cannot_start(str(error)) from error
 
 

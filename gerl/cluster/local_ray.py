@@ -42,7 +42,7 @@ W = TypeVar("W")  # the class of a worker
 
 
 def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
-    """Start Ray with `options` of `ray.init`; the callbacks that end it, in any state, are added to `ends`.
+    """Start Ray with `options` of `ray.init`, and add the callbacks that end it, in any state, to `ends`.
 
     Raises `ClusterError` if it does not start.
     """
@@ -53,11 +53,11 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _guard(mark)
-            # the loopback is the address that Ray takes on macOS and Windows; on Linux it has no option for that
+            # Ray uses the loopback on macOS and Windows; on Linux it has no option for that
             with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), without_services(), shielded():
                 initialize(**options)
             break
-        except Exception as error:  # its start-up timeout is a plain Exception
+        except Exception as error:  # Ray raises a plain Exception on a start-up timeout
             if attempt == ATTEMPTS or not _may_pass(error):
                 raise ClusterError(f"Ray failed to start ({_short(error)}): {_remedy(error, place)}") from error
             logger.warning("Ray failed to start (%s): retrying once", _short(error))
@@ -71,7 +71,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether a second attempt may succeed: the first one or a service timed out."""
+    """Whether a second attempt may succeed, because the first one or a service timed out."""
     lasting = isinstance(error, TypeError | ValueError | ImportError | OSError)
     return isinstance(error, ConnectionError | TimeoutError) or not lasting
 
@@ -87,13 +87,13 @@ def _remedy(error: Exception, place: Path) -> str:
 
 
 def _guard(mark: str) -> None:
-    """Start the process that ends Ray's processes if this one dies without doing so (kill -9)."""
+    """Start a process that ends Ray's processes if this one dies without doing so (kill -9)."""
     if not LINUX:
         return
     command = [sys.executable, "-I", "-S", reaper.__file__, mark]
     process = subprocess.Popen(
         command,
-        env={**os.environ, MARK: mark},  # it is one of those that `kill` ends
+        env={**os.environ, MARK: mark},  # marks it as one of the processes that `kill` ends
         stdin=subprocess.PIPE,  # which ends with this process
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -102,13 +102,13 @@ def _guard(mark: str) -> None:
     _guards.append(process)
 
 
-_guards: list["subprocess.Popen[bytes]"] = []  # whose pipes must stay open
+_guards: list["subprocess.Popen[bytes]"] = []  # their pipes must stay open
 
 
 def _end(mark: str) -> None:
     if LINUX:
         node = getattr(ray._private.worker, "_global_node", None)
-        if node is not None:  # Ray would end one after the other by SIGTERM, which they do not see
+        if node is not None:  # Ray would end one after the other by SIGTERM, which they ignore
             node.kill_all_processes = lambda **_: None
     ray.shutdown()
     kill(mark)
@@ -126,7 +126,7 @@ def initialize(**options: object) -> None:
     with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
         ray.init(**options)
     worker = ray._private.worker
-    # of a call that nobody waits for any more (its worker died), which Ray would print
+    # error of a call that nobody waits for any more (its worker died), which Ray would print
     worker._unhandled_error_handler = partial(logger.debug, "a call that is no longer needed failed: %s")
     if worker.print_to_stdstream is not _print_but_dumps:
         _printed.append(worker.print_to_stdstream)
@@ -137,7 +137,7 @@ _printed: list[Any] = []
 
 
 def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    """Print messages of Ray except the log of a dead node service, for which an error is raised."""
+    """Print messages of Ray except the log of a dead node service, which raises an error instead."""
     if data.get("pid") != "raylet":
         _printed[-1](data, *arguments, **keywords)
 
@@ -145,11 +145,11 @@ def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> 
 def _variables(mark: str) -> dict[str, str]:
     """Return the environment variables of Ray's processes, without those the user has set."""
     # without SPT_NOENV Ray's agents overwrite the environment that identifies them with their titles
-    # Ray would lower the priority of its workers, which do all the work
+    # Ray would lower the priority of its workers, which do all the computation
     values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
-    # Ray starts a process for each core ahead, and none would do for a worker here, which has an environment of its own
+    # Ray would start a process per core in advance, unusable for workers here, which have an environment of their own
     values["RAY_prestart_worker_first_driver"] = "0"
-    # Ray would try a failing environment three times, minutes each
+    # Ray would retry a failing environment three times, minutes each
     values["RUNTIME_ENV_RETRY_TIMES"] = "1"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         values["RAY_AUTH_TOKEN"] = _token()
@@ -158,10 +158,10 @@ def _variables(mark: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Set unset variables, which Ray reads while it starts and its processes inherit."""
+    """Set unset environment variables, which Ray reads at start and its processes inherit."""
     new = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(new)
-    Config.initialize("")  # it has read them when it was imported
+    Config.initialize("")  # Ray has read it at import
     try:
         yield
     finally:
@@ -171,7 +171,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def constant(name: str, value: bool) -> Iterator[None]:
-    """Change a constant of Ray that it has read from the environment on import."""
+    """Change a constant that Ray read from the environment on import."""
     before = getattr(ray_constants, name, None)
     setattr(ray_constants, name, value)
     try:
@@ -184,7 +184,7 @@ def constant(name: str, value: bool) -> Iterator[None]:
 def without_services() -> Iterator[None]:
     """Let Ray start without autoscaler, log monitor and dashboard server during the block.
 
-    They are not used, each takes a second of CPU time, and Ray waits for the dashboard when it starts.
+    They are not used, each takes a second of CPU time, and Ray waits for the dashboard at start.
     """
     with contextlib.ExitStack() as stack:
         for name in [name for name in SERVICES if hasattr(Node, name)]:
@@ -221,9 +221,9 @@ def _install() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """Return a subclass of a worker that unblocks `signals.NUMBERS` and handles them by doing nothing.
+    """Return a subclass of a worker that unblocks `signals.NUMBERS` and ignores them by empty handlers.
 
-    Blocked signals stay blocked in processes that a scorer starts, which SIGTERM could not end; handlers are not
+    Blocked signals stay blocked in processes that a scorer starts, which SIGTERM could then not end; handlers are not
     inherited.
     """
 
@@ -248,12 +248,12 @@ def _short(error: BaseException) -> str:
 PREFIX, LOCK, RAY = "gerl-ray-", "lock", "r"
 LONGEST = 107 if sys.platform == "linux" else 103  # maximum bytes of a socket's path
 BELOW = f"/{PREFIX}12345678/{RAY}/session_2026-01-31_12-00-00_123456_1234567/sockets/plasma_store"
-KEPT = 24 * 3600.0  # seconds for which the folder of a failed or killed run is kept
+KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is removed
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Create a folder for Ray, removed after the block unless an error leaves it; stale folders are removed too.
+    """Create a folder for Ray, removed after the block unless an error leaves it; also remove stale folders.
 
     It is created in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError` if it cannot be
     created.
@@ -291,7 +291,7 @@ def _made(wanted: Path) -> Path:
 def clean(base: Path) -> None:
     """Remove folders of this user in `base` that are at least a day old and whose process has ended."""
     for old in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, or removed meanwhile
+        with contextlib.suppress(OSError):  # of another user, or already removed
             lock = old / LOCK
             if old.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < KEPT:
                 continue

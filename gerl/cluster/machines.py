@@ -28,14 +28,14 @@ W = TypeVar("W")  # the class of a worker
 
 
 class Cluster:
-    """A Ray session or this process; as a context manager it ends only what it started.
+    """Ray session or this process; as a context manager it ends only what it started.
 
     Joins the Ray cluster at the environment variable RAY_ADDRESS if set, otherwise starts an embedded one. The
     resources of a joined cluster are known once it is entered.
     """
 
     def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
-        """`scorers`: the GPU share of each of their processes."""
+        """Store the settings; `scorers`: the GPU share of each of their processes."""
         self.config = config
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
@@ -43,7 +43,7 @@ class Cluster:
         self._actors: list[object] = []
         self._places: list[Places] = []
         self._ends = contextlib.ExitStack()
-        self.gpus = 1.0  # that a rollout and actor worker takes: one, less what scorers beside it need
+        self.gpus = 1.0  # GPU share of a rollout and actor worker: one, minus the shares of scorers beside it
         self.ranks = config.ranks_per_worker
         self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
         self.device, self.num_workers = "cpu", config.workers or 1
@@ -52,7 +52,7 @@ class Cluster:
             self._count()
 
     def _count(self) -> None:
-        """Choose the device and the number of workers by the available resources."""
+        """Set the device and the number of workers by the available resources."""
         there = self._resources["GPU"] >= 1
         if self.config.device == "cuda" and not there:
             seen = "the Ray cluster has" if self.joined else "torch sees"
@@ -78,7 +78,7 @@ class Cluster:
 
     @property
     def training(self) -> int:
-        """Number of processes that train: those of the first workers."""
+        """Number of training processes, which are those of the first workers."""
         return self.config.roles(self.num_workers)[0] * self.ranks
 
     @property
@@ -136,11 +136,11 @@ class Cluster:
 
     @property
     def alive(self) -> bool:
-        """Whether workers can be called: this process is connected to Ray, if it uses Ray."""
+        """Whether workers can be called: true without Ray, or while connected to it."""
         return not self.remote or bool(ray.is_initialized())
 
     def start_anew(self, error: Exception) -> None:
-        """Restart the embedded Ray, which died with `error`; the caller starts the workers."""
+        """Restart the embedded Ray, which died with `error`; the caller restarts the workers."""
         with signals.deferred():
             for places in self._places:
                 places.forget()
@@ -211,7 +211,7 @@ class Cluster:
             module = sys.modules.get(getattr(function, "__module__", None) or "__main__", None)
             file = getattr(module, "__file__", None)
             installed = file is None or {"site-packages", "dist-packages"} & set(Path(file).parts)
-            if module is not None and not installed and module.__name__ != "__main__":  # pickled by value anyway
+            if module is not None and not installed and module.__name__ != "__main__":  # pickled by value in any case
                 ray.cloudpickle.register_pickle_by_value(module)
 
     def workers(
@@ -296,7 +296,7 @@ def own_host() -> str:
 
 
 def _gpus() -> int:
-    import torch  # imported here: a scorer's process may not need it
+    import torch  # imported lazily: a scorer's process may not need it
 
     return torch.cuda.device_count()
 
@@ -306,7 +306,7 @@ def _cores() -> int:
 
 
 def join(address: str, options: dict[str, object]) -> None:
-    """Join the cluster at `address`; raises `ClusterError` if that is not possible."""
+    """Join the cluster at `address`. Raises `ClusterError` if that is not possible."""
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit() and "/" not in host:  # Ray would wait for minutes
@@ -320,7 +320,7 @@ def join(address: str, options: dict[str, object]) -> None:
         ) from error
 
 
-# --- Placement: ranks of a worker on one node if it has room for them, by Ray's placement groups
+# --- Placement of a worker's ranks on one node if it has room for them, by Ray's placement groups
 
 PATIENCE = 5.0  # seconds in which Ray creates a group that fits
 TOGETHER = ("STRICT_PACK", "PACK")  # on one node, else on as few as possible
@@ -332,7 +332,7 @@ class Places:
     def __init__(
         self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Sequence[str] = TOGETHER
     ) -> None:
-        """`together`: consecutive processes per placement group.
+        """Create the groups; `together`: consecutive processes per placement group.
 
         Raises `ClusterError` within seconds if there is no room for all `count` processes.
         """
@@ -343,7 +343,7 @@ class Places:
             self._groups[number] = self._place(label)
 
     def of(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """Return the placement of a process; released room is requested again without waiting."""
+        """Return the placement of a process; requests released room again without waiting."""
         number, index = divmod(process, self.together)
         if number not in self._groups:
             self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
@@ -379,7 +379,7 @@ class Places:
 
 
 def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
-    """Describe what `count` processes with `share` each ask for, and what is free."""
+    """Describe the resources requested by `count` processes with `share` each, and the free ones."""
     asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
     free = ray.available_resources()
     left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)

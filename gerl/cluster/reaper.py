@@ -1,7 +1,7 @@
-"""End the processes of an embedded Ray, found by a mark in their environment, with the command.
+"""Kills the processes of an embedded Ray, found by a mark in their environment.
 
 Also a program that waits until its standard input closes because the command is gone, however it ended; some processes
-of Ray would otherwise stay for a minute. It only imports the standard library, to start quickly.
+of Ray would otherwise stay for a minute. It imports only the standard library, to start quickly.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 MARK = "GERL_RAY"  # environment variable that marks the processes of an embedded Ray
-GONE = 10.0  # seconds until killed processes are gone
+GONE = 10.0  # seconds to wait until killed processes are gone
 
 
 def kill(mark: str) -> None:
@@ -29,7 +29,7 @@ def processes(mark: str) -> list[int]:
     """Return the live processes started with this `mark`, except this one; empty without /proc."""
     wanted, found = f"{MARK}={mark}\0".encode(), list[int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if wanted in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
     return found

@@ -1,4 +1,4 @@
-"""Groups of workers: calls, errors of calls as errors of gerl, and Python environments of workers."""
+"""Groups of workers: calls, translation of their errors, and Python environments of workers."""
 
 import contextlib
 import importlib.util
@@ -20,17 +20,17 @@ from gerl.errors import ClusterError, GerlError, WorkerDied
 # --- Calls of workers: submit, wait, translate errors
 
 W = TypeVar("W")  # the class of a worker
-R = TypeVar("R")  # what a call returns
+R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")
-SLICE = 2.0  # seconds of a wait after which Ray itself is probed
-AGAIN = "restart the command"  # remedy, at the end of a sentence
-LAST_WORDS = 15.0  # seconds in which the failure of a worker may turn out to be the death of another
+SLICE = 2.0  # seconds of waiting after which Ray itself is probed
+AGAIN = "restart the command"  # remedy, as the end of a sentence
+LAST_WORDS = 15.0  # seconds to find out whether the failure of a worker was caused by the death of another
 GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
 FRAMES = 8  # shown frames of a worker's traceback
 
 
 class Pending(Generic[R]):
-    """The result or exception of a submitted call; `later` passes it to another call."""
+    """Result or exception of a submitted call; `later` passes it to another call."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Pending(Generic[R]):
         return cast(R, self)
 
     def result(self) -> R:
-        """Wait for the call and return its result; raises its exception, or `WorkerDied` if it hangs."""
+        """Wait for the call and return its result. Raises its exception, or `WorkerDied` if it hangs."""
         if self.reference is not None and not self.wait(self.hang_after):
             assert self.hang_after is not None
             raise silence([self], self.hang_after)
@@ -80,7 +80,7 @@ class Pending(Generic[R]):
 
 
 def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
-    """Translate the exception of a call into one of gerl or of the worker's code."""
+    """Translate the exception of a call into an error of gerl or of the worker's code."""
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
         return _lost(worker, error)
     cause = error.cause
@@ -116,7 +116,7 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
             return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
         case ray.exceptions.RuntimeEnvSetupError():
             return ClusterError(failure(worker, str(error)))
-        case ray.exceptions.RayActorError():  # also if the call only depends on a call of a dead worker
+        case ray.exceptions.RayActorError():  # also raised if the call only depends on a call of a dead worker
             killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
             return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
         case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # its machine is gone
@@ -126,12 +126,12 @@ def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
 
 
 def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grace: float = 0.0) -> list[Pending[Any]]:
-    """Wait until a call has ended or `timeout` seconds have passed; returns the ended calls in order.
+    """Wait until a call has ended or `timeout` seconds have passed; return the ended calls in order.
 
     `grace`: further seconds for the other calls. Raises `ClusterError` if Ray itself is gone.
     """
     references = [p.reference for p in pending if p.reference is not None]
-    if len(references) < len(pending) or not references:  # calls in this process have ended
+    if len(references) < len(pending) or not references:  # calls in this process have already ended
         return [p for p in pending if p.reference is None]
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -164,10 +164,10 @@ class WorkerGroup(Generic[W]):
         give_back: Callable[[int], None] | None = None,
         has_room: Callable[[int], bool] | None = None,
     ) -> None:
-        """`hang_after`: seconds that `run` waits for an answer of any worker, `Pending.result` for its own.
+        """Start the workers; `hang_after`: seconds of silence after which `run` and `Pending.result` raise.
 
-        `needs`: Ray's resources of each. `give_back`: releases those of an ended worker. `has_room`: whether a worker
-        has them; it may still be starting.
+        `run` waits for an answer of any worker, `Pending.result` for its own. `needs`: Ray's resources of each worker.
+        `give_back`: releases those of an ended worker. `has_room`: whether a worker has them; it may still be starting.
         """
         self.hang_after, self.needs, self._give_back, self._has_room = hang_after, needs, give_back, has_room
         self.name, self._start, self._end = name, start, end
@@ -200,7 +200,7 @@ class WorkerGroup(Generic[W]):
         return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
 
     def part(self, numbers: range) -> "WorkerGroup[W]":
-        """Return a view of the workers with these numbers that are present."""
+        """Return a view of the present workers with these numbers."""
         return _Part(self, numbers)
 
     def restart(self, index: int) -> None:
@@ -224,7 +224,7 @@ class WorkerGroup(Generic[W]):
         self.workers = [cast(W, None)] * self._count
 
     def leave_out(self, index: int) -> int:
-        """Continue without worker `index`: end it and release its room; returns its number."""
+        """Continue without worker `index`: end it and release its room; return its number."""
         self.end(index)
         number, _ = self.numbers.pop(index), self.workers.pop(index)
         if self._give_back is not None:
@@ -239,7 +239,7 @@ class WorkerGroup(Generic[W]):
         return worker, self._submit(number, worker, method, *args, **kwargs)
 
     def take_in(self, number: int, worker: W) -> int:
-        """Add a `worker` of `start_beside` at its old position; returns its index."""
+        """Add a `worker` of `start_beside` at its old position; return its index."""
         index = sum(other < number for other in self.numbers)
         self.numbers.insert(index, number)
         self.workers.insert(index, worker)
@@ -396,7 +396,7 @@ def _check_python(path: str) -> None:
 
 
 def failure(worker: str, text: str) -> str:
-    """Return the sentence for a failed environment, from the `text` of Ray's exception."""
+    """Return the message for a failed environment, from the `text` of Ray's exception."""
     said = text.rpartition("lines of stdout:")[2].strip().splitlines()
     errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
     reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]

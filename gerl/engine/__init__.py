@@ -1,4 +1,4 @@
-"""The pipeline is the model: record and replay of any diffusers pipeline through its own `__call__`."""
+"""Recording and replay of any diffusers pipeline through its own `__call__`, without model-specific code."""
 
 from gerl.engine.feature_cache import FeatureCache
 from gerl.engine.latents import decoded

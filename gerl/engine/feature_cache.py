@@ -1,10 +1,10 @@
-"""Feature caches in the denoisers of a rollout, at steps of which only the latents are used.
+"""Feature caches for the denoisers of a rollout, used at steps that need only the latents.
 
-With a cache the blocks of a denoiser repeat or extrapolate their outputs of an earlier step. It is off at steps that
-are trained or branched from, and emptied there: a replay computes what was recorded.
+With a cache the blocks of a denoiser repeat or extrapolate their outputs from an earlier step. The cache is off, and
+emptied, at steps that are trained or branched from, so a replay computes what was recorded.
 """
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import functools
 import re
@@ -28,13 +28,14 @@ Forward = Callable[..., object]
 
 @dataclass(frozen=True)
 class FeatureCache:
-    """Which cache, and how much it leaves out.
+    """Kind of cache and its settings.
 
-    `first_block`: all blocks but the first are skipped where its output is within `threshold` (relative) of that at
-    their last computation, and what they added then is added again (after ParaAttention's First Block Cache, which
-    compares the first block's residual). All rows of a call are judged together. `taylorseer`: attention is computed at
-    every `interval`-th step after the first two, and extrapolated between (TaylorSeer, arXiv 2503.06923). `exact`:
-    steps at which it is off besides the stochastic ones, because others branch from them.
+    `first_block`: all blocks but the first are skipped if the first block's output is within `threshold` (relative) of
+    the one at their last computation, and their contribution from then is added again (after ParaAttention's First
+    Block Cache, which compares the first block's residual). All rows of a call are judged together. `taylorseer`:
+    attention is computed at every `interval`-th step after the first two, and extrapolated in between (TaylorSeer,
+    arXiv 2503.06923). `exact`: steps besides the stochastic ones at which the cache is off, because others branch from
+    them.
     """
 
     name: str = "none"
@@ -51,7 +52,7 @@ NO_CACHE = FeatureCache()
 
 
 class CachedDenoisers:
-    """The denoisers of a pipeline with their caches, in one rollout; a context that leaves them as they were."""
+    """Context manager for the cached denoisers of a pipeline in one rollout; restores them on exit."""
 
     def __init__(self, pipe: DiffusionPipeline, cache: FeatureCache) -> None:
         self.cache, self.components = cache, pipe.components
@@ -65,7 +66,7 @@ class CachedDenoisers:
             self.active.pop(name).remove()
 
     def run(self, name: str, nth: int, exact: bool, forward: Forward, *args: object, **kwargs: object) -> object:
-        """The output of component `name`, called for the `nth` time at a step; `exact`: without its cache.
+        """Return the output of component `name` in its `nth` call at a step; `exact`: without its cache.
 
         Raises `ModelError` for a component whose blocks cannot be cached.
         """
@@ -78,13 +79,13 @@ class CachedDenoisers:
         if name not in self.active:
             made = _FirstBlock if self.cache.name == "first_block" else _TaylorSeer
             self.active[name] = made(self.components[name], self.cache)
-        # calls of one kind follow each other: the halves of guidance may be calls of their own, and come and go
+        # each kind of call has its own entries: the halves of guidance may be separate calls, at some steps only
         sizes = [tuple(v.shape) for v in tree_leaves((args, kwargs)) if torch.is_tensor(v)]
         return self.active[name].call(f"{nth} {sizes}", functools.partial(forward, *args, **kwargs))
 
 
 class _Cache(Protocol):
-    """A cache that is on in a model; the constructor raises `ModelError` where the model cannot have it."""
+    """Cache active in a model; the constructor raises `ModelError` if the model does not support it."""
 
     def call(self, kind: str, forward: Callable[[], object]) -> object: ...
 
@@ -93,15 +94,18 @@ class _Cache(Protocol):
 
 @dataclass
 class _Kept:
-    """The outputs of the blocks at the step at which they were last computed, for a kind of call."""
+    """Block outputs at the last step that computed them, for one kind of call."""
 
     first: Tree = None  # the first block's output
-    added: list[torch.Tensor | None] = field(default_factory=list)  # by the others, to each tensor of it
-    outputs: list[Tree] = field(default_factory=list)  # of the others: shapes
+    added: list[torch.Tensor | None] = field(default_factory=list)  # added to its tensors by the other blocks
+    outputs: list[Tree] = field(default_factory=list)  # of the other blocks, as shapes
 
 
 class _FirstBlock:
-    """Replaces `forward` of the blocks of a model: of all its lists, or if their outputs do not add up, of one."""
+    """First-block cache that replaces `forward` of a model's blocks.
+
+    It covers all block lists, or only the longest if the outputs of all do not add up.
+    """
 
     def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
         self.model, self.cache = model, cache
@@ -116,8 +120,8 @@ class _FirstBlock:
         if len(blocks) < 2:
             raise _refused(self.cache, self.model, "the output of its last block does not extend that of the first one")
         self.kept: dict[str, _Kept] = {}
-        self.now = _Kept()  # of the call that runs
-        self.first: Tree = None  # the first block's output in it, where the others are left out
+        self.now = _Kept()  # of the current call
+        self.first: Tree = None  # output of the first block in a call that skips the others
         self.position, self.skips = 0, False
         for block in blocks:
             self.patched.append((block, block.__dict__.get("forward")))
@@ -148,16 +152,16 @@ class _FirstBlock:
         self.position += 1
         if self.skips and 0 < position <= len(now.outputs):
             like = now.outputs[position - 1]
-            if position == len(now.outputs):  # the last block: the first one's output and what the others added
+            if position == len(now.outputs):  # last block: the first block's output plus the others' contribution
                 parts = zip(_tensors(self.first), now.added, strict=True)
                 sums = [None if a is None or d is None else a + d for a, d in parts]
                 return type(like)(sums) if isinstance(like, list | tuple) else sums[0]
-            # of those between nobody reads it but the next block, which does not run either
+            # outputs in between are read only by the next block, which does not run either
             device = next(v.device for v in tree_leaves(self.first) if torch.is_tensor(v))
             return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) else v, like)
         output = forward(*args, **kwargs)
         if position > 0:
-            now.outputs[-1:] = [shapes(v) for v in now.outputs[-1:]]  # only the last one is needed as it is
+            now.outputs[-1:] = [shapes(v) for v in now.outputs[-1:]]  # only the last one is needed with values
             now.outputs.append(output)
             return output
         self.skips = bool(now.added) and _change(output, now.first) < self.cache.threshold
@@ -169,10 +173,10 @@ class _FirstBlock:
 
 
 class _TaylorSeer:
-    """Diffusers' hooks on the attention of a model's blocks."""
+    """TaylorSeer cache, by diffusers' hooks on the attention of a model's blocks."""
 
     def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
-        from diffusers import TaylorSeerCacheConfig  # in here: the driver of a run does without diffusers
+        from diffusers import TaylorSeerCacheConfig  # imported lazily: the driver of a run does not need it
         from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 
         names = _attention(model)
@@ -199,9 +203,9 @@ class _TaylorSeer:
         self.registry.invalidate_child_registries_cache()
 
     def call(self, kind: str, forward: Callable[[], object]) -> object:
-        from diffusers.models.cache_utils import CacheMixin  # in here, as above
+        from diffusers.models.cache_utils import CacheMixin  # imported lazily, as above
 
-        with CacheMixin.cache_context(self.model, kind):  # which any model with hooks can be
+        with CacheMixin.cache_context(self.model, kind):  # works for any model with hooks
             return forward()
 
 
@@ -210,8 +214,8 @@ def _refused(cache: FeatureCache, model: torch.nn.Module, why: str) -> ModelErro
 
 
 def _attention(model: torch.nn.Module) -> list[str]:
-    """The names of the attention modules of `model`, those in others left out."""
-    from diffusers.models.attention import AttentionModuleMixin  # in here, as above
+    """Return the names of the attention modules of `model`, without nested ones."""
+    from diffusers.models.attention import AttentionModuleMixin  # imported lazily, as above
     from diffusers.models.attention_processor import Attention
 
     names: list[str] = []
@@ -222,26 +226,26 @@ def _attention(model: torch.nn.Module) -> list[str]:
 
 
 def _hooks(model: torch.nn.Module) -> set[str]:
-    """The names of diffusers' hooks in `model`."""
+    """Return the names of diffusers' hooks in `model`."""
     registries = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
     return {name for registry in registries if registry is not None for name in registry.hooks}
 
 
 def _tensors(output: Tree) -> list[torch.Tensor | None]:
-    """The tensors of a block's output in their places, None for other values."""
+    """Return the items of a block's output, with None for other values than tensors."""
     values: Sequence[object] = output if isinstance(output, list | tuple) else [output]
     return [value if torch.is_tensor(value) else None for value in values]
 
 
 def _change(output: Tree, before: Tree) -> float:
-    """Mean |output - before| over mean |before|."""
+    """Return mean |output - before| over mean |before|."""
     pairs = [(a, b) for a, b in zip(_tensors(output), _tensors(before), strict=True) if a is not None and b is not None]
     difference = sum((a - b).abs().mean() for a, b in pairs)
     return float(difference / sum(b.abs().mean() for _, b in pairs))
 
 
 def _difference(last: Tree, first: Tree) -> list[torch.Tensor | None]:
-    """`last - first` of each tensor of `last` that stands in the same place of `first` with the same shape."""
+    """Return `last - first` for tensors at the same position with the same shape."""
     one, other = _tensors(last), _tensors(first)
     if len(one) != len(other):
         return []

@@ -1,12 +1,12 @@
 """Classifier-free guidance in a replay: which denoiser calls, or halves of one, are conditional, and how they run.
 
 A guided step combines a conditional output `c` and an unconditional one `u` to the model output `u + w (c - u)`,
-possibly rescaled or negated. The gradient with respect to `c` is proportional to `w`, to `u` to `1 - w`: for any `w`
-above 1/2 that of the conditional output is larger. So the roles are found once per pipeline and kind of step, by
-running the pipeline's own arithmetic on the recorded outputs (made nearly equal), without the denoiser.
+possibly rescaled or negated. The gradient with respect to `c` is proportional to `w`, that with respect to `u` to `1 -
+w`: for any `w` above 1/2 the gradient of the conditional output is larger. So the roles are found once per pipeline and
+kind of step, by running the pipeline's arithmetic on the recorded outputs (made nearly equal), without the denoiser.
 """
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
@@ -36,23 +36,23 @@ from gerl.errors import ReplayError
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-# of a denoiser call in a guided step; the last two are one call with both halves, named by its first rows
+# role of a denoiser call in a guided step; the last two are single calls with both halves, named by their first rows
 Role = Literal["conditional", "unconditional", "conditional_first", "unconditional_first"]
-Roles = dict[int, Role]  # by number of the call within its step; without the calls that guidance does not concern
+Roles = dict[int, Role]  # by index of the call within its step; only the calls that take part in guidance
 
-CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; the two norms agree to rounding errors otherwise
-NEAR = 1e-2  # of their standard deviation, how far two outputs are apart when their weights are compared
+CLEARLY_LARGER = 1.001  # w = 500 still gives 1.002; without a difference the two norms agree up to rounding
+NEAR = 1e-2  # distance of two outputs whose weights are compared, in units of their standard deviation
 _FOUND: WeakKeyDictionary[DiffusionPipeline, dict[Structure, Roles]] = WeakKeyDictionary()
-_CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictionary()  # to have a gradient with off
+_CHECKED: WeakKeyDictionary[DiffusionPipeline, set[Structure]] = WeakKeyDictionary()  # for cfg off
 
 
 def guidance_roles(
     pipe: DiffusionPipeline, tape: Tape, steps: Iterable[int], cfg: CfgMode
 ) -> dict[tuple[int, int], Role]:
-    """`{(step, number of the call within it): role}` of the guided denoiser calls at `steps`.
+    """Return `{(step, index of the call within it): role}` of the guided denoiser calls at `steps`.
 
-    Raises `ReplayError` where guidance does not consist of one call with two halves or of two calls, or where `cfg` is
-    off and the unconditional call comes first, or guidance has no gradient if the conditional output stands for both.
+    Raises `ReplayError` if guidance consists neither of one call with two halves nor of two calls. With `cfg` off also
+    if the unconditional call comes first, or if guidance has no gradient when the conditional output replaces both.
     """
     found = _FOUND.setdefault(pipe, {})
     calls = looped_calls(tape)
@@ -81,10 +81,10 @@ def guided(
     rows_in_list: bool,
     alike: Iterable[ComponentCall] = (),
 ) -> Callable[..., object]:
-    """`forward` of a call with `role`, run according to `cfg`; the result has the same rows.
+    """Wrap `forward` of a call with `role` to run according to `cfg`; the result has the same rows.
 
-    `half`: rows of one half of a call with both. `rows_in_list`: its output, and hence its input, is a list with an
-    entry per row. `alike`: the same call for other numbers of rows, which show where its rows are.
+    `half`: number of rows in one half of a call with both. `rows_in_list`: its output, and hence its input, is a list
+    with an entry per row. `alike`: the same call for other numbers of rows, which reveal the batch dimensions.
     """
     if cfg == "joint" or role == "conditional":
         return forward
@@ -95,7 +95,7 @@ def guided(
         first, second = _halves((args, kwargs), half, rows_in_list, alike)
         conditional, unconditional = (first, second) if role == "conditional_first" else (second, first)
         u = None
-        if cfg == "detach_uncond":  # first, when no graph of the other half takes memory
+        if cfg == "detach_uncond":  # first, while the graph of the other half takes no memory
             with torch.no_grad():
                 u = forward(*unconditional[0], **unconditional[1])
         c = forward(*conditional[0], **conditional[1])
@@ -112,7 +112,7 @@ def has_list_rows(output: Tree) -> bool:
 
 
 def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None:
-    """Raise `ReplayError` if rows of the two outputs have different shapes, so that one cannot replace the other."""
+    """Raise `ReplayError` if rows of the two outputs differ in shape, so that one cannot replace the other."""
     outputs = (conditional, unconditional)
     c, u = (next((v.shape[1:] for v in tree_leaves(x) if torch.is_tensor(v)), None) for x in outputs)
     if c != u:
@@ -125,10 +125,10 @@ def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None
 def _halves(
     tree: Arguments, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]
 ) -> tuple[Arguments, Arguments]:
-    """The arguments of the first and of the second half of a call with both.
+    """Return the arguments of the first and of the second half of a call with both.
 
-    The same call for another number of rows shows rows in any dimension; without one (a batch of one prompt), the first
-    dimension is taken.
+    The same call for another number of rows reveals rows in any dimension; without one (a batch of one prompt) the
+    first dimension is assumed.
     """
     total = 2 * half
     for call in alike:
@@ -148,13 +148,13 @@ def _halves(
 
 
 def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Nested:
-    """`tree` with `rows` of what has `total` rows: tensors by their first dimension, lists by their length."""
+    """Select `rows` in all values with `total` rows: tensors by their first dimension, lists by their length."""
 
     def is_row_tensor(value: object) -> bool:
         return isinstance(value, torch.Tensor) and value.shape[:1] == (total,)
 
     def is_row_list(value: object) -> bool:
-        # as many tensors as rows, each of which has all rows, are residuals or embeddings of several images
+        # a list of as many tensors as rows, each with all rows, holds residuals or embeddings of several images
         if not isinstance(value, list) or len(value) != total:
             return False
         return rows_in_list or not all(is_row_tensor(entry) for entry in value)
@@ -169,7 +169,7 @@ def _slice_rows(tree: Nested, rows: slice, total: int, rows_in_list: bool) -> Ne
 
 
 def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree:
-    """The output of which `first` and `second` are the halves."""
+    """Join the halves `first` and `second` of an output."""
 
     def is_row_list(value: object) -> bool:
         return rows_in_list and isinstance(value, list) and len(value) == half
@@ -186,8 +186,8 @@ def _join_rows(first: Tree, second: Tree, half: int, rows_in_list: bool) -> Tree
 
 
 def _roles(step: int, structure: Structure, influence: list[torch.Tensor | None]) -> Roles:
-    """The roles in a step from the `_influence` of each of its calls."""
-    calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # not a ControlNet's: it acts on another
+    """Return the roles in a step from the `_influence` of each of its calls."""
+    calls = [nth for nth, rows in enumerate(influence) if rows is not None]  # no ControlNet's: it only affects another
     gradients = [rows for rows in influence if rows is not None]
     match [structure[nth][1] for nth in calls]:
         case [1.0]:
@@ -224,7 +224,7 @@ def _first_is_larger(step: int, first: float, second: float) -> bool:
 
 
 def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int]) -> None:
-    """Raise `ReplayError` if guidance at `steps` has no gradient where its two outputs are one and the same."""
+    """Raise `ReplayError` if guidance at `steps` has no gradient when its two outputs are identical."""
     checked = _CHECKED.setdefault(pipe, set())
     new = {k for structure, k in steps.items() if structure not in checked}
     if not new:
@@ -243,10 +243,10 @@ def _check_off(pipe: DiffusionPipeline, tape: Tape, steps: dict[Structure, int])
 def _influence(
     pipe: DiffusionPipeline, tape: Tape, steps: set[int], apart: float
 ) -> dict[int, list[torch.Tensor | None]]:
-    """For each call at `steps` the squared gradients `[rows]` of the first row of the model output, None without any.
+    """Return, for each call at `steps`, the squared gradients `[rows]` of the first row of the model output.
 
-    The gradient is that of a random projection, by the pipeline's arithmetic on the recorded outputs; `apart`: the
-    distance of these, in units of their standard deviation.
+    None for a call without gradient. The gradient is that of a random projection, through the pipeline's arithmetic on
+    the recorded outputs; `apart`: distance of the outputs, in units of their standard deviation.
     """
     head = _Inspector(tape, steps, apart)
     with torch.enable_grad():
@@ -257,16 +257,16 @@ def _influence(
 
 
 class _Inspector(TapeHead):
-    """The head of a pass in which everything, the denoiser included, answers from the tape."""
+    """Head of a pass that answers everything from the tape, including the denoiser."""
 
     def __init__(self, tape: Tape, steps: set[int], apart: float) -> None:
         super().__init__(tape)
         self.steps, self.apart = steps, apart
         self.by_step = looped_calls(tape)
-        self.served = -1  # step of the latest calls: several scheduler streams may share them
+        self.served = -1  # step of the latest calls, which several scheduler streams may share
         self.outputs: list[Tree] = []  # of the latest calls
         self.influence: dict[int, list[torch.Tensor | None]] = {}
-        self.generator = torch.Generator().manual_seed(0)  # leaves the global generator as it is
+        self.generator = torch.Generator().manual_seed(0)  # does not change the global generator
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
@@ -300,10 +300,11 @@ class _Inspector(TapeHead):
         return self.tape.steps[self.step - 1].x_next
 
     def _nearly_equal(self, output: Tree) -> Tree:
-        """A guided `output` with nearly the values of the step's first half or call.
+        """Return a guided `output` with nearly the values of the step's first half or call.
 
-        Adaptive projected guidance leaves out the part of `c - u` along `c`, which lowers the weight of `c`: below that
-        of `u`, for an untrained model. Where `c` is nearly `u`, that part is tiny; at `u` the norm has no derivative.
+        Adaptive projected guidance drops the part of `c - u` along `c`, which lowers the weight of `c`, for an
+        untrained model below that of `u`. If `c` is nearly `u`, that part is tiny; at `c = u` the norm has no
+        derivative.
         """
         half = len(self.tape.steps[self.step].x)
         first = next((o for o in self.outputs if _shapes(o) == _shapes(output)), None)
@@ -325,7 +326,7 @@ class _Inspector(TapeHead):
         return _join_rows(one, tree_map(near, two, one), half, in_list)
 
     def _with_values(self, value: object) -> object:
-        """`value` itself, or noise where only the shape was kept: with zeros, rescaled guidance has no gradient."""
+        """Return `value`, or noise if only its shape was kept: with zeros, rescaled guidance has no gradient."""
         if not (isinstance(value, torch.Tensor) and value.is_meta):
             return value
         noise = torch.randn(value.shape, generator=self.generator)
@@ -337,7 +338,7 @@ def _shapes(tree: Tree) -> list[object]:
 
 
 def _squared_gradients(loss: torch.Tensor, output: Tree) -> torch.Tensor | None:
-    """Squared norm of the gradient of `loss` with respect to each row of a call's output; None if it has none."""
+    """Return the squared norm of the gradient of `loss` for each row of a call's output; None without gradient."""
     first, in_list = leading(output), has_list_rows(output)
     leaves = [v for v in tree_leaves(first if in_list else output) if torch.is_tensor(v) and v.requires_grad]
     rows = leaves if in_list else [v for v in leaves if v.ndim and len(v) == len(first)]

@@ -1,6 +1,6 @@
-"""Route a pipeline's own calls to a head that records or replays: the only patches in gerl, always undone."""
+"""Routing of a pipeline's calls to a head that records or replays. These are gerl's only patches, and always undone."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import functools
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 
-# what `__call__` computes or samples outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
-# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run; so must the method that writes noisier
-# conditions into the latents of each step (LTX), since a replay may have others: the noise that it samples is answered.
+# methods that compute or sample outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run, as must the method that writes noisier
+# conditions into the latents of each step (LTX), since a replay may have other latents; its noise is answered.
 ANSWERED = re.compile(
     r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts"
     r"|add_noise(?!_to_image_cond)|get_image_caption)(_|$)"
@@ -43,11 +43,11 @@ ANSWERED = re.compile(
 
 
 class StopPipeline(BaseException):
-    """Leaves a pipeline's `__call__` early; a `BaseException` so that no pipeline swallows it."""
+    """Early exit from a pipeline's `__call__`; a `BaseException` so that no pipeline catches it."""
 
 
 class Head(Protocol):
-    """Receiver of routed calls: a rollout or a branch. Those that answer from a tape are a `TapeHead`."""
+    """Receiver of routed calls in a rollout or a branch; see `TapeHead` for those that answer from a tape."""
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
 
@@ -63,33 +63,33 @@ class Head(Protocol):
 
 
 class TapeHead:
-    """A head that answers from a tape in the recorded order; each kind of pass overrides what it does otherwise.
+    """Head that answers from a tape in the recorded order; subclasses override what differs in their kind of pass.
 
-    Every answer is compared with the recording: a pipeline that does something else, because of a cache, a random draw
-    or a changed argument, would give numbers that look sane and are wrong.
+    Every answer is compared with the recording: a pipeline that deviates, because of a cache, random numbers or a
+    changed argument, would give plausible but wrong numbers.
     """
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self.device = tape.steps[0].x.device if tape.steps else torch.device("cpu")
-        self.step = self.answered = self.accompanied = 0  # scheduler steps, methods and secondary steps so far
-        self.start: dict[int, Tree] = {}  # answers in place of recorded ones, by position
+        self.step = self.answered = self.accompanied = 0  # counts of scheduler steps, methods and secondary steps
+        self.start: dict[int, Tree] = {}  # answers that replace recorded ones, by position
         self.looped = tape.looped_components()
         self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
 
     def next_answer(self, name: str) -> Tree:
-        """The recorded value of the method `name`, which is called next; raises `ReplayError` if it was not then."""
+        """Return the recorded value of the next method call `name`. Raises `ReplayError` if the recording differs."""
         if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
             raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
         self.answered += 1
         return self.start.get(self.answered - 1, self.tape.answers[self.answered - 1].value)
 
     def recorded(self, call: ComponentCall) -> Tree:
-        """The output of a recorded call, zeros where only the shape was kept."""
+        """Return the output of a recorded call, with zeros if only the shape was kept."""
         return materialised(detached_copy(call.output), self.device)
 
     def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """The latents after a scheduler step, fp32."""
+        """Return the latents after a scheduler step, fp32."""
         raise NotImplementedError
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -101,13 +101,13 @@ class TapeHead:
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
     def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
-        """The latents after a step of the secondary modality; `ReplayError` where it starts elsewhere."""
+        """Return the latents after a secondary step. Raises `ReplayError` if it starts at other latents."""
         self.accompanied += 1
         return self.tape.companion(self.accompanied - 1, sample).x_next
 
 
 def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:
-    """Run the recorded call of `head.tape` again, with gradient where that is on; None where the head ended it."""
+    """Run the call of `head.tape` again, with gradient if enabled; return its output, None if the head stopped it."""
     undecorated = inspect.unwrap(type(pipe).__call__)  # diffusers decorates it with torch.no_grad
     with routed(pipe, head), contextlib.suppress(StopPipeline):
         return undecorated(pipe, **head.tape.fresh_call() | overrides)
@@ -118,7 +118,7 @@ class _Step:
     """`scheduler.step` routed to a head.
 
     Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy has a copy of this object, bound
-    to the copied scheduler and the same head. Where the pipeline's own scheduler steps first, the steps of its copies
+    to the copied scheduler and the same head. If the pipeline's own scheduler steps first, the steps of its copies
     belong to the secondary modality.
     """
 
@@ -126,7 +126,7 @@ class _Step:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
         self.family = family(scheduler)
-        self.first: list[SchedulerMixin] = []  # that stepped, of all copies together
+        self.first: list[SchedulerMixin] = []  # the scheduler that stepped first, shared by all copies
         functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
 
     def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> _Step:
@@ -147,7 +147,7 @@ class _Step:
         r_timestep: Timestep | None = None,
         **__: object,
     ) -> SchedulerOutput | SCMSchedulerOutput | LCMSchedulerOutput | tuple[torch.Tensor, ...] | LazySchedulerOutput:
-        # in here: the driver of a run does without diffusers
+        # imported lazily: the driver of a run does not need diffusers
         from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
         from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
         from diffusers.schedulers.scheduling_utils import SchedulerOutput
@@ -159,8 +159,8 @@ class _Step:
                 "gerl takes the steps of the schedule"
             )
         if per_token_timesteps is not None:
-            # tokens have noise levels of their own, and the output is the negative velocity (LTX). Those that the
-            # pipeline keeps are all at the level of the step; the others it resets
+            # tokens have individual noise levels, and the output is the negative velocity (LTX). Tokens that the
+            # pipeline keeps are all at the level of the step; it resets the others
             model_output = -model_output
         if self.family == "edm":
             return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
@@ -169,7 +169,7 @@ class _Step:
         dtype = torch.float32 if per_token_timesteps is not None else dtype
         x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
         decoding = getattr(self.head, "hands_out_clean", False)
-        # the pipelines of consistency models decode the clean latents of the last step
+        # pipelines of consistency models decode the clean latents of the last step
         if self.family == "trigflow":
             clean = x_next if decoding else scm_clean(timestep, model_output, sample)
             return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
@@ -179,12 +179,12 @@ class _Step:
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
     def _next_of(self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor) -> torch.Tensor:
-        """The next latents, fp32, as the head has them."""
+        """Return the head's next latents, fp32."""
         if not self.first:
             self.first.append(self.scheduler)
         goes_along = self.first[0] is self.own is not self.scheduler
         if isinstance(self.head, TapeHead):
-            # pipelines that noise an image for the next step (inpainting) look its sigma up by the step index
+            # pipelines that noise an image for the next step (inpainting) look up its sigma by the step index
             if self.family in COUNTS_STEPS:
                 if self.scheduler.step_index is None:
                     self.scheduler._init_step_index(timestep)
@@ -195,7 +195,7 @@ class _Step:
 
 
 class LazySchedulerOutput:
-    """The result of `EDMEulerScheduler.step`, whose next and clean latents are computed when they are read.
+    """Result of `EDMEulerScheduler.step`, with next and clean latents computed on access.
 
     Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
     the step back, guides them and steps with them (`known`). Reading the next latents makes it a step of the rollout.
@@ -215,7 +215,7 @@ class LazySchedulerOutput:
 
     @property
     def prev_sample(self) -> torch.Tensor:
-        """The next latents."""
+        """Next latents."""
         if self.taken is None:
             model_output, timestep, sample = self.given
             self.scheduler._step_index = self.index
@@ -226,7 +226,7 @@ class LazySchedulerOutput:
 
     @property
     def pred_original_sample(self) -> torch.Tensor:
-        """The clean latents that the model output predicts, by the scheduler's own arithmetic."""
+        """Clean latents predicted by the model output, by the scheduler's own arithmetic."""
         if self.known is not None:
             return self.known
         model_output, _, sample = self.given
@@ -249,10 +249,10 @@ class LazySchedulerOutput:
 def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
-    Attributes are set on the instances only, except `randn_tensor`, a name in the pipeline's modules and in diffusers'
-    VAE module: pipelines that sample noise inline have no method to route.
+    Attributes are set on the instances only, except `randn_tensor`, which is a name in the pipeline's modules and in
+    diffusers' VAE module: pipelines that sample noise inline have no method to route.
     """
-    # in here: the driver of a run does without diffusers
+    # imported lazily: the driver of a run does not need diffusers
     from diffusers.models.autoencoders import vae as vae_module
     from torch.distributed.fsdp import FSDPModule
 
@@ -272,11 +272,11 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
         for name, component in pipe.components.items():
             if isinstance(component, torch.nn.Module):
                 call = "forward"
-                if component._compiled_call_impl is not None:  # module.compile() goes past forward
+                if component._compiled_call_impl is not None:  # module.compile() bypasses forward
                     call = "_compiled_call_impl"
                 elif isinstance(component, FSDPModule):
-                    # outside of its hooks, which gather the weights: neither the cut of the graph nor the pending
-                    # backward pass of the step before may come between them and the forward pass
+                    # outside its hooks, which gather the weights: neither the cut of the graph nor the pending backward
+                    # pass of the previous step may come between them and the forward pass
                     call = "_compiled_call_impl"
                     put(undo, component, call, component._call_impl)
                 put_routed(component, call, head.on_component, name)
@@ -285,9 +285,9 @@ def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
-    """Let a consistency model's scheduler use `generator` (one, or one per sample) where its pipeline passes none.
+    """Let a consistency model's scheduler use `generator` (one, or one per sample) if its pipeline passes none.
 
-    Pipelines of flow matching expect no scheduler that samples noise: it would be the global generator's.
+    Flow-matching pipelines expect no scheduler that samples noise, and would use the global generator.
     """
     with contextlib.ExitStack() as undo:
         if family(scheduler) == "flow_lcm":
@@ -297,12 +297,12 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the guiders among the components of `pipe` pass the conditional output through unchanged.
+    """Let the guiders among the components of `pipe` return the conditional output unchanged.
 
-    Adaptive projected guidance, for one, divides by the norm of the two outputs' difference, which has no derivative at
-    0, and adds differences of earlier steps.
+    Adaptive projected guidance, for example, divides by the norm of the two outputs' difference, which has no
+    derivative at 0, and adds differences of earlier steps.
     """
-    # in here: the driver of a run does without diffusers
+    # imported lazily: the driver of a run does not need diffusers
     from diffusers.guiders import BaseGuidance
     from diffusers.guiders.guider_utils import GuiderOutput
 
@@ -317,7 +317,7 @@ def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
 
 
 def put(undo: contextlib.ExitStack, target: object, name: str, value: object) -> None:
-    """Set an attribute of this instance only, until `undo` ends."""
+    """Set an attribute on this instance only, until `undo` exits."""
     attributes = target.__dict__
     if name in attributes:
         undo.callback(attributes.__setitem__, name, attributes[name])

@@ -1,6 +1,6 @@
-"""Latents at both ends of a call: initial ones from the caller, decoding with a gradient, encoding of images."""
+"""Latents at both ends of a call: initial ones given by the caller, decoding with gradient, encoding of images."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-# --- Initial latents given by the caller, put where the pipeline takes its own from.
+# --- Initial latents given by the caller instead of the pipeline's.
 #
 # Most pipelines pass what `prepare_latents` returned to the scheduler. Others unpack it, or leave out the frame that an
-# image fills: where each value goes is then found by differentiating the pipeline's own arithmetic.
+# image fills: the position of each value is then found by differentiating the pipeline's own arithmetic.
 
 UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on its initial latents value by value"
 
 
 def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
-    """`{position: value}` of the answers of `tape` that start the pipeline at the latents `given` `[B, ...]`.
+    """Return `{position: value}` of the answers of `tape` that start the pipeline at the latents `given` `[B, ...]`.
 
-    Raises `ReplayError` where no answer, or more than one, hands its values on to the first step.
+    Raises `ReplayError` unless exactly one answer passes its values to the first step.
     """
     start = tape.steps[0].x
     answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
@@ -39,7 +39,7 @@ def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict
         return isinstance(value, torch.Tensor) and alike and torch.equal(value, start.to(value.dtype))
 
     positions = [i for i, value in answers.items() for leaf in tree_leaves(value) if is_start(leaf)]
-    if len(positions) != 1:  # the noise that inpainting keeps may be the same as the initial latents
+    if len(positions) != 1:  # the noise that inpainting keeps may equal the initial latents
         return _traced(pipe, tape, given)
 
     def swap(value: object) -> object:
@@ -62,7 +62,7 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
     found = _handed_on(moved(torch.ones_like(sample)))
     if len(found) > 1 and (free := _free(tape, sample)) is not None:
-        # a condition may be passed on as well, to where the pipeline writes it again in each step
+        # a condition may be passed on too, to positions that the pipeline overwrites in each step
         found = _handed_on(moved(free))
     if len(found) != 1:
         raise ReplayError(UNTRACEABLE)
@@ -75,9 +75,9 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
 
 def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Number, mask of values and scale of the tensors that are passed on value by value.
+    """Return index, mask of values and scale of the tensors whose values are passed on one by one.
 
-    Such values have one derivative, their scale, in any order and with some left out.
+    All such values have the same derivative, their scale, in any order and with some left out.
     """
     found = []
     for number, reached in enumerate(derivatives):
@@ -87,18 +87,18 @@ def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, 
 
 
 def _free(tape: Tape, sample: torch.Tensor) -> torch.Tensor | None:
-    """1 where the pipeline writes nothing into its latents, else 0, as `sample`; None if it writes nowhere."""
+    """Return a mask like `sample`, 1 where the pipeline does not write into its latents; None if it never writes."""
     written = [s.written for s in tape.steps if s.written is not None and not s.written.is_meta]
     return (~torch.stack(written).any(0)).to(sample) if written else None
 
 
 class _Tracer(TapeHead):
-    """The head of a pass up to the first step that answers with tensors to differentiate by."""
+    """Head of a pass up to the first step that answers with leaf tensors to differentiate by."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self.leaves: list[tuple[int, torch.Tensor]] = []  # position of the answer, tensor in it
-        self.values: list[Tree] = []  # of the answers, with these tensors
+        self.values: list[Tree] = []  # the answers, with these tensors
         self.sample: torch.Tensor | None = None
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -111,7 +111,7 @@ class _Tracer(TapeHead):
             return value
 
         self.values.append(tree_map(leaf, answer))
-        # no leaf itself: pipelines write into what they get
+        # clones, since pipelines may modify their inputs, which is not possible for leaves
         return tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, self.values[position])
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -125,31 +125,31 @@ class _Tracer(TapeHead):
         return self.next_latents(sample, sample)
 
 
-# --- Decode: the end of a recorded call once more, from latents with a gradient to images with one.
+# --- Decoding: the end of a recorded call, from latents with gradient to images with gradient.
 #
 # The pipeline's own `__call__` runs again, answered from the tape. At its last step the scheduler returns the caller's
-# latents and the gradient is switched on: everything after that (unpacking, scaling, the VAE, the conversion to pixels)
-# is in the graph.
+# latents and gradients are enabled: everything after that (unpacking, scaling, the VAE, the conversion to pixels) is in
+# the graph.
 
 
 def decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor:
-    """Images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` of finished `latents`, fp32 in [0, 1], with graph.
+    """Decode finished `latents` to images `[B, 3, H, W]` or videos `[B, F, 3, H, W]`, fp32 in [0, 1], with graph.
 
-    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. VAEs that can recompute
-    their activations in a backward pass do so from then on. Raises `ReplayError` where the pipeline does not do what it
-    did in the rollout, or decodes without gradient. Decode and differentiate within torch's
-    `allow_mutation_on_saved_tensors`: a pipeline may write into what its derivative needs (Kandinsky 5).
+    `latents`: those after the last step of `tape`, `[B, ...]` fp32, with or without gradient. Enables gradient
+    checkpointing on VAEs that support it, permanently. Raises `ReplayError` if the pipeline deviates from the rollout,
+    or decodes without gradient. Decode and differentiate within torch's `allow_mutation_on_saved_tensors`: a pipeline
+    may overwrite tensors needed by its derivative (Kandinsky 5).
     """
     decoder = Decoder(tape, latents)
-    for part in pipe.components.values():  # for good: the backward pass comes later
+    for part in pipe.components.values():  # not undone, since the backward pass comes later
         if hasattr(part, "decode") and getattr(part, "_supports_gradient_checkpointing", False):
             part.enable_gradient_checkpointing()
-    # the decoder switches the gradient on at the last step, and leaving no_grad puts back what was before
+    # the decoder enables gradients at the last step; leaving no_grad restores the previous mode
     with torch.no_grad():
         try:
             output = rerun(pipe, decoder, output_type="pt")
         except RuntimeError as error:
-            if "requires grad" not in str(error):  # of torch, where a pipeline goes on in numpy
+            if "requires grad" not in str(error):  # from torch, if a pipeline continues in numpy
                 raise
             raise ReplayError(f"{_undifferentiable(pipe)} ({error})") from error
     if decoder.step != len(tape.steps):
@@ -168,16 +168,16 @@ def _undifferentiable(pipe: DiffusionPipeline) -> str:
 
 
 class Decoder(TapeHead):
-    """The head of a decoding."""
+    """Head of a decoding."""
 
-    hands_out_clean = True  # the latents that it returns at the last step are decoded
+    hands_out_clean = True  # the latents returned at the last step are the ones to decode
 
     def __init__(self, tape: Tape, latents: torch.Tensor) -> None:
         super().__init__(tape)
         self.latents, self.device = latents, latents.device
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
-        # a value that was not kept can be read before the latents are replaced only
+        # values that were not kept can only be read before the latents are replaced
         return materialised(super().on_method(name, method), self.device)
 
     def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
@@ -193,11 +193,11 @@ class Decoder(TapeHead):
                 f"{list(recorded.x_next.shape)}: expected one row per sample of the tape"
             )
         torch.set_grad_enabled(self.latents.requires_grad)
-        return self.latents.clone()  # pipelines write into what they get, which torch refuses for a leaf
+        return self.latents.clone()  # pipelines may modify the latents, which torch does not allow for a leaf
 
 
 def _pixels(output: object) -> torch.Tensor:
-    """The images or videos of a pipeline's output, fp32."""
+    """Return the images or videos of a pipeline's output, fp32."""
     given = dict(output.items()) if hasattr(output, "items") else {}
     found = next((given[name] for name in ("images", "frames", "image") if given.get(name) is not None), None)
     if isinstance(found, list) and found and all(torch.is_tensor(part) for part in found):
@@ -210,23 +210,23 @@ def _pixels(output: object) -> torch.Tensor:
     return found[:, 0].float() if found.ndim == 5 and found.shape[1] == 1 else found.float()
 
 
-# --- The clean latents of dataset images: the way from a pipeline's last step to its VAE, inverted.
+# --- Clean latents of dataset images: the inverse of the path from a pipeline's last step to its VAE.
 #
-# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents, value by value:
-# z = a x0 + b, in any order. Both a and b are found by running the pipeline's own code from given latents to where it
-# decodes, with its derivative. Where it does something else, z is not reproduced.
+# Between its last scheduler step and `vae.decode(z)` a pipeline unpacks, scales and shifts its latents value by value:
+# z = a x0 + b, in any order. Both a and b are found by running the pipeline's own code, with its derivative, from given
+# latents up to decoding. For pipelines that do anything else, z is not reproduced.
 
 ENDLESS = 10**9
-NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # of its norm, how far z may be from the encoded image
+NEAR = {torch.float32: 1e-4, torch.float64: 1e-4}  # relative error allowed between z and the encoded image
 NEAR_IN_HALF = 2e-2
 NOT_DECODED = "existing images are not supported with this pipeline: it does not decode its latents with vae.decode"
 
 
 def record_decoding(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape:
-    """The tape of the denoising loop of `pipe(**call)` for replays at given latents, as `record_structure` makes it.
+    """Record the denoising loop of `pipe(**call)` for replays at given latents, as `record_structure` does.
 
-    The denoiser runs where a step calls it otherwise than the step before, mostly once, and nothing is decoded. Raises
-    `ModelError` where the pipeline does not decode with `vae`.
+    The denoiser runs only at steps whose calls differ from the previous step's, mostly once, and nothing is decoded.
+    Raises `ModelError` if the pipeline does not decode with `vae`.
     """
     tape = Tape.of(call)
     recorder = _Loop(tape, DETERMINISTIC, None)
@@ -237,10 +237,13 @@ def record_decoding(pipe: DiffusionPipeline, call: Mapping[str, object]) -> Tape
 
 
 class Inverse:
-    """The map from what the VAE of `pipe` decodes to clean latents, for the shape of a recorded loop."""
+    """Map from the input of a pipeline's VAE decoder to clean latents, for the shapes of a recorded loop."""
 
     def __init__(self, pipe: DiffusionPipeline, tape: Tape) -> None:
-        """`tape`: of one sample, see `record_decoding`. Raises `ModelError` if latents do not reach the VAE singly."""
+        """Find the map from `tape`, of one sample, see `record_decoding`.
+
+        Raises `ModelError` if the latents do not reach the VAE value by value.
+        """
         self.pipe, self.tape, self.checked = pipe, tape, False
         like = tape.steps[-1].x_next
         self.zero = torch.zeros_like(like).requires_grad_()
@@ -256,13 +259,13 @@ class Inverse:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what the VAE decodes."""
+        """Shape of the VAE decoder's input."""
         return tuple(self.z.shape)
 
     def of(self, z: torch.Tensor) -> torch.Tensor:
-        """The clean latents `[1, ...]` fp32 that are decoded as `z`.
+        """Return the clean latents `[1, ...]` fp32 that the pipeline decodes as `z`.
 
-        Raises `ModelError` if there are none, which is looked at the first time.
+        Raises `ModelError` if there are none, which is checked on the first call.
         """
         if tuple(z.shape) != self.shape:
             raise ModelError(
@@ -287,7 +290,7 @@ class Inverse:
 
 
 def unknown(pipe: DiffusionPipeline) -> str:
-    """Why images cannot be encoded for `pipe`."""
+    """Return the error message for images that cannot be encoded for `pipe`."""
     return (
         f"existing images are not supported with {type(pipe).__name__}: it does not pass its latents to its VAE "
         "value by value, so the latents of an image are unknown"
@@ -300,7 +303,7 @@ class _Loop(Recorder):
 
 
 class _Tail(TapeHead):
-    """The head of a pass that ends with given latents and lets nothing be computed before."""
+    """Head of a pass that ends with given latents and computes nothing before."""
 
     def __init__(self, tape: Tape, given: torch.Tensor) -> None:
         super().__init__(tape)
@@ -324,7 +327,7 @@ class _Tail(TapeHead):
 
 
 def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torch.Tensor | None:
-    """The input of `vae.decode` if the last step ended at `latents`, with gradient; None where it is not reached."""
+    """Return the input of `vae.decode` if the last step ends at `latents`, with gradient; None if not reached."""
     found: list[torch.Tensor] = []
     with torch.enable_grad(), _decoding(pipe, found.append):
         rerun(pipe, _Tail(tape, latents))
@@ -333,7 +336,7 @@ def _decoded(pipe: DiffusionPipeline, tape: Tape, latents: torch.Tensor) -> torc
 
 @contextlib.contextmanager
 def _decoding(pipe: DiffusionPipeline, take: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Stop the pipeline at `vae.decode`, and pass its argument to `take`."""
+    """Stop the pipeline at `vae.decode` in the block, and pass its argument to `take`."""
     vae = getattr(pipe, "vae", None)
     if not isinstance(vae, torch.nn.Module) or not hasattr(vae, "decode"):
         raise ModelError(f"existing images are not supported with {type(pipe).__name__}: it has no VAE")

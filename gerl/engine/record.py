@@ -1,6 +1,6 @@
-"""Record and branch: rollouts through the pipeline's own `__call__`, written on tapes and kept as trajectories."""
+"""Recording and branching: rollouts through the pipeline's own `__call__`, recorded on tapes."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import inspect
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from diffusers.utils import BaseOutput
 
 
-# --- Record: the pipeline's own `__call__`, with its scheduler steps sampled and written on a tape
+# --- Recording: the pipeline's own `__call__`, with its scheduler steps sampled and recorded on a tape
 
-# component outputs larger than this many times the latents (ControlNet residuals) are kept as shapes only
+# larger component outputs (ControlNet residuals), relative to the latents, are kept as shapes only
 MAX_KEPT_OUTPUT = 16
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How a rollout takes its denoising steps; the arguments are explained in `record`.
+    """How a rollout takes its denoising steps; the fields are explained in `record`.
 
     Example: `SamplingPlan("flow_sde", 0.7, window=frozenset({1, 2}))` adds noise at steps 1 and 2 of the schedule and
     takes the scheduler's own Euler steps elsewhere.
@@ -55,8 +55,8 @@ class SamplingPlan:
     compression: float = 1.0
     cache: FeatureCache = NO_CACHE
     window: frozenset[int] | None = None  # stochastic steps; None: all but the last
-    stop: int | None = None  # leave the pipeline where it is about to take this step
-    noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of single steps
+    stop: int | None = None  # leave the pipeline before this step
+    noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of individual steps
 
 
 DETERMINISTIC = SamplingPlan("ode", 0.0, window=frozenset())
@@ -64,7 +64,7 @@ DETERMINISTIC = SamplingPlan("ode", 0.0, window=frozenset())
 
 @dataclass(frozen=True)
 class InitialNoise:
-    """Generators of the initial latents, and the share of the step generators' noise that is mixed in."""
+    """Generators of the initial latents, and the share of the step generators' noise mixed into them."""
 
     generators: Sequence[torch.Generator] | None = None
     spread: float = 0.0
@@ -91,22 +91,22 @@ def record(
 
     `call`: keyword arguments of the pipeline with one prompt per sample: a list, or a string for a pipeline that takes
     one prompt per call. `kernel`, `noise_level`: the transition kernel of the stochastic steps, see
-    `transitions.coefficients`; `window`: their indices, None: all but the last; `noise_at`: levels of single ones.
-    `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: the share of those after the
-    window that is taken at all, see `compressed_spans` (an empty window compresses nothing); `cache`: of the denoisers
-    at deterministic steps.
+    `transitions.coefficients`; `window`: their indices, None: all but the last; `noise_at`: noise levels of individual
+    steps. `solver`: how the other steps are taken, see `transitions.OdeSolver`; `compression`: the fraction of steps
+    after the window that are taken, see `compressed_spans` (no effect with an empty window); `cache`: feature cache of
+    the denoisers at deterministic steps.
 
     `generators`: one `torch.Generator` per sample, for its initial latents and then its step noise; None: the global
-    generator. `init_generators`: others for the initial latents and whatever else the pipeline samples; equal seeds
-    make equal latents. `init_spread` s in [0, 1]: mixes in noise of `generators`, as sqrt(1 - s^2) of the one and s of
-    the other, which is again standard normal.
+    generator. `init_generators`: separate ones for the initial latents and anything else the pipeline samples; equal
+    seeds give equal latents. `init_spread` s in [0, 1]: mixes in noise of `generators`, weighted sqrt(1 - s^2) to s, so
+    that the sum is again standard normal.
 
-    `probe`: True makes the one-sample tape needed to replay sub-batches, a tape reuses that of an earlier call of the
-    same kind, False goes without. `stop`: leave the pipeline before this step; the tape ends there but has the
-    denoiser's output at it, however large, so that `branch` can continue. The output is then None.
+    `probe`: True records the one-sample tape needed to replay sub-batches, a tape reuses that of an earlier call of the
+    same kind, False skips it. `stop`: leave the pipeline before this step; the tape then ends there but keeps the
+    denoiser's output at it, however large, so that `branch` can continue, and the returned output is None.
 
-    Raises `ModelError` where the scheduler has no transition kernel, the solver or the cache does not support the
-    pipeline, `window` or `stop` name a step that it does not take, or its noise cannot be mixed.
+    Raises `ModelError` if the scheduler has no transition kernel, the solver or the cache does not support the
+    pipeline, `window` or `stop` name a step that is not taken, or the pipeline's noise cannot be mixed.
     """
     plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return record_plan(pipe, call, plan, generators, probe, InitialNoise(init_generators, init_spread))
@@ -146,9 +146,9 @@ def record_plan(
 
 
 def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
-    """Record `call` for its first sample up to the first scheduler step, as shapes: these show batch dimensions.
+    """Record `call` for its first sample up to the first scheduler step, as shapes that reveal batch dimensions.
 
-    `index`: for these samples instead.
+    `index`: record these samples instead.
     """
     tape = Tape.of(call, index)
     takes_generator = "generator" in inspect.signature(type(pipe).__call__).parameters
@@ -166,10 +166,10 @@ def record_structure(
 ) -> Tape:
     """Record the call of `tape` for its samples `index` with `changed` arguments, such as another guidance.
 
-    It is for replays at given latents: it has what the pipeline prepares and which components it calls with what
-    shapes, but no trajectory. The denoiser runs only where a step calls it otherwise than the step before: mostly once.
-    `steps`: how many of its steps, None: as many as `tape` has.
-    Raises what the pipeline raises for the arguments, and `ModelError` where it takes fewer steps than those of `tape`.
+    The result is for replays at given latents: it has the values that the pipeline prepares and the shapes of its
+    component calls, but no trajectory. The denoiser runs only at steps whose calls differ from the previous step's,
+    mostly once. `steps`: number of steps to record, None: as many as `tape` has. Raises the pipeline's errors for the
+    arguments, and `ModelError` if it takes fewer steps than that.
     """
     found = Tape({**select_call(tape.call, index), **changed}, len(index))
     recorder = Recorder(found, DETERMINISTIC, None)
@@ -179,13 +179,13 @@ def record_structure(
 
 
 def fixed_generators(n: int) -> list[torch.Generator]:
-    """Generators with the seed 0, for calls whose noise does not matter: the global one stays as it is."""
+    """Return generators with seed 0, for calls whose noise does not matter, which leave the global one unchanged."""
     return [torch.Generator().manual_seed(0) for _ in range(n)]
 
 
 def check_single(pipe: DiffusionPipeline) -> None:
-    """Raise `ModelError` for a pipeline of pipelines, whose steps take place in them."""
-    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+    """Raise `ModelError` for a pipeline that consists of pipelines and takes its steps in them."""
+    from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need it
 
     if inner := [name for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)]:
         raise ModelError(
@@ -202,33 +202,33 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
 
 
 class Recorder:
-    """The head of a rollout: see `hooks.Head`."""
+    """Head of a rollout, see `hooks.Head`."""
 
     def __init__(
         self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
     ) -> None:
-        """`init_spread`: how much of `generators` is mixed into what the pipeline samples."""
+        """Initialise for one call; `init_spread`: share of `generators` in the noise that the pipeline samples."""
         self.tape, self.plan, self.generators, self.init_spread = tape, plan, generators, init_spread
         self.window, self.stop = plan.window, plan.stop
         self.transitions = Transitions(plan)
         self.skipping = Skipping()
-        if plan.compression < 1 and plan.window:  # after "all but the last" only one step is left
+        if plan.compression < 1 and plan.window:  # after a window of "all but the last" only one step is left
             self.skipping = Compression(plan.window, plan.compression)
         self.caches = Caches()
         self.cached: CachedDenoisers | None = None
-        self.depth = 0  # nesting of answered methods: only the outermost is answered in a replay
+        self.depth = 0  # nesting of answered methods: a replay answers only the outermost
         self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
         self.mixed = False  # whether initial noise was mixed
 
     def run(
         self, pipe: DiffusionPipeline, generators: Sequence[torch.Generator] | torch.Generator | None
     ) -> BaseOutput | None:
-        """Run the call of the tape; returns the pipeline's output, None where it was stopped."""
+        """Run the call of the tape; return the pipeline's output, None if it was stopped."""
         arguments = self.tape.fresh_call()
         if isinstance(generators, torch.Generator):
             arguments["generator"] = generators
         elif generators is not None:
-            one = isinstance(arguments.get("prompt"), str)  # what takes no list of prompts takes none of generators
+            one = isinstance(arguments.get("prompt"), str)  # no list of prompts, no list of generators
             arguments["generator"] = generators[0] if one else list(generators)
         self.caches.belong_to(pipe)
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -249,12 +249,12 @@ class Recorder:
         finally:
             self.depth -= 1
         if self.depth == 0:
-            # a copy, since pipelines write into what they got: masked embeddings, latents scaled in place
+            # a copy, since pipelines may modify the value: masked embeddings, latents scaled in place
             self.tape.answers.append(Answer(name, detached_copy(value)))
         return value
 
     def _spread(self, common: object, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Mix `common`, which the pipeline sampled by `draw`, with noise of the step generators."""
+        """Mix `common`, sampled by the pipeline with `draw`, with noise of the step generators."""
         bound = inspect.signature(draw).bind(*args, **kwargs).arguments
         given = bound.get("generator")
         if given is None or self.generators is None:
@@ -265,11 +265,11 @@ class Recorder:
         return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * own
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        if self.depth:  # a replay answers the method around it, and never comes here
+        if self.depth:  # a replay answers the surrounding method and does not reach this call
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
         earlier = self.skipping.answer(self.tape, name)
-        if earlier is not None:  # the step does not use it: the last output has the right shape
+        if earlier is not None:  # the skipped step does not use it: the last output has the right shape
             self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
         held = self.caches.check_arguments(k, name, (args, kwargs))
@@ -312,7 +312,7 @@ class Recorder:
         return x_next
 
     def _leave_out_overwritten(self, k: int) -> None:
-        """Average the log-probability of step `k` over those latents that reach the images."""
+        """Average the log-probability of step `k` over the latents that reach the images."""
         step = self.tape.steps[k]
         if step.log_prob is None or step.mean is None:
             return
@@ -332,20 +332,20 @@ class Recorder:
         return x_next
 
     def _carried_to(self, scheduler: SchedulerMixin, sample: torch.Tensor) -> torch.Tensor:
-        """The latents of `scheduler`, which the pipeline has as `sample`, before they were rounded to its dtype."""
+        """Return the fp32 latents of `scheduler` before they were rounded to the pipeline's dtype as `sample`."""
         x = self.carried.get(id(scheduler))
         if x is None or x.shape != sample.shape or not torch.equal(x.to(sample.dtype), sample):
-            return sample.float().clone()  # the first step, or the pipeline edited the latents in between
+            return sample.float().clone()  # first step, or the pipeline edited the latents in between
         return x
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
-        """Prepare for step `k`: drop large outputs, begin to skip, or stop."""
+        """Prepare for step `k`: drop large outputs, start skipping, or stop."""
         if self.init_spread > 0 and not self.mixed:
             raise ModelError(
                 "the pipeline samples its noise in its own way, which cannot be mixed: use sampling.init_noise_spread=0"
             )
         calls = [c for c in self.tape.component_calls if c.step == k]
-        # a rollout that is stopped is branched from, and a branch reads the output of the denoiser, called last
+        # stopped rollouts are branched from, which needs the output of the denoiser, the last component called
         kept = {c.component for c in calls[-1:]} if self.stop is not None else set()
         for call in calls:
             if call.component not in kept and call.elements > MAX_KEPT_OUTPUT * sample.numel():
@@ -358,7 +358,7 @@ class Recorder:
             raise StopPipeline
 
     def _finish(self) -> None:
-        """Check and complete the tape when the pipeline has ended."""
+        """Check and complete the tape at the end of the pipeline."""
         taken = len(self.tape.steps)
         if self.stop is not None:
             raise ModelError(f"the rollout should stop at step {self.stop}, but the pipeline took {taken} steps")
@@ -366,34 +366,34 @@ class Recorder:
             raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
         self.skipping.finish(taken)
         self._leave_out_overwritten(taken - 1)
-        # what runs after the last step (VAE, safety checker) is not replayed
+        # calls after the last step (VAE, safety checker) are not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
 
 
-# --- Rollouts that skip denoising steps: compression (MixGRPO-Flash), and records of the mere structure of a call.
+# --- Rollouts that skip denoising steps: compression (MixGRPO-Flash), and recordings of a call's structure.
 #
-# A skipped step leaves the latents as they are and needs no output of the denoiser: it is answered with that of the
-# step before, whose shape is right.
+# A skipped step leaves the latents unchanged and does not use the denoiser's output: the call is answered with the
+# previous step's output, which has the right shape.
 
 
 class Skipping:
-    """Which steps are skipped; a rollout without it takes every step."""
+    """Policy for skipping steps; this base class skips none."""
 
-    last: int | None = None  # the number of steps after which the pipeline is left
+    last: int | None = None  # leave the pipeline after this number of steps
 
     def begin(self, count_steps: Callable[[], int]) -> None:
-        """The pipeline is about to take its first step."""
+        """Initialise before the pipeline's first step."""
 
     def span(self, step: int) -> Span:
-        """From which sigma to which step `step` goes, in steps of the scheduler."""
+        """Return start and end of step `step`, in scheduler steps relative to it."""
         return ONE_STEP
 
     def skips(self, step: int) -> bool:
-        """Whether step `step` leaves the latents as they are."""
+        """Whether step `step` leaves the latents unchanged."""
         return False
 
     def answer(self, tape: Tape, name: str) -> ComponentCall | None:
-        """The call at the last step of `tape` that answers the one `name` is about to make; None: it has to run."""
+        """Return the call of the last step on `tape` that answers the next one of `name`; None: it has to run."""
         k = len(tape.steps)
         if not self.skips(k):
             return None
@@ -402,16 +402,16 @@ class Skipping:
         return before[nth] if nth < len(before) else None
 
     def finish(self, taken: int) -> None:
-        """Raise `ModelError` if the pipeline has not taken as many steps as were expected."""
+        """Raise `ModelError` if the pipeline has not taken the expected number of steps."""
 
 
 class Compression(Skipping):
-    """Takes only a part of the steps after the window, each as far as several (MixGRPO-Flash, arXiv 2507.21802)."""
+    """Compression of the steps after the window: fewer and longer steps (MixGRPO-Flash, arXiv 2507.21802)."""
 
     def __init__(self, window: frozenset[int], share: float) -> None:
         self.window, self.share = window, share
         self.spans: dict[int, Span] = {}
-        self.expected: int | None = None  # number of steps that the spans rely on
+        self.expected: int | None = None  # number of steps assumed by the spans
 
     def begin(self, count_steps: Callable[[], int]) -> None:
         self.expected = count_steps()
@@ -432,7 +432,7 @@ class Compression(Skipping):
 
 
 class StructureOnly(Skipping):
-    """Skips all steps but the first, and leaves the pipeline after `last` of them."""
+    """Skipping of all steps but the first, which leaves the pipeline after `last` steps."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -445,11 +445,10 @@ class StructureOnly(Skipping):
 
 
 def compressed_spans(first: int, total: int, compression: float) -> dict[int, Span]:
-    """How far the steps `first` to `total - 1` go if only `ceil(compression * m)` of these m are taken.
+    """Return the spans of the steps `first` to `total - 1` if only `ceil(compression * m)` of these m are taken.
 
-    The steps that are taken are spread evenly, begin with `first`, and each goes as far as the next one begins, the
-    last to the end. The others have length 0, at the sigma that the one before them reached (MixGRPO-Flash, arXiv
-    2507.21802).
+    The steps taken are spread evenly, starting with `first`, and each goes up to the start of the next, the last to the
+    end. The others have length 0, at the sigma reached by the one before them (MixGRPO-Flash, arXiv 2507.21802).
     """
     m = total - first
     taken = max(math.ceil(compression * m - 1e-9), 1)  # 0.55 * 100 is 55.00000000000001
@@ -461,25 +460,25 @@ def compressed_spans(first: int, total: int, compression: float) -> dict[int, Sp
     }
 
 
-# --- Caches that a denoiser fills in one denoising step and reads in a later one (KV caches): they cannot be replayed.
+# --- Caches filled in one denoising step and read in a later one (KV caches), which cannot be replayed.
 #
-# A replay runs the denoiser at trained steps only, so what an untrained step would have left is missing; and the graph
-# of one step would reach into another. An object that has tensors inside, but is no container of them, may be a cache.
+# A replay runs the denoiser at trained steps only, so anything left by an untrained step would be missing, and the
+# graph of one step would reach into another. An object that has tensors inside, but is not a container, may be a cache.
 
-HOOKS = "_diffusers_hook"  # the attribute in which diffusers keeps the hooks of a module
-DEPTH = 4  # of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
+HOOKS = "_diffusers_hook"  # the attribute in which diffusers keeps a module's hooks
+DEPTH = 4  # levels of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
 
 
 class Caches:
-    """Detects objects that carry state from one denoising step to the next, in one rollout."""
+    """Detector of objects that carry state from one denoising step to the next, in one rollout."""
 
     def __init__(self) -> None:
         self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
-        """Find out how `pipe` can do without caches, for the error messages."""
-        import diffusers  # in here: the driver of a run does without
+        """Find out how to run `pipe` without caches, for the error messages. Raises `ModelError` for stateful hooks."""
+        import diffusers  # imported lazily: the driver of a run does not need it
 
         for component, model in pipe.components.items():
             if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
@@ -495,7 +494,7 @@ class Caches:
             self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
-        """Ids of the tensors that each object in `arguments` holds, by id of the object.
+        """Return the ids of the tensors inside each object in `arguments`, by id of the object.
 
         Raises `ModelError` for an object that was filled in another step.
         """
@@ -510,27 +509,27 @@ class Caches:
         return held
 
     def note(self, step: int, arguments: Tree, before: dict[int, set[int]], output: Tree) -> None:
-        """Remember objects that hold tensors they did not hold before the call."""
+        """Remember objects that contain new tensors after the call."""
         for value in _objects((arguments, output)):
             if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
                 self.filled.setdefault(id(value), (value, step))
 
 
 def stateful_hooks(model: torch.nn.Module) -> list[str]:
-    """Names of the stateful hooks in `model`, such as those of diffusers' `enable_cache`."""
+    """Return the names of stateful hooks in `model`, such as those of diffusers' `enable_cache`."""
     registries = [registry for module in model.modules() if (registry := getattr(module, HOOKS, None)) is not None]
     return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
 
 
 def _objects(tree: Tree) -> Iterator[object]:
-    """The leaves of `tree` that have attributes of their own."""
+    """Yield the leaves of `tree` that have attributes."""
     for leaf in tree_leaves(tree):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type):
             yield leaf
 
 
 def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
-    """The tensors inside `value`."""
+    """Yield the tensors inside `value`."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -546,11 +545,11 @@ def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-# --- Branch: rollouts that share the beginning of a recorded one, for tree algorithms.
+# --- Branching: rollouts that share the beginning of a recorded one, for tree algorithms.
 #
 # The pipeline's own `__call__` runs again. Before the branching step it is answered from the tape, as in a replay:
-# methods, components and scheduler steps give the recorded values of the parents, and nothing is computed. At the
-# branching step the pipeline forms its model output from the denoiser's recorded output, and from there on it is a
+# methods, components and scheduler steps return the recorded values of the parents, and nothing is computed. At the
+# branching step the pipeline forms its model output from the denoiser's recorded output, and from there it is a
 # rollout.
 
 
@@ -570,18 +569,18 @@ def branch(
     noise_at: Mapping[int, float] | None = None,
     cache: FeatureCache = NO_CACHE,
 ) -> tuple[BaseOutput | None, Tape]:
-    """Branch off at step `step` of the samples `index` of `tape`; return the output and the tape of the children.
+    """Branch off the samples `index` of `tape` at step `step`; return the output and the tape of the children.
 
-    `index`: the parent of each child, repeats allowed. `window`: the stochastic steps, from `step` on, None: all but
-    the last. `generators`: one per child, for its step noise. The other arguments are those of `record`. The tape of
-    the children can be replayed and branched as any; its steps before `step` are the parents'. For TempFlow-GRPO
-    (arXiv 2508.04324) and BranchGRPO (arXiv 2509.06040).
+    `index`: the parent of each child, repeats allowed. `window`: the stochastic steps, from `step` on; None: all but
+    the last. `generators`: one per child, for its step noise. The other arguments are those of `record`. The children's
+    tape can be replayed and branched like any other; its steps before `step` are the parents'. For TempFlow-GRPO (arXiv
+    2508.04324) and BranchGRPO (arXiv 2509.06040).
 
-    The denoiser is not called up to and including `step`. A probe that `tape` lacks is made and kept on it: of one
-    sample, or of two where the tape has only one.
+    The denoiser is not called up to and including `step`. A missing probe is recorded and stored on `tape`: of one
+    sample, or of two if the tape has only one.
 
-    Raises `ReplayError` where `tape` cannot be branched at `step` or the pipeline does not do what it did in the
-    recording, `ModelError` where `window` or `stop` name a step that cannot be.
+    Raises `ReplayError` if `tape` cannot be branched at `step` or the pipeline deviates from the recording,
+    `ModelError` if `window` or `stop` name an invalid step.
     """
     plan = _checked_plan(kernel, noise_level, solver, compression, cache, window, stop, noise_at)
     return branch_plan(pipe, tape, step, index, plan, generators)
@@ -623,7 +622,7 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
 
 
 class BranchRecorder(Recorder):
-    """The head of a branch: the parents' answers up to step `fork`, then a rollout. See `hooks.Head`."""
+    """Head of a branch: the parents' answers up to step `fork`, then a rollout, see `hooks.Head`."""
 
     def __init__(
         self, parents: Tape, fork: int, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None
@@ -632,7 +631,7 @@ class BranchRecorder(Recorder):
         self.parents, self.fork = parents, fork
         calls = parents.component_calls
         self.looped = {c.component for c in calls if c.step > 0}
-        self.denoisers = set({c.step: c.component for c in calls if c.step <= fork}.values())  # the last of each step
+        self.denoisers = set({c.step: c.component for c in calls if c.step <= fork}.values())  # last of each step
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         if self.depth or self._is_live():
@@ -652,8 +651,8 @@ class BranchRecorder(Recorder):
         if recorded is None or (recorded.component, recorded.step) != (name, k):
             raise ReplayError(f"the branch calls {name} at step {k}, which the recording did not")
         if tree_any(lambda v: torch.is_tensor(v) and v.is_meta, recorded.output):
-            # the shape serves for a ControlNet, whose only reader is the denoiser, which does not run; but not for the
-            # denoiser itself, nor for what was called once before the loop, which has to run again
+            # a shape is enough for a ControlNet, whose output is read only by the denoiser, which does not run, but not
+            # for the denoiser itself, nor for components called once before the loop, which have to run again
             if name in self.denoisers:
                 raise ReplayError(
                     f"the output of {name} was too large to be kept: record with stop={self.fork}, which keeps it "
@@ -691,7 +690,7 @@ class BranchRecorder(Recorder):
         return recorded.x_next
 
     def _parents_step(self, k: int, sample: torch.Tensor) -> TapeStep | None:
-        """The parents' step `k`, None where their tape was stopped at it; `sample`: the pipeline's latents."""
+        """Return the parents' step `k`, None if their tape was stopped before it; `sample`: the pipeline's latents."""
         if k == len(self.parents.steps):
             return None
         recorded, answers = self.parents.steps[k], len(self.tape.answers)

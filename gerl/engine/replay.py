@@ -1,6 +1,6 @@
-"""Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape."""
+"""Replay: another pass through the pipeline's own `__call__`, with gradient, teacher-forced by a tape."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import math
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 # --- Loss scaling for denoisers in fp16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
 #
 # The loss of one image among hundreds, averaged over tens of thousands of latents, gives cotangents below the smallest
-# number of fp16 (6e-8). So it is multiplied by a power of two, by which the gradient of the parameters, in fp32, is
-# divided again: both are exact. The largest cotangent of the model output is then in [1/2, 1), which leaves 16 powers
-# of two for cotangents that grow on the way back, and 24 for those that shrink.
+# number of fp16 (6e-8). So the loss is multiplied by a power of two, and the gradient of the parameters, in fp32,
+# divided by it: both are exact. The largest cotangent of the model output is then in [1/2, 1), which leaves 16 powers
+# of two for cotangents that grow in the backward pass, and 24 for those that shrink.
 
 
 def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
-    """The power of two that scales the largest gradient of `output` (fp32) into [1/2, 1)."""
+    """Return the power of two that scales the largest gradient of `output` (fp32) into [1/2, 1)."""
     (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
     largest = 0.0 if gradient is None else float(gradient.abs().max())
     if not (math.isfinite(largest) and largest > 0):
@@ -58,7 +58,7 @@ def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
-    """Divide by `scale` the gradients that backward passes in this block add to `leaves`."""
+    """Divide the gradients that backward passes in this block add to `leaves` by `scale`."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -70,27 +70,27 @@ def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
             leaf.grad = gradient if leaf.grad is None else gradient.add_(leaf.grad)
 
 
-# --- Denoisers of which a part runs without gradient: made differentiable for a replay, or refused.
+# --- Denoisers with parts that run without gradient: made differentiable for a replay, or rejected.
 #
-# Mixtures of experts may have a fast inference branch under `torch.no_grad` in eval mode (HiDream's do). A replay
-# through it is exact, and its gradient misses the branch: nothing else would show it. So the first forward pass of each
-# denoiser is watched.
+# Mixtures of experts may have a fast inference branch under `torch.no_grad` in eval mode (as HiDream has). A replay
+# through it is exact, but its gradient misses the branch, which nothing else would reveal. So the first forward pass of
+# each denoiser is checked.
 
-# the modules to switch, by denoiser: where the weights need a gradient, and where the latents do too
+# the modules to switch, by denoiser: if only the weights need a gradient, and if the latents do too
 _Blocked: TypeAlias = "WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]]"
 _BLOCKED: tuple[_Blocked, _Blocked] = WeakKeyDictionary(), WeakKeyDictionary()
 
 
 class Differentiable:
-    """Runs denoisers so that gradient flows through all of their modules; a context that restores their mode.
+    """Context manager in which gradient flows through all modules of denoisers; restores their mode on exit.
 
-    A module that switches the gradient off in eval mode is switched to training mode, but not its children, so that no
-    dropout starts. That must bring the gradient and leave the numbers as they are.
+    A module that disables gradients in eval mode is switched to training mode, but not its children, so that dropout
+    stays off. This must enable the gradient and leave the output unchanged.
     """
 
     def __init__(self) -> None:
         self.switched: list[torch.nn.Module] = []
-        self.carries = False  # whether what the denoiser is called with needs a gradient
+        self.carries = False  # whether the denoiser's inputs need a gradient
 
     def __enter__(self) -> Differentiable:
         return self
@@ -100,14 +100,14 @@ class Differentiable:
             module.training = False
 
     def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Run `forward`, which runs `denoiser`; raises `ReplayError` where its gradient would be wrong."""
+        """Run `forward`, which calls `denoiser`. Raises `ReplayError` if its gradient would be wrong."""
         compute = partial(forward, *args, **kwargs)
         if not torch.is_grad_enabled():
             return compute()
         if (known := _BLOCKED[self.carries].get(denoiser)) is not None:
             self._switch(known)
             return compute()
-        wrapped = "_orig_mod" in dict(denoiser.named_children())  # by torch.compile(denoiser)
+        wrapped = "_orig_mod" in dict(denoiser.named_children())  # compiled by torch.compile(denoiser)
         if not wrapped and all(m._compiled_call_impl is None for m in denoiser.modules()):
             return self._checked(denoiser, compute)
         with torch.compiler.set_stance("force_eager"):  # compiled code calls no hooks
@@ -139,7 +139,7 @@ class Differentiable:
 
 @dataclass
 class NoGradPart:
-    """A module that runs with gradient but runs one of its parts without."""
+    """Module that runs with gradient but runs one of its parts without."""
 
     module: torch.nn.Module
     name: str
@@ -147,9 +147,9 @@ class NoGradPart:
 
 
 def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
-    """The output of `forward`, and the modules of `denoiser` that switched the gradient off for a part that needs it.
+    """Return the output of `forward`, and the modules of `denoiser` that ran a part without its required gradient.
 
-    A part with weights needs it where these are trained, or where the module's input has a gradient.
+    A part with weights requires it if they are trained, or if the module's input has a gradient.
     """
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
@@ -178,7 +178,7 @@ def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) ->
 
 
 def is_close(a: Tree, b: Tree) -> bool:
-    """Whether two outputs are equal but for rounding, in the norm of each tensor."""
+    """Whether two outputs are equal up to rounding, in the norm of each tensor."""
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
     tensors = [(x.detach(), y.detach()) for x, y in pairs if torch.is_tensor(x) and x.is_floating_point()]
     return all(
@@ -186,15 +186,15 @@ def is_close(a: Tree, b: Tree) -> bool:
     )
 
 
-# --- Replay: the pipeline's own `__call__` once more, with gradient, teacher-forced by a tape.
+# --- Replay: another pass through the pipeline's own `__call__`, with gradient, teacher-forced by a tape.
 #
 # The whole denoising loop runs, so loop index, sigmas, guidance intervals and expert switching are as in the rollout.
-# Methods answer from the tape; the denoiser runs only where a trained step needs it and hands out its recorded output
-# elsewhere; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's
-# loss is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
+# Methods are answered from the tape; the denoiser runs only if a trained step needs it, other calls return its recorded
+# output; `scheduler.step` returns the recorded next latents. The graph is cut at the denoiser's output: a step's loss
+# is back-propagated through the pipeline's arithmetic (guidance) to that cut at once, and from there through the
 # denoiser before it runs again. So one step's graph is alive at a time, and none reaches from one step into another.
 #
-# How a guided step runs the denoiser, with gradient through both halves or less, is `guidance`'s.
+# `guidance` decides how a guided step runs the denoiser, with gradient through both halves or less.
 
 
 def replay(
@@ -219,11 +219,10 @@ def replay(
     `cfg`: treatment of classifier-free guidance `u + w (c - u)` at trained steps. joint: gradient through the
     conditional output `c` and the unconditional `u`. detach_uncond: the same values, but `u` is computed without
     gradient, which saves a quarter of the time or more. off: only `c` is computed, and is the model output (CFG
-    distillation). `step_batch`: trained steps in one forward and backward pass of the denoiser, whose memory grows with
-    them; equal up to rounding.
+    distillation). `step_batch`: number of trained steps in one forward and backward pass of the denoiser; memory grows
+    with it, results are equal up to rounding.
 
-    Raises `ReplayError` where the pipeline does not do what it did in the rollout, or guides in a way that `cfg` other
-    than joint cannot take apart.
+    Raises `ReplayError` if the pipeline deviates from the rollout, or guides in a way that only `cfg` joint supports.
     """
     part = tape if index is None else tape.rows(index)
     if step_batch > 1 and (part.probe is None or part.probe.batch_size == part.batch_size):
@@ -253,7 +252,7 @@ def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> N
 
 
 def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
-    """A probe of `tape` with another number of samples, which shows batch dimensions."""
+    """Return a probe of `tape` with another number of samples, which reveals batch dimensions."""
     try:
         return record_batch_probe(pipe, tape.call, [0] if tape.batch_size > 1 else [0, 0])
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
@@ -265,23 +264,23 @@ def _probe_of(pipe: DiffusionPipeline, tape: Tape) -> Tape:
 
 @dataclass
 class ReplayedStep:
-    """A trained step of a replay of `B` samples. `x`, `x_next` and recorded values are data."""
+    """Trained step of a replay of `B` samples; `x`, `x_next` and recorded values are constants without gradient."""
 
     rule: Rule
     x: torch.Tensor  # [B, ...] fp32
-    x_next: torch.Tensor | None  # [B, ...] fp32; None where `latents` replaced the recorded x
-    recorded_log_prob: torch.Tensor | None  # [B] fp32; None there and where the step was deterministic
-    tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the device meta where not kept
+    x_next: torch.Tensor | None  # [B, ...] fp32; None if `latents` replaced the recorded x
+    recorded_log_prob: torch.Tensor | None  # [B] fp32; None then and at deterministic steps
+    tape_mean: torch.Tensor | None  # [B, ...] fp32; None as recorded_log_prob, on the meta device if not kept
     model_output: torch.Tensor  # [B, ...] fp32, with graph
-    written: torch.Tensor | None = None  # [B, ...] bool, where the pipeline wrote its condition over `latents` given
-    overwritten: torch.Tensor | None = None  # [B, ...] bool, what of `x_next` it writes over: see `Tape.overwritten`
+    written: torch.Tensor | None = None  # [B, ...] bool, given `latents` overwritten by a condition
+    overwritten: torch.Tensor | None = None  # [B, ...] bool, overwritten part of `x_next`, see `Tape.overwritten`
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """Select from `values` `[B, ...]` the latents that reach the images: `[B, N]`, or `values` where all do."""
+        """Select from `values` `[B, ...]` the latents that reach the images: `[B, N]`, or `values` if all do."""
         return unwritten(values, self.overwritten)
 
     def reached(self) -> ReplayedStep:
-        """The step of the latents that reach the images, all tensors as `[B, N]`; itself where all do."""
+        """Return the step restricted to the latents that reach the images, tensors as `[B, N]`; itself if all do."""
         if self.overwritten is None:
             return self
         x_next = None if self.x_next is None else self.part(self.x_next)
@@ -292,7 +291,7 @@ class ReplayedStep:
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
-        """Mean under the rollout's weights, `[B, ...]` fp32; `ReplayError` where a compacted tape lacks it."""
+        """Mean under the rollout's weights, `[B, ...]` fp32. Raises `ReplayError` if a compacted tape lacks it."""
         if self.tape_mean is not None and self.tape_mean.is_meta:
             raise ReplayError(
                 "the recorded mean was not kept: an algorithm that reads it must declare Needs.recorded_means"
@@ -327,13 +326,13 @@ class ReplayedStep:
         return gaussian_log_prob(self.x_next, self.mean, self.rule.std, self.overwritten)
 
 
-Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that stands for it
+Cut = list[tuple[torch.Tensor, torch.Tensor]]  # an output of the denoiser, and the leaf that replaces it
 OnStep = Callable[[int, ReplayedStep], torch.Tensor | None]
 OfRows = Callable[[int], Callable[..., object]]  # number of rows of latents -> the function to call for them
 
 
 class Replayer(TapeHead):
-    """The head of a replay."""
+    """Head of a replay."""
 
     def __init__(
         self,
@@ -346,10 +345,10 @@ class Replayer(TapeHead):
     ) -> None:
         super().__init__(tape)
         self.on_step, self.latents, self.grad, self.cfg = on_step, latents, grad, cfg
-        self.roles: dict[tuple[int, int], Role] = {}  # of the live calls by position, where cfg is not joint
+        self.roles: dict[tuple[int, int], Role] = {}  # of the denoiser calls by position, unless cfg is joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
-        self.conditional: Tree = None  # the latest output of a separate conditional call
+        self.conditional: Tree = None  # latest output of a separate conditional call
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
@@ -369,12 +368,12 @@ class Replayer(TapeHead):
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]
-        self.parted = False  # whether a step was seen at which no two samples are at the same latents
+        self.parted = False  # whether a step without two samples at the same latents was reached
         self.cuts: list[tuple[int, Cut]] = []
-        self.scales: dict[int, float] = {}  # of the losses that went back to the leaves of a step; absent: 1
+        self.scales: dict[int, float] = {}  # of losses back-propagated to the leaves of a step; 1 if missing
         self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
-        self.leaf: torch.Tensor | None = None  # these latents, as the step before it hands them out
-        self.direct: torch.Tensor | None = None  # the part of their gradient that does not go through the denoiser
+        self.leaf: torch.Tensor | None = None  # these latents, as returned by the step before
+        self.direct: torch.Tensor | None = None  # the part of their gradient that bypasses the denoiser
 
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         if name not in self.looped:
@@ -397,22 +396,22 @@ class Replayer(TapeHead):
         kwargs: dict[str, object],
     ) -> object:
         """Run component `name` at a trained step."""
-        # not before: a second scheduler stream may have used the same output, and one pass serves both; and not later:
-        # the graph of this step has to be gone before the next one is built
+        # not earlier, since a second scheduler stream may have used the same output, and one pass serves both; and not
+        # later, since this step's graph must be freed before the next one is built
         if self.cuts and self.cuts[0][0] != self.step:
             self._backward_through_denoiser()
         forward = partial(self.differentiable.run, self.components[name], forward)
         role = self.roles.get(self.position)
         if role == "unconditional" and self.cfg == "off":
             check_same_output(self.conditional, recorded.output, self.step)
-            return self.conditional  # the same cut: the gradients of both meet in it
+            return self.conditional  # the same cut, which accumulates the gradients of both
         output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*args, **kwargs))
         if role == "conditional":
             self.conditional = output
         return output
 
     def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
-        """Wrap `forward` for its role in guidance, by number of rows."""
+        """Wrap `forward` for its role in guidance; returns a function of the number of rows."""
         if role is None:
             return lambda rows: forward
         nth = self.position[1]
@@ -423,12 +422,12 @@ class Replayer(TapeHead):
     def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
         """Wrap the denoiser so that samples at the same latents are computed once."""
         x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
-        # merged, samples would get a gradient of their latents together
+        # merged samples would share the gradient of their latents
         self.parted = self.parted or self.leaf is not None
         if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not self.probed:
             return of_rows(len(x))
         kinds = first_of_duplicates(x)
-        self.parted = len(set(kinds)) == len(kinds)  # trajectories that have parted do not meet again
+        self.parted = len(set(kinds)) == len(kinds)  # diverged trajectories do not meet again
         if self.parted or len(kinds) != n:
             return of_rows(len(x))
         shown = probed_call(self.probed, recorded, self.position[1], n, probe.batch_size)
@@ -436,8 +435,8 @@ class Replayer(TapeHead):
 
     def _cut(self, value: object) -> object:
         """Replace an output of the denoiser by leaves, at which the backward passes of the losses end."""
-        # the pipeline goes on from leaves: the graph of a loss is then the pipeline's own arithmetic, which is small,
-        # and through latents that carry over (momentum of guidance, say) it cannot reach an earlier step's denoiser
+        # the pipeline continues from leaves, so the graph of a loss is the pipeline's own arithmetic, which is small,
+        # and cannot reach an earlier step's denoiser through latents that carry over (momentum of guidance, say)
         cut: Cut = []
 
         def leaf(value: object) -> object:
@@ -470,13 +469,13 @@ class Replayer(TapeHead):
         return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
 
     def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The fp32 latents of step `k`, and where the pipeline wrote its recorded condition over the caller's."""
+        """Return the fp32 latents of step `k`, and where the pipeline replaced the caller's by its condition."""
         given = self.latents.get(k)
         x = recorded.x if given is None else given.float()
         if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
             if k == self.carries_from and self.leaf is not None:
                 moved = sample.float()
-                x = x + (moved - moved.detach())  # the exact values, with the graph of what the pipeline did to them
+                x = x + (moved - moved.detach())  # the exact values, with the graph of the pipeline's changes to them
             return x, None if given is None else recorded.written
         if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
             raise ReplayError(
@@ -507,9 +506,9 @@ class Replayer(TapeHead):
         overwritten = None if given or not self.overwrites else self.tape.overwritten(k)
         loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
         if loss is not None:
-            latest = self.cuts[-1][0]  # those of earlier steps are there where several run in one forward pass
+            latest = self.cuts[-1][0]  # leaves of earlier steps are present if several steps run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
-            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all that goes back to these leaves
+            if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all losses of these leaves
                 loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
             leaves += [] if self.leaf is None else [self.leaf]
             # retain_graph: a second scheduler stream may share this denoiser call
@@ -526,7 +525,7 @@ class Replayer(TapeHead):
         self.cuts, self.scales = [], {}
 
     def _backward(self, cut: Cut, scale: float) -> None:
-        """Backward pass from the leaves in `cut`, whose gradients are `scale` times too large, to the parameters."""
+        """Back-propagate from the leaves in `cut`, with gradients multiplied by `scale`, to the parameters."""
         reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
         if not reached:
             return
@@ -553,15 +552,15 @@ def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor
 
 # --- Deduplication: equal rows of a denoiser call are computed once.
 #
-# Where trajectories part, they are at the same latents: the children of a branch, or images of a group with the same
-# initial noise at their first stochastic step. Where all arguments are the same, so is the output: one row of each kind
-# runs and stands for the others, and in the backward pass their gradients meet in it.
+# Trajectories are at the same latents until they diverge: children of a branch, or images of a group with the same
+# initial noise, at their first stochastic step. If all arguments are equal, so is the output: one row of each kind runs
+# and replaces the others, and its gradient is the sum of theirs.
 
-KEY = 16  # values of a row by which rows are told apart before they are compared
+KEY = 16  # number of values used to hash a row before rows are compared
 
 
 def first_of_duplicates(x: torch.Tensor) -> list[int]:
-    """Index of the first equal row for each row of `x` `[B, ...]`."""
+    """Return the index of the first equal row for each row of `x` `[B, ...]`."""
     flat = x.flatten(1)
     keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
     first: dict[tuple[float, ...], int] = {}
@@ -576,10 +575,10 @@ def deduplicate(
     like: ComponentCall,
     probed: int,
 ) -> Callable[..., object]:
-    """A denoiser that runs the first row of each of the `kinds` `[B]`; the result has all rows.
+    """Wrap a denoiser to run only the first row of each kind in `kinds` `[B]`; the result has all rows.
 
-    `of_rows(B)` runs it for B rows of latents. `recorded`: the same call of the rollout; `like`: that for `probed`
-    samples, which shows where rows are. Where rows of a kind differ in anything, all rows run.
+    `of_rows(B)` returns the denoiser for B rows of latents. `recorded`: the same call of the rollout; `like`: that call
+    for `probed` samples, which reveals the batch dimensions. If rows of a kind differ in any argument, all rows run.
     """
     n, firsts = len(kinds), sorted(set(kinds))
     positions = [firsts.index(k) for k in kinds]
@@ -606,19 +605,19 @@ def deduplicate(
 # --- Several trained steps in one forward and backward pass of the denoiser.
 #
 # All latents are on the tape, so the arguments of the denoiser at a trained step are known before it runs. A first pass
-# of the pipeline collects them, with recorded outputs in place of the denoiser's (`CallCollector`). The calls of
-# several steps, joined along their batch dimensions, are one call, whose output a second pass hands out step by step
-# (`BatchedReplayer`): the losses go back to it, and from there through the denoiser once.
+# of the pipeline collects them, with recorded outputs instead of the denoiser's (`CallCollector`). The calls of several
+# steps, joined along their batch dimensions, become one call, whose output a second pass returns step by step
+# (`BatchedReplayer`); the losses are back-propagated to this output, and from there through the denoiser once.
 #
 # The arguments of the second pass are compared with the collected ones, so a pipeline whose calls depend on outputs of
-# other steps is refused. Components without trained weights (ControlNets) run step by step.
+# other steps is rejected. Components without trained weights (ControlNets) run step by step.
 
-Position = tuple[int, int]  # step, and which of its calls
-Call = tuple[str, Arguments]  # of a component
+Position = tuple[int, int]  # step, and index of the call within it
+Call = tuple[str, Arguments]  # component and arguments
 
 
 class CallCollector(Replayer):
-    """Collects the calls of the denoiser at the trained steps without making them."""
+    """Replayer that collects the denoiser calls of the trained steps without running them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -642,15 +641,15 @@ class CallCollector(Replayer):
 
 
 class BatchedReplayer(Replayer):
-    """Replays collected calls, several timesteps in one pass of the denoiser."""
+    """Replayer of collected calls, with several timesteps in one pass of the denoiser."""
 
     def __init__(self, calls: Mapping[Position, Call], size: int, *args: Any) -> None:
-        """`calls`: collected; those of `size` steps are joined."""
+        """Prepare to join the collected `calls` of `size` steps each."""
         super().__init__(*args)
         steps = sorted({k for k, _ in calls})
         self.gathered, self.stack = calls, {k: i // size for i, k in enumerate(steps)}
         self.running = -1
-        self.outputs: dict[Position, object] = {}  # of the stack that runs
+        self.outputs: dict[Position, object] = {}  # of the current stack
 
     def _run(
         self,
@@ -679,7 +678,7 @@ class BatchedReplayer(Replayer):
         return self._cut(self.outputs.pop(self.position))
 
     def _run_stack(self, name: str, forward: Callable[..., object], recorded: ComponentCall) -> None:
-        """Run this call together with those of the other steps of its stack."""
+        """Run this call together with those of the other steps in its stack."""
         nth, n = self.position[1], self.tape.batch_size
         if self.tape.probe is None or self.tape.probe.batch_size == n or not self.probed:
             raise ReplayError(
@@ -690,7 +689,7 @@ class BatchedReplayer(Replayer):
         probe = probed_call(self.probed, recorded, nth, n, probed)
         places = [p for p, (c, _) in self.gathered.items() if (c, p[1], self.stack[p[0]]) == (name, nth, self.running)]
         calls = [self.gathered[p][1] for p in places]
-        counts: list[int] = []  # rows of each value that has some
+        counts: list[int] = []  # row counts of the values that have rows
 
         def count(value: Any, dim: Any, *_: object) -> Any:
             counts.append(value.shape[dim] if isinstance(value, torch.Tensor) else len(value))
@@ -712,7 +711,7 @@ class BatchedReplayer(Replayer):
             self.outputs[place] = map_rows(output, *shapes, partial(narrowed, i), partial(sliced, i))
 
     def _backward_through_denoiser(self) -> None:
-        scale = min(self.scales.values(), default=1.0)  # one pass has one scale
+        scale = min(self.scales.values(), default=1.0)  # a pass has a single scale
         for step, cut in self.cuts:
             for _, leaf in cut:
                 if leaf.grad is not None and step in self.scales:
@@ -727,7 +726,7 @@ def is_trained(component: torch.nn.Module) -> bool:
 
 
 def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) -> Any:
-    """Join the arguments of several calls, of `rows` rows each, into that of one call."""
+    """Join the arguments of several calls with `rows` rows each into those of one call."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         dim = batch_dim(first, like, n, probed)
@@ -735,7 +734,7 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
             return torch.cat(list(values), dim)
         if all(torch.equal(first, value) for value in values[1:]):
             return first
-        if first.numel() == 1:  # a timestep for the whole batch
+        if first.numel() == 1:  # one timestep for the whole batch
             return torch.cat([value.reshape(1).expand(rows) for value in values])
     elif isinstance(first, list) and entries(first, like, n, probed):
         return [entry for value in values for entry in value]
@@ -754,19 +753,19 @@ def _joined(values: Sequence[Any], like: Any, n: int, probed: int, rows: int) ->
     )
 
 
-# --- The gradient of one step: of the parameters, and of the latents that the step began with.
+# --- Gradient of one step, for the parameters and for the latents before the step.
 #
-# The tape has the latents of every step, so a gradient goes back through a whole trajectory step by step: each step is
-# replayed with its latents as a leaf, receives the gradient of its result, and passes that of its latents to the step
-# before. One denoiser graph is alive at a time, and memory does not grow with the number of steps.
+# The tape has the latents of every step, so a gradient is propagated back through a whole trajectory step by step: each
+# step is replayed with its latents as a leaf, receives the gradient of its result, and passes the gradient of its
+# latents to the step before. One denoiser graph is alive at a time, and memory does not grow with the number of steps.
 
 
 @dataclass(frozen=True)
 class LatentsGradient:
-    """Gradient of the latents before a step, `[B, ...]` fp32, as the two parts that it is the sum of."""
+    """Gradient of the latents before a step, `[B, ...]` fp32, as the sum of two parts."""
 
-    direct: torch.Tensor  # by the rule of the step, and what the pipeline does to the latents in between
-    through: torch.Tensor  # by the denoiser, which is called with them
+    direct: torch.Tensor  # through the rule of the step, and the pipeline's changes to the latents in between
+    through: torch.Tensor  # through the denoiser's input
 
 
 def backprop_step(
@@ -780,14 +779,14 @@ def backprop_step(
     cfg: CfgMode = "joint",
     carry: bool = False,
 ) -> LatentsGradient | None:
-    """Replay step `k`, add to the parameters' gradient that of `sum(leads_to(step) * gradient)`.
+    """Replay step `k`, and add the gradient of `sum(leads_to(step) * gradient)` to the parameters' gradient.
 
-    `leads_to`: latents that follow from the step, such as `step.mean`; `gradient`: theirs, `[B, ...]`. With `carry` the
-    gradient of the latents that come out of the step before is returned, including the pipeline's arithmetic in between
-    (None at the first step). `latents`: in place of the recorded ones of step `k`, without gradient. `index` and `cfg`:
-    as for `replay`. A second modality (sound) is data.
+    `leads_to`: latents computed from the step, such as `step.mean`; `gradient`: their gradient, `[B, ...]`. With
+    `carry`, returns the gradient of the latents produced by the step before, including the pipeline's arithmetic in
+    between (None at the first step). `latents`: replace the recorded ones of step `k`, without gradient. `index` and
+    `cfg`: as for `replay`. A second modality (sound) is constant.
 
-    Raises `ReplayError` as `replay` does, and with `carry` where a step has no call of the denoiser to itself.
+    Raises `ReplayError` as `replay` does, and with `carry` if a step shares its denoiser call with another.
     """
     part = tape if index is None else tape.rows(index)
     given: Mapping[int, torch.Tensor] = {} if latents is None else {k: latents}

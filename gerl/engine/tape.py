@@ -1,7 +1,7 @@
-"""The record of a rollout: everything a replay needs to run the same denoising loop, with secondary modalities.
+"""Tapes: recordings of rollouts with everything a replay needs, including secondary modalities.
 
-Sub-batches of it are taken without knowing what its values mean. The batch dimension of a value is found by comparing
-it with the same value of a call for one sample (the *probe*). It cannot be read off one shape alone: `[8, 77, 32]` may
+Sub-batches of a tape are taken without knowledge of the values' meaning. The batch dimension of a value is found by
+comparing it with the same value of a call for one sample (the *probe*). A single shape is not enough: `[8, 77, 32]` may
 be 8 prompts, 4 with their negatives, or 8 layers of one.
 """
 
@@ -20,7 +20,7 @@ from gerl.errors import ReplayError
 from gerl.protocol import RolloutTask
 
 Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
-Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and named
+Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and keyword arguments
 Nested = TypeVar("Nested")
 
 
@@ -30,31 +30,31 @@ def _copy(tree: Nested) -> Nested:
 
 
 def detached_copy(tree: Nested) -> Nested:
-    """`tree` with every tensor detached and cloned, so that nobody can write into what is recorded."""
+    """Return `tree` with every tensor detached and cloned, so that later writes do not change the recording."""
     copied: Nested = tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
     return copied
 
 
 def shapes(tree: Nested) -> Nested:
-    """`tree` with its tensors on the device `meta`: shapes without values."""
+    """Return `tree` with its tensors on the `meta` device: shapes without values."""
     emptied: Nested = tree_map(lambda v: v.detach().to("meta") if torch.is_tensor(v) else v, tree)
     return emptied
 
 
 def num_elements(tree: Tree) -> int:
-    """Number of tensor elements in `tree`."""
+    """Return the number of tensor elements in `tree`."""
     return sum(v.numel() for v in tree_leaves(tree) if torch.is_tensor(v))
 
 
 def tensor_bytes(values: Iterable[Tree]) -> int:
-    """Bytes of the tensors in `values`; storage that they share counts once, shapes without values count nothing."""
+    """Return the bytes of the tensors in `values`; shared storage counts once, tensors without values do not count."""
     tensors = (v for v in tree_leaves(list(values)) if torch.is_tensor(v) and not v.is_meta)
     storages = (v.untyped_storage() for v in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def materialised(tree: Nested, device: torch.device | None) -> Nested:
-    """`tree` with zeros on `device` in place of the tensors of which only the shape was kept."""
+    """Return `tree` with zeros on `device` for tensors that were kept as shapes only."""
     filled: Nested = tree_map(
         lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) and v.is_meta else v, tree
     )
@@ -62,12 +62,12 @@ def materialised(tree: Nested, device: torch.device | None) -> Nested:
 
 
 def rows(tensor: torch.Tensor, index: Sequence[int], n: int) -> torch.Tensor:
-    """The samples `index` of a `[n, ...]` or `[r * n, ...]` tensor, in which the rows of a sample are together."""
+    """Select the samples `index` of a `[n, ...]` or `[n * r, ...]` tensor with consecutive rows of each sample."""
     return tensor.unflatten(0, (n, -1))[list(index)].flatten(0, 1)
 
 
 def batch_size(call: Mapping[str, object]) -> int:
-    """Number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings.
+    """Return the number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings.
 
     A prompt that is a string, for pipelines that take no list, is one sample.
     """
@@ -79,9 +79,9 @@ def batch_size(call: Mapping[str, object]) -> int:
 
 
 def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, object]:
-    """The keyword arguments of a call for some of its samples: per-sample lists and tensors are indexed, lists copied.
+    """Return the keyword arguments of a call for some samples: per-sample lists and tensors are indexed.
 
-    A list of numbers as long as the batch (`sigmas`, say) is a schedule, not a value per sample.
+    A list of numbers as long as the batch (`sigmas`, say) is a schedule, not a value per sample. Lists are copied.
     """
     n = batch_size(call)
 
@@ -96,12 +96,12 @@ def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, o
 
 
 def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int = 1, graph: bool = False) -> Any:
-    """The samples `index` of `full`, computed for `n` samples; `probe_value` is the same computed for `probed` samples.
+    """Select the samples `index` of `full`, a value for `n` samples; `probe_value` is the same for `probed` samples.
 
     Handles `[m * n, ...]` (negative and positive prompts, say), the batch in a later dimension, lists with an entry per
-    sample, and nested dictionaries and tuples. Where `probe_value` has another structure (a mask that is None without
-    padding), the first dimension of size `n` is taken. A value without batch dimension is copied whole, and so is
-    everything where `n` is `probed` (1, or 2 where `n` is 1). `graph`: gradients flow.
+    sample, and nested dictionaries and tuples. If `probe_value` has another structure (a mask that is None without
+    padding), the first dimension of size `n` is used. A value without batch dimension is copied completely, and so is
+    everything if `n` equals `probed` (1, or 2 if `n` is 1). `graph`: keep the gradient.
     """
     copied = _copy if graph else detached_copy
 
@@ -117,14 +117,14 @@ def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int 
 
 
 def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
-    """How many entries of `full` each of `n` samples has, 0 where they are no samples'; `like`: see `take`."""
+    """Return how many entries of `full` each of `n` samples has, 0 if entries are not samples; `like`: see `take`."""
     known = isinstance(like, list | tuple)
     multiple = len(like) / probed if known else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
     return int(multiple) if multiple and len(full) == multiple * n else 0
 
 
 def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | None:
-    """The first dimension of `full` that grows with the number of samples `n`; `like`: see `take`."""
+    """Return the first dimension of `full` that grows with the number of samples `n`; `like`: see `take`."""
     multiples: list[float] = [int(size == n) for size in full.shape]
     if isinstance(like, torch.Tensor) and like.ndim == full.ndim:
         multiples = [size / probed for size in like.shape]
@@ -142,9 +142,9 @@ def map_rows(
     listed: Callable[[list[Any], list[Any]], list[Any]],
     rest: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Map `value`, which has the structure of the `recorded` value of `n` samples, to other rows; gradients flow.
+    """Map `value`, with the structure of the `recorded` value of `n` samples, to other rows; gradients flow.
 
-    `tensor(value, dim, recorded)` maps a tensor whose rows lie in `dim`, `listed(value, recorded)` a list or tuple with
+    `tensor(value, dim, recorded)` maps a tensor with rows in `dim`, `listed(value, recorded)` a list or tuple with
     entries per sample, and `rest` values without rows; `like` and `probed`: see `take`.
     """
     if isinstance(value, torch.Tensor):
@@ -164,7 +164,7 @@ def map_rows(
 
 
 def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
-    """The parts of a list, tuple or dictionary with those of `like`, None where it has another structure."""
+    """Pair the parts of a list, tuple or dictionary with those of `like`, or with None if the structures differ."""
     if isinstance(value, dict):
         named = like if isinstance(like, dict) else {}
         return [(part, named.get(name)) for name, part in value.items()]
@@ -173,7 +173,7 @@ def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
 
 
 def same(ours: Tree, theirs: Tree) -> bool:
-    """Whether two structures have equal tensors, and other values in the same places."""
+    """Whether two structures have equal tensors at the same positions."""
     a, b = tree_leaves(ours), tree_leaves(theirs)
     return len(a) == len(b) and all(
         torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
@@ -181,25 +181,25 @@ def same(ours: Tree, theirs: Tree) -> bool:
     )
 
 
-# --- A recorded call
+# --- Recorded calls
 
 
 @dataclass
 class TapeStep:
-    """One `scheduler.step` of the rollout."""
+    """Recording of one `scheduler.step` of the rollout."""
 
     rule: Rule
     x: torch.Tensor  # [B, ...] fp32 latents before the step
     x_next: torch.Tensor  # [B, ...] fp32 latents after it
-    log_prob: torch.Tensor | None  # [B] fp32, None where the step was deterministic
-    mean: torch.Tensor | None  # [B, ...] fp32 mean of x_next, None where deterministic
-    num_answers: int  # answers the pipeline had received when it took the step
-    written: torch.Tensor | None = None  # [B, ...] bool, what of x the pipeline wrote over since the last step
+    log_prob: torch.Tensor | None  # [B] fp32, None at deterministic steps
+    mean: torch.Tensor | None  # [B, ...] fp32 mean of x_next, None at deterministic steps
+    num_answers: int  # number of answers received by the pipeline before the step
+    written: torch.Tensor | None = None  # [B, ...] bool, part of x overwritten by the pipeline since the last step
 
 
 @dataclass
 class SecondaryStep:
-    """A step of a secondary modality, such as the sound of a video. Always deterministic.
+    """Step of a secondary modality, such as the sound of a video. Always deterministic.
 
     It was taken after `step` steps of the trained modality.
     """
@@ -211,7 +211,7 @@ class SecondaryStep:
 
 @dataclass
 class Answer:
-    """The value that a method (`encode_prompt`, `prepare_latents`, ...) returned."""
+    """Value returned by a method (`encode_prompt`, `prepare_latents`, ...)."""
 
     method: str
     value: Tree
@@ -219,25 +219,25 @@ class Answer:
 
 @dataclass
 class ComponentCall:
-    """The output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
+    """Output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
 
-    `inputs`: the shapes of its arguments, positional and named, as tensors on the device `meta`.
+    `inputs`: its positional and keyword arguments as shapes, on the `meta` device.
     """
 
     step: int
     component: str
     output: Tree
     inputs: Tree = None
-    elements: int = 0  # in the tensors of the output, while it is recorded
+    elements: int = 0  # number of elements in the output, while recording
 
 
 def probed_call(
     calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
 ) -> ComponentCall:
-    """The call of a probe that shows where the rows of `recorded`, the `nth` call of its step, are.
+    """Return the probe's call that reveals the rows of `recorded`, the `nth` call of its step.
 
-    The probe ends at the first step. An expert that is called only later is like the other; an additional call of later
-    steps (skip-layer guidance) has the rows of its own output's first dimension.
+    The probe ends at the first step. An expert that is called only later is assumed to be like the other; an additional
+    call of later steps (skip-layer guidance) has its rows in the first dimension of its output.
     """
     like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
     found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
@@ -261,23 +261,23 @@ def probed_call(
 
 @dataclass(frozen=True)
 class RequiredTensors:
-    """The tensors of a tape that an algorithm needs; a compacted tape has shapes of the rest (`compact`)."""
+    """Tensors of a tape that an algorithm needs; a compacted tape has only shapes of the others (`compact`)."""
 
-    steps: frozenset[int]  # trained, all of them in one replay or the first of them
+    steps: frozenset[int]  # trained steps, replayed all at once or the first of them
     means: bool = True  # recorded means of the trained steps
-    outputs: bool = True  # the denoiser's outputs at guided trained steps, for replays with cfg other than joint
-    forward: bool = False  # the clean latents, which are noised again (`latents` of a replay)
-    finished: bool = False  # the clean latents besides those of the trained steps
-    chain: bool = False  # any steps, one at a time, and all that decoding the finished latents needs
+    outputs: bool = True  # denoiser outputs at guided trained steps, for replays with cfg other than joint
+    forward: bool = False  # the clean latents, to be noised again (`latents` of a replay)
+    finished: bool = False  # the clean latents, in addition to those of the trained steps
+    chain: bool = False  # any step, one at a time, and everything needed to decode the finished latents
 
 
 @dataclass
 class Tape:
-    """A recorded call of a pipeline.
+    """Recorded call of a pipeline.
 
-    A stopped one has the component calls of the step it was stopped at, but not the step. `probe`: the tape of the same
-    call for one sample (for two, where this has only one), stopped at the first step, which shows the batch dimension
-    of each value; needed only to replay sub-batches and to branch. `reads` is set if it is compacted.
+    A stopped tape has the component calls of the step before which it stopped, but not that step. `probe`: the tape of
+    the same call for one sample (for two, if this one has only one), stopped at the first step, which reveals the batch
+    dimension of each value; needed only to replay sub-batches and to branch. `reads` is set if the tape is compacted.
     """
 
     call: dict[str, object]
@@ -291,13 +291,13 @@ class Tape:
 
     @classmethod
     def of(cls, call: Mapping[str, object], index: Sequence[int] | None = None) -> Tape:
-        """An empty tape of `call`, for the samples `index` of it (None: all); generators are not kept."""
+        """Return an empty tape of `call` for its samples `index` (None: all), without generators."""
         chosen = range(batch_size(call)) if index is None else index
         kept = {name: value for name, value in call.items() if name != "generator"}
         return cls(select_call(kept, chosen), len(chosen))
 
     def fresh_call(self) -> dict[str, object]:
-        """The call with lists of its own: some pipelines write into theirs."""
+        """Return the call with copied lists, since some pipelines modify them."""
         return select_call(self.call, range(self.batch_size))
 
     def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
@@ -311,7 +311,7 @@ class Tape:
         return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
 
     def overwritten(self, k: int) -> torch.Tensor | None:
-        """Mask of the latents after step `k` that the pipeline overwrites, `[B, ...]` bool: they reach no image.
+        """Return a mask `[B, ...]` bool of the latents after step `k` that are overwritten and reach no image.
 
         An inpainting pipeline sets the surround of its mask after each step; nothing is recorded after the last, for
         which it is the mask before it. None: nothing, or all, as by a callback that scales the latents.
@@ -322,25 +322,25 @@ class Tape:
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Names of the components that are called in the denoising loop.
+        """Return the names of the components called in the denoising loop.
 
-        The last call before the first step belongs to it: an expert for high noise may be called nowhere else.
+        The last call before the first step counts: an expert for high noise may be called nowhere else.
         """
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
         return inside | set(first[-1:]) if inside else set(first)
 
     def live_at(self, steps: Iterable[int]) -> set[int]:
-        """The steps at which the denoiser has to run where `steps` are trained.
+        """Return the steps at which the denoiser has to run to train `steps`.
 
-        Two scheduler streams may share one denoiser call: a step is served by the last call before it.
+        Two scheduler streams may share one denoiser call: a step uses the last call before it.
         """
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
 
     def companion(self, position: int, sample: torch.Tensor) -> SecondaryStep:
-        """Step `position` of the secondary modality; raises `ReplayError` where it does not start at `sample`."""
+        """Return step `position` of the secondary modality. Raises `ReplayError` if it does not start at `sample`."""
         recorded = self.companions[position] if position < len(self.companions) else None
         if recorded is None or recorded.x.shape != sample.shape:
             raise ReplayError("the pipeline steps a second modality, which it did not in the rollout")
@@ -352,9 +352,9 @@ class Tape:
         return recorded
 
     def rows(self, index: Sequence[int]) -> Tape:
-        """Select the samples `index`, repeats allowed; the result can be replayed, branched and pickled by itself.
+        """Select the samples `index`, repeats allowed; the result can be replayed, branched and pickled independently.
 
-        Latents that steps share stay shared. Raises `ReplayError` where there is no probe to show the batch dimensions.
+        Latents shared by steps stay shared. Raises `ReplayError` without a probe that reveals the batch dimensions.
         """
         if tuple(index) == tuple(range(self.batch_size)):
             return self
@@ -362,12 +362,12 @@ class Tape:
             raise ReplayError("replaying a sub-batch needs a tape recorded with probe=True")
         if self.batch_size == 1:
             return self._rows(index, self.start())
-        # a tape of one sample shows nothing by comparison with one sample
+        # a tape of one sample needs a probe of another number of samples
         alike = self.probe if len(index) > 1 else self.start()._rows([*index, *index], None)
         return self._rows(index, alike)
 
     def start(self) -> Tape:
-        """Shapes of what was recorded before the first step: the probe for other numbers of samples."""
+        """Return the shapes of everything recorded before the first step: the probe for other numbers of samples."""
         answers = self.answers[: self.steps[0].num_answers] if self.steps else self.answers
         calls = [c for c in self.component_calls if c.step == 0]
         return Tape(
@@ -381,7 +381,7 @@ class Tape:
     def _rows(self, index: Sequence[int], probe: Tape | None) -> Tape:
         assert self.probe is not None
         n, probed, alike = self.batch_size, self.probe.batch_size, self.probe
-        picked: dict[int, torch.Tensor] = {}  # by id: the latents after a step are those before the next
+        picked: dict[int, torch.Tensor] = {}  # by id, since the latents after a step are those before the next
 
         def pick(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in picked:
@@ -396,7 +396,7 @@ class Tape:
             return replace(recorded, x=x, x_next=x_next, log_prob=log_prob, mean=mean, written=written)
 
         def answer(position: int, recorded: Answer) -> Answer:
-            # past the probe's end (later loops of a long pipeline) the last value of that name shows where rows are
+            # beyond the probe's end (later loops of a long pipeline) the last value of that name reveals the rows
             like = alike.answers[position : position + 1] or [a for a in alike.answers if a.method == recorded.method]
             return replace(recorded, value=take(recorded.value, like[-1].value if like else None, index, n, probed))
 
@@ -422,19 +422,19 @@ class Tape:
         )
 
 
-# --- The structure of its denoiser calls
+# --- Structure of the denoiser calls
 
-Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, of each call of a step
+Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, for each call of a step
 
 
 def leading(output: Tree) -> torch.Tensor | list[object]:
-    """The first tensor or list of an output: what has its rows. An empty list where there is neither."""
+    """Return the first tensor or list of an output, which has its rows; an empty list if there is none."""
     values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
     return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
 
 
 def looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
-    """The calls in the denoising loop, by step."""
+    """Return the calls in the denoising loop, by step."""
     looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
     for call in tape.component_calls:
         if call.component in looped:
@@ -447,17 +447,17 @@ def call_structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
 
 
 def has_roles(structure: Structure) -> bool:
-    """Whether a step has more than the one denoiser call, with a row per row of latents, that guidance takes apart."""
+    """Whether a step has other calls than a single one with one row per row of latents, as guidance does."""
     return [rows for _, rows in structure] != [1.0]
 
 
 def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
-    """Whether the roles of the denoiser calls at `steps` have to be found, for which their outputs are read."""
+    """Whether the roles of the denoiser calls at `steps` have to be found, which needs their outputs."""
     calls = looped_calls(tape)
     return any(has_roles(call_structure(tape, calls[k])) for k in steps)
 
 
-# --- A trajectory as a value: the record of a task, as small as its algorithm allows, to be held, split or sent
+# --- Trajectories: recordings of tasks, as small as the algorithm allows, which can be stored, split or sent
 
 
 def compact(tape: Tape, reads: RequiredTensors) -> Tape:
@@ -468,27 +468,27 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
     `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
     """
     final = len(tape.steps) - 1
-    last = max((k for k in reads.steps if k <= final), default=-1)  # of others a replay complains
+    last = max((k for k in reads.steps if k <= final), default=-1)  # a replay raises an error for other steps
     looped, live = tape.looped_components(), tape.live_at(reads.steps)
     num_answers = tape.steps[last].num_answers if last >= 0 else 0
     if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
         live, num_answers = set(), len(tape.answers)
     outputs = reads.outputs and is_guided(tape, live)
-    # the caller's latents replace those of trained steps; but the search for guidance roles takes the recorded ones
+    # the caller's latents replace those of trained steps, but finding guidance roles uses the recorded ones
     given = reads.steps if reads.forward and not outputs else frozenset()
 
-    # gradients pass through the rules of steps that are not trained, and leaps over their latents
+    # gradients pass through the rules of untrained steps, and leaps use their latents
     end = final if reads.chain else last
 
     def is_left(k: int) -> bool:
         return k < last and k + 1 not in given if reads.forward else k <= end
 
-    # the step after a trained one shows what of its latents reaches the images
+    # the step after a trained one shows which of its latents reach the images
     after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
     steps = [
         replace(
             step,
-            # the initial latents are recognised by their values, as is what a pipeline writes into later ones
+            # the initial latents are identified by their values, as are later ones that a pipeline overwrites
             x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
             written=step.written
             if k in {*given, *after} or (given and k == 1) or reads.chain
@@ -514,10 +514,10 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A recorded task: all that training on it needs besides the pipeline and the credit.
+    """Recorded task: everything needed to train on it except the pipeline and the credit.
 
-    `tapes`: compacted, one per segment of the task. `policy_version`: optimizer steps before its rollout. `owner`: rank
-    of the worker that sampled it.
+    `tapes`: compacted, one per segment of the task. `policy_version`: number of optimizer steps before its rollout.
+    `owner`: rank of the worker that sampled it.
     """
 
     task: RolloutTask
@@ -535,7 +535,7 @@ class Trajectory:
         return tensor_bytes([*steps, *companions, *answers, *outputs])
 
     def rows(self, index: Sequence[int]) -> Trajectory:
-        """Select the samples `index`; raises `ReplayError` for a tree."""
+        """Select the samples `index`. Raises `ReplayError` for a tree."""
         if any(segment.parent is not None for segment in self.task.segments):
             raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
         if len(self.task.segments) > 1:  # sampled in several calls

@@ -1,4 +1,4 @@
-"""The transitions of denoising steps: one formula, one table of kernels, and the rule of a diffusers scheduler's step.
+"""Transitions of denoising steps: one formula, one table of kernels, and the step rules of diffusers schedulers.
 
 With `s` = sigma, `s'` = next sigma, velocity `v`, `x0h = x - s v` and `eps_h = x + (1 - s) v`, every published sampler
 is
@@ -8,7 +8,7 @@ is
 so a sampler is the pair `(kappa, std)`. Sigmas are Python floats: no look-up by timestep, no device synchronisation.
 """
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import math
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Timestep = torch.Tensor | float
 
 
-# --- The kernels: pure functions of sigmas, and the rule of a step
+# --- Kernels as pure functions of sigmas, and the rule of a step
 
 KERNELS: tuple[str, ...] = get_args(KernelName)
 NEARLY_ONE = 0.999  # UniPC-like schedules start at 0.9999, where sigma / (1 - sigma) explodes just as at 1
@@ -42,7 +42,7 @@ NO_CLEAN_LATENTS = (
 def coefficients(
     name: str, sigma: float, sigma_next: float, noise_level: float, sigma_one: float
 ) -> tuple[float, float]:
-    """`(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
+    """Return `(kappa, std)` of one step from `sigma` to `sigma_next`, both in [0, 1] and decreasing.
 
     `noise_level` is the eta of the respective paper; at 0 every kernel is the Euler step `(sigma_next, 0.0)`.
     `sigma_one`, the schedule's second sigma, replaces `sigma` in Flow-SDE's `1 - sigma` where that vanishes (sigma
@@ -92,10 +92,10 @@ def coefficients(
 def transition_mean(
     x: torch.Tensor, velocity: torch.Tensor, sigma: float, sigma_next: float, kappa: float
 ) -> torch.Tensor:
-    """`(1 - s') x0h + kappa eps_h`, same shape as `x`, in fp32.
+    """Return `(1 - s') x0h + kappa eps_h`, same shape as `x`, in fp32.
 
-    Written as the Euler step plus the deviation of `kappa` from `s'`, so that `kappa == s'` gives bitwise what
-    `FlowMatchEulerDiscreteScheduler.step` computes.
+    Written as the Euler step plus the deviation of `kappa` from `s'`, so that `kappa == s'` gives bitwise the result of
+    `FlowMatchEulerDiscreteScheduler.step`.
     """
     deviation = kappa - sigma_next
     a = 1.0 + deviation
@@ -104,10 +104,11 @@ def transition_mean(
 
 
 def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
-    """Each row of `values` `[B, ...]` without its elements `written` (bool, same shape): `[B, N]`; as is for None.
+    """Return each row of `values` `[B, ...]` without its elements `written` (bool, same shape), `[B, N]`.
 
-    Rows with more written elements are padded with their own from the first one on: in half precision an overwritten
-    value may by chance stay the same. Raises `ReplayError` if nothing is left of a row.
+    Returns `values` if `written` is None. Rows with more written elements are padded with their own from the first one
+    on: in half precision an overwritten value may by chance stay the same. Raises `ReplayError` if nothing is left of a
+    row.
     """
     if written is None:
         return values
@@ -124,10 +125,10 @@ def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tenso
 def gaussian_log_prob(
     x_next: torch.Tensor, mean: torch.Tensor, std: float, overwritten: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32: `[B]`.
+    """Return the log-density of Normal(mean, std) at `x_next`, averaged over all non-batch dimensions, fp32 `[B]`.
 
-    `x_next` is data: no gradient flows into it. `overwritten` `[B, ...]` bool: elements that the pipeline replaces
-    before the next step, which the average leaves out.
+    `x_next` is detached. `overwritten` `[B, ...]` bool: elements that the pipeline replaces before the next step, which
+    the average leaves out.
     """
     if std <= 0:
         raise ValueError("a step with std 0 is deterministic and has no log-probability")
@@ -138,7 +139,7 @@ def gaussian_log_prob(
 
 
 class TransitionRule:
-    """One step of a schedule: how mean and std of the next latents follow from the model output.
+    """Step of a schedule: mean and std of the next latents as functions of the model output.
 
     `sigma` and `sigma_next` are noise levels in [0, 1], that of flow matching; `std` is 0.0 at a deterministic step.
     The methods take latents and model outputs `[B, ...]` and return fp32 of that shape: `mean` of the next latents,
@@ -158,7 +159,7 @@ class TransitionRule:
 
 @dataclass(frozen=True)
 class FlowRule(TransitionRule):
-    """One step of a flow-matching schedule.
+    """Step of a flow-matching schedule.
 
     `inverted`: the schedule runs from 0 to 1 (Mochi), where `v -> -v` and `sigma -> 1 - sigma` give the usual one;
     `sigma` and `sigma_next` are stored in the usual direction.
@@ -179,15 +180,15 @@ class FlowRule(TransitionRule):
         return transition_mean(x, self._velocity(model_output), self.sigma, self.sigma_next, self.kappa)
 
     def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """`(1 - s) x0 + s noise`."""
+        """Return `(1 - s) x0 + s noise`."""
         return (1 - self.sigma) * x0.float() + self.sigma * noise.float()
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The velocity `noise - x0`."""
+        """Return the velocity `noise - x0`."""
         return self._velocity(noise.float() - x0.float())
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
-        """`x - s v`."""
+        """Return `x - s v`."""
         return x.float() - self.sigma * self._velocity(model_output.float())
 
     def _velocity(self, model_output: torch.Tensor) -> torch.Tensor:
@@ -196,14 +197,14 @@ class FlowRule(TransitionRule):
 
 @dataclass(frozen=True)
 class EDMRule(TransitionRule):
-    """One step of a schedule of `x = x0 + c eps` (EDM, arXiv 2206.00364), whose model output is the predicted noise.
+    """Step of a schedule of `x = x0 + c eps` (EDM, arXiv 2206.00364), whose model output is the predicted noise.
 
     With `s = c / (1 + c)`, `x / (1 + c)` is on the path of flow matching at sigma `s`. So its transition to `c'` is
 
         x' ~ Normal(x0h + (1 + c') kappa eps_h, (1 + c') std),    x0h = x - c eps_h
 
-    with the `(kappa, std)` of `coefficients` at `s` and `s'`, which are `sigma` and `sigma_next` here. At noise 0 that
-    is bitwise the scheduler's Euler step `x + (c' - c) eps_h`.
+    with the `(kappa, std)` of `coefficients` at `s` and `s'`, which are `sigma` and `sigma_next` here. At noise level 0
+    this is bitwise the scheduler's Euler step `x + (c' - c) eps_h`.
     """
 
     scale: float  # c, any positive number
@@ -228,25 +229,25 @@ class EDMRule(TransitionRule):
         return x.float() + ((self.scale_next - self.scale) + deviation) * model_output.float()
 
     def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """`x0 + c noise`."""
+        """Return `x0 + c noise`."""
         return x0.float() + self.scale * noise.float()
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The noise."""
+        """Return the noise."""
         del x0
         return noise.float()
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
-        """`x - c eps_h`."""
+        """Return `x - c eps_h`."""
         return x.float() - self.scale * model_output.float()
 
 
 @dataclass(frozen=True)
 class DenoisedRule(EDMRule):
-    """A step of EDM with a preconditioned output F, which predicts the clean latents `skip x + out F`.
+    """EDM step with a preconditioned output F, which predicts the clean latents `skip x + out F`.
 
-    The transition is that of `EDMRule`, with `eps_h = (x - x0h) / c`. Where a pipeline guides clean latents and steps
-    with those (Cosmos 1), the output is `x0h` itself: skip 0, out 1.
+    The transition is that of `EDMRule`, with `eps_h = (x - x0h) / c`. If a pipeline guides clean latents and steps with
+    them (Cosmos 1), the output is `x0h` itself: skip 0, out 1.
     """
 
     skip: float
@@ -260,7 +261,7 @@ class DenoisedRule(EDMRule):
         return super().mean(x, (x.float() - self.clean(x, model_output)) / self.scale)
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        # (x0 - skip (x0 + c noise)) / out, without the difference of large numbers
+        # (x0 - skip (x0 + c noise)) / out, without a difference of large numbers
         return ((1 - self.skip) * x0.float() - self.skip * self.scale * noise.float()) / self.out
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
@@ -271,10 +272,10 @@ class DenoisedRule(EDMRule):
 
 @dataclass(frozen=True)
 class DDIMRule(TransitionRule):
-    """One DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
+    """DDIM step (arXiv 2010.02502, equations 12 and 16) of an epsilon-, v- or sample-prediction model.
 
-    The coefficients are fp32 numbers, computed as `DDIMScheduler.step` computes them: at `std` 0 the result is bitwise
-    the same. `sigma` is sqrt(1 - alpha_bar). Raises `ValueError` for other prediction types.
+    The coefficients are fp32 numbers, computed as in `DDIMScheduler.step`: at `std` 0 the result is bitwise equal.
+    `sigma` is sqrt(1 - alpha_bar). Raises `ValueError` for other prediction types.
 
     TrigFlow (arXiv 2410.11081), x = cos(t) x0 + sin(t) z with z ~ Normal(0, noise_scale), is a v prediction with
     sqrt(alpha_bar) = cos(t).
@@ -288,7 +289,7 @@ class DDIMRule(TransitionRule):
     std: float
     prediction_type: str
     clip_range: float | None
-    noise_scale: float = 1.0  # std of what is added at noise level 1
+    noise_scale: float = 1.0  # std of the noise added at noise level 1
     boundary: tuple[float, float] = (0.0, 1.0)  # c_skip, c_out of a consistency model (LCM): x0h is c_out x0 + c_skip x
 
     def __post_init__(self) -> None:
@@ -297,8 +298,8 @@ class DDIMRule(TransitionRule):
 
     @property
     def jacobian(self) -> float:
-        """`|d mean / d model_output|` where nothing is clipped."""
-        clean = self.sqrt_alpha_next * self.boundary[1]  # the factor of the clean latents
+        """`|d mean / d model_output|` without clipping."""
+        clean = self.sqrt_alpha_next * self.boundary[1]  # factor of the clean latents
         match self.prediction_type:
             case "epsilon":
                 return abs(self.direction - clean * self.sigma / self.sqrt_alpha)
@@ -312,7 +313,7 @@ class DDIMRule(TransitionRule):
         return self.sqrt_alpha_next * x0 + self.direction * epsilon
 
     def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """`sqrt(alpha_bar) x0 + sigma noise`."""
+        """Return `sqrt(alpha_bar) x0 + sigma noise`."""
         return self.sqrt_alpha * x0.float() + self.sigma * self._scaled(noise)
 
     def target(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -325,14 +326,14 @@ class DDIMRule(TransitionRule):
                 return x0.float()
 
     def clean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
-        """The predicted clean latents, clipped as in `mean`."""
+        """Return the predicted clean latents, clipped as in `mean`."""
         return self._predictions(x.float(), model_output.float())[0]
 
     def _scaled(self, noise: torch.Tensor) -> torch.Tensor:
         return noise.float() * self.noise_scale if self.noise_scale != 1.0 else noise.float()
 
     def _predictions(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predicted clean latents, clipped, and predicted noise."""
+        """Return the predicted clean latents, clipped, and the predicted noise."""
         match self.prediction_type:
             case "epsilon":
                 x0, epsilon = (x - self.sigma * out) / self.sqrt_alpha, out
@@ -350,7 +351,7 @@ class DDIMRule(TransitionRule):
 
 @dataclass(frozen=True)
 class FlowMapRule(TransitionRule):
-    """One step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
+    """Step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
 
     It does not predict clean latents, so there is no noise to add and none to train on. Raises `ReplayError` for
     forward-process algorithms.
@@ -365,7 +366,7 @@ class FlowMapRule(TransitionRule):
         return abs(self.dt)
 
     def mean(self, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
-        """Bitwise the scheduler's next latents, which it computes in fp64."""
+        """Return the next latents, bitwise equal to the scheduler's, which computes in fp64."""
         return (x.double() - (self.sigma - self.sigma_next) * model_output.double()).float()
 
     def noised(self, x0: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -378,9 +379,9 @@ Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
 
 
 def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
-    """The rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
+    """Return the rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
 
-    Of a flow map, and of a step of length 0, it is `rule`.
+    Returns `rule` for a flow map, and for a step of length 0.
     """
     if isinstance(rule, FlowMapRule) or rule.dt == 0:
         return rule
@@ -393,7 +394,7 @@ def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) ->
 
 
 def _ddim_noise(rule: DDIMRule, kernel: str, noise_level: float) -> tuple[float, float]:
-    """Direction and std of a step with noise: of DDIM, or of a consistency model, whose kernel is cps."""
+    """Return direction and std of a step with noise: of DDIM, or of a consistency model, whose kernel is cps."""
     if kernel == "cps":
         kappa, std = coefficients("cps", 1.0, rule.sigma_next, noise_level, 1.0)
         return kappa, std * rule.noise_scale
@@ -403,11 +404,11 @@ def _ddim_noise(rule: DDIMRule, kernel: str, noise_level: float) -> tuple[float,
 
 
 def leap(rule: FlowRule, sigma: float) -> FlowRule:
-    """The Euler step from the noise level of `rule` to `sigma`, of any length: `x + (sigma - s) v`."""
+    """Return the Euler step from the noise level of `rule` to `sigma`, of any length: `x + (sigma - s) v`."""
     return replace(rule, sigma_next=sigma, kappa=sigma, std=0.0)
 
 
-# --- The deterministic steps of a rollout: to which order each is taken (solver), and how far it goes (compression)
+# --- Deterministic steps of a rollout: their order (solver) and length (compression)
 
 SOLVERS: tuple[str, ...] = get_args(SolverName)
 
@@ -416,7 +417,7 @@ ONE_STEP: Span = (0, 1)
 
 
 class OdeSolver:
-    """Takes deterministic steps; remembers the last one of each scheduler.
+    """Solver for deterministic steps, which remembers the last step of each scheduler.
 
     `euler` is the scheduler's own step (`rule.mean`). `dpm2` is DPM-Solver++(2M), arXiv 2211.01095, algorithm 2, for
     flow matching: with `lambda = log((1 - s) / s)`, `h = lambda' - lambda` and the clean latents `x0h` predicted here
@@ -433,7 +434,7 @@ class OdeSolver:
         self._last: dict[int, tuple[float, torch.Tensor]] = {}  # scheduler -> sigma and x0h of its last step
 
     def step(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
-        """The next latents, fp32, shape of `x`."""
+        """Return the next latents, fp32, shape of `x`."""
         last = self._last.get(id(scheduler))
         self.observe(scheduler, rule, x, model_output)
         s, s_next = rule.sigma, rule.sigma_next
@@ -453,16 +454,16 @@ class OdeSolver:
             self._last[id(scheduler)] = (rule.sigma, rule.clean(x, model_output))
 
 
-# --- From a diffusers scheduler to the rule of its next step. Families of schedulers are known here, models are not.
+# --- The rule of a diffusers scheduler's next step. The code knows families of schedulers, not models.
 
 
 class Transitions:
-    """Takes the scheduler steps of one pipeline call, and advances the scheduler's own step index."""
+    """Scheduler steps of one pipeline call; also advances the scheduler's step index."""
 
     def __init__(self, plan: SamplingPlan) -> None:
         self.plan, self.noise_level, self.solver = plan, plan.noise_level, OdeSolver(plan.solver)
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
-        self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # of each scheduler, by id
+        self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # by id of the scheduler
 
     def take(
         self,
@@ -476,11 +477,11 @@ class Transitions:
         noise_level: float | None = None,
         generators: Sequence[torch.Generator] | None = None,
     ) -> tuple[Rule, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Take a step from `x` `[B, ...]`: its rule, the next latents, and where it adds noise, their log-probability
-        `[B]` and mean `[B, ...]`, all fp32.
+        """Take a step from `x` `[B, ...]`; return its rule, the next latents, log-probability and mean.
 
-        `skips`: the latents stay as they are. `noise_level`: in place of the plan's. `generators`: one per sample. The
-        other arguments are those of `next_rule`.
+        The latents and the mean are `[B, ...]`, the log-probability is `[B]`, all fp32; the last two are None if the
+        step adds no noise. `skips`: leave the latents unchanged. `noise_level`: overrides the plan's. `generators`: one
+        per sample. The other arguments are those of `next_rule`.
         """
         self.noise_level = self.plan.noise_level if noise_level is None else noise_level
         rule = self.next_rule(scheduler, timestep, stochastic, span)
@@ -494,10 +495,10 @@ class Transitions:
     def next_rule(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span = ONE_STEP
     ) -> Rule:
-        """The rule of the step `scheduler` is about to take at `timestep`.
+        """Return the rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `record.compressed_spans`.
-        Raises `ModelError` for schedulers without a transition kernel, and for noise on the last step.
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `record.compressed_spans`. Raises
+        `ModelError` for schedulers without a transition kernel, and for noise on the last step.
         """
         if id(scheduler) not in self._rules:
             check_scheduler(scheduler, self.plan)
@@ -505,7 +506,7 @@ class Transitions:
         return self._rules[id(scheduler)][1](scheduler, timestep, stochastic, span)
 
     def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
-        """How the rules of the family of `scheduler` are made."""
+        """Return the function that makes rules for the family of `scheduler`."""
         match family(scheduler):
             case "euler" | "flow_lcm" | "flow":
                 return self._flow
@@ -521,7 +522,7 @@ class Transitions:
                 return self._ddim
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
-        """Number of steps that `scheduler`, about to take one at `timestep`, has in its schedule from there."""
+        """Return the number of remaining steps in the schedule of `scheduler`, about to take one at `timestep`."""
         total = len(scheduler.timesteps)
         kind = family(scheduler)
         if kind == "trigflow":  # its timesteps end with the noise level after the last step
@@ -531,7 +532,7 @@ class Transitions:
         return total - self._position(scheduler, timestep)
 
     def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
-        """Index in the schedule of the step that `scheduler` is about to take at `timestep`."""
+        """Return the schedule index of the step that `scheduler` is about to take at `timestep`."""
         if family(scheduler) not in COUNTS_STEPS:
             return self._table(scheduler.timesteps).index(float(timestep))
         return step_index(scheduler, timestep)
@@ -562,7 +563,7 @@ class Transitions:
         return FlowRule(s, s_next, kappa, std, inverted)
 
     def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> tuple[float, float]:
-        """Kappa and std of a step along the sigmas of EDM: see `EDMRule`."""
+        """Return kappa and std of a step along the sigmas of EDM: see `EDMRule`."""
         if self.plan.solver != "euler":
             raise ModelError(
                 f"sampling.solver={self.plan.solver} is for sigmas in [0, 1], those of this scheduler go up to "
@@ -575,7 +576,7 @@ class Transitions:
     def _denoised(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> DenoisedRule:
-        """A step along the sigmas of EDM, of a preconditioned output (Cosmos 1, Playground 2.5)."""
+        """Return a step along the sigmas of EDM with a preconditioned output (Cosmos 1, Playground 2.5)."""
         i = take_step(scheduler, timestep)
         sigmas = self._table(scheduler.sigmas)
         c, c_next = sigmas[i + span[0]], sigmas[i + span[1]]
@@ -584,7 +585,7 @@ class Transitions:
         return DenoisedRule(c, c_next, kappa, std, skip, out)
 
     def _lcm(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        """A step of a latent consistency model; the scheduler's own has noise level 1 (LCM), or 0 (TCD with eta 0)."""
+        """Return a step of a latent consistency model; the scheduler's has noise level 1 (LCM) or 0 (TCD, eta 0)."""
         i, config, lcm = take_step(scheduler, timestep), scheduler.config, family(scheduler) == "lcm"
         times = [int(t) for t in self._table(scheduler.timesteps)]
         here, last = min(i + span[0], len(times) - 1), i + span[1] >= len(times)
@@ -593,7 +594,7 @@ class Transitions:
         alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
         kappa, std = coefficients(self.plan.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
-        clips = config.clip_sample and lcm  # TCD has the setting and never clips
+        clips = config.clip_sample and lcm  # TCD has the setting but never clips
         rule = _ddim_rule(config, alpha, alpha_next, kappa, std, clips)
         if not lcm:
             return rule
@@ -602,7 +603,7 @@ class Transitions:
     def _flow_map(
         self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span
     ) -> FlowMapRule:
-        """A step of a flow map, always deterministic and of the length that the model was called for."""
+        """Return a step of a flow map, always deterministic and of the length that the model was called for."""
         if stochastic or span != ONE_STEP:
             raise ModelError("a flow map takes its own steps, without noise: use sampling.kernel=ode and compression=1")
         i = take_step(scheduler, timestep)
@@ -610,7 +611,7 @@ class Transitions:
         return FlowMapRule(sigmas[i], sigmas[i + 1])
 
     def _trigflow(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        """A step of a consistency model in TrigFlow; with noise level 1 of the kernel cps it is the scheduler's own."""
+        """Return a step of a consistency model in TrigFlow; kernel cps at noise level 1 is the scheduler's own."""
         i = take_step(scheduler, timestep)
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
@@ -628,11 +629,11 @@ class Transitions:
             scheduler.alphas_cumprod[t] if t >= 0 else scheduler.final_alpha_cumprod for t in (here, previous)
         )
         std = noise * scheduler._get_variance(timestep, previous) ** 0.5 if noise else torch.zeros(())
-        direction = float((1 - alpha_next - std**2).clamp(min=0) ** 0.5)  # 0 but for rounding where alpha is 0
+        direction = float((1 - alpha_next - std**2).clamp(min=0) ** 0.5)  # 0 up to rounding where alpha is 0
         return _ddim_rule(config, alpha, alpha_next, direction, float(std), config.clip_sample)
 
     def _ddim_timestep(self, scheduler: SchedulerMixin, timestep: int, steps: int) -> int:
-        """The timestep whose noise the latents have `steps` steps after `timestep`; negative at the end."""
+        """Return the timestep of the latents' noise level `steps` steps after `timestep`; negative at the end."""
         if steps == 0:
             return timestep
         if steps > 1:
@@ -640,16 +641,17 @@ class Transitions:
         return timestep - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
 
     def _table(self, schedule: torch.Tensor) -> list[float]:
-        """Sigmas or timesteps as floats: one device synchronisation a pipeline call instead of one a step."""
+        """Return sigmas or timesteps as floats: one device synchronisation per pipeline call, not per step."""
         if id(schedule) not in self._tables:
-            self._tables[id(schedule)] = (schedule, schedule.tolist())  # the tensor is kept so that its id stays taken
+            # the tensor is kept so that its id is not reused
+            self._tables[id(schedule)] = (schedule, schedule.tolist())
         return self._tables[id(schedule)][1]
 
 
 def _ddim_rule(
     config: Any, alpha: torch.Tensor, alpha_next: torch.Tensor, direction: float, std: float, clips: bool
 ) -> DDIMRule:
-    """The rule of a step between two values of alpha_bar; `config`: of the scheduler."""
+    """Return the rule of a step between two values of alpha_bar; `config`: of the scheduler."""
     sigma, sigma_next = float((1 - alpha) ** 0.5), float((1 - alpha_next) ** 0.5)
     clip_range = config.clip_sample_range if clips else None
     roots = float(alpha**0.5), float(alpha_next**0.5)
@@ -657,7 +659,7 @@ def _ddim_rule(
 
 
 def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> torch.Tensor:
-    """Standard normal fp32 noise in the shape of `x`, sample by sample so that it does not depend on the batch."""
+    """Return standard normal fp32 noise shaped like `x`, sample by sample so that it is independent of the batch."""
     if generators is None:
         return torch.randn(x.shape, device=x.device)
     rows, remainder = divmod(len(x), len(generators))
@@ -670,7 +672,7 @@ def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> tor
 
 
 def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
-    """Raise `ModelError` if `scheduler` has no transition kernel, or not that of `plan`."""
+    """Raise `ModelError` if `scheduler` has no transition kernel, or does not support that of `plan`."""
     name, given = type(scheduler).__name__, f"sampling.kernel={plan.kernel} with sampling.solver={plan.solver}"
     kind = family(scheduler)
     if kind in CONSISTENCY:
@@ -702,7 +704,7 @@ def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
 
 
 def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
-    """Raise `ModelError` if `scheduler` is no DDIM with the kernel of `plan`."""
+    """Raise `ModelError` if `scheduler` is not DDIM with the kernel of `plan`."""
     config, name = scheduler.config, type(scheduler).__name__
     if family(scheduler) != "ddim":
         raise ModelError(
@@ -726,11 +728,11 @@ def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
         )
 
 
-# --- The families of diffusers' schedulers that have transition kernels, and what each needs besides its rule
+# --- Families of diffusers' schedulers that have transition kernels, and their requirements besides the rule
 
 FAMILIES = {
     "FlowMatchEulerDiscreteScheduler": "euler",
-    "FlowMatchLCMScheduler": "flow_lcm",  # consistency models of flow matching, which noise anew at each step
+    "FlowMatchLCMScheduler": "flow_lcm",  # consistency models of flow matching, which add new noise at each step
     "SCMScheduler": "trigflow",  # consistency models in TrigFlow, whose noise levels are angles
     "LCMScheduler": "lcm",  # latent consistency models (arXiv 2310.04378)
     "TCDScheduler": "tcd",  # trajectory consistency models (arXiv 2402.19159)
@@ -739,15 +741,15 @@ FAMILIES = {
     "DDIMScheduler": "ddim",
 }
 FLOW = ("euler", "flow_lcm", "flow")  # the output is a velocity, the sigmas are those of `x = (1 - s) x0 + s eps`
-RESAMPLES = ("trigflow", "lcm", "flow_lcm")  # predict clean latents and noise them anew: the kernel cps at level 1
+RESAMPLES = ("trigflow", "lcm", "flow_lcm")  # predict clean latents and noise them again: kernel cps at level 1
 CONSISTENCY = (*RESAMPLES, "tcd")  # consistency models, whose steps have the kernel cps
-COUNTS_STEPS = (*FLOW, *CONSISTENCY, "edm", "flow_map")  # look their noise level up by the number of the step
+COUNTS_STEPS = (*FLOW, *CONSISTENCY, "edm", "flow_map")  # look up their noise level by the step index
 GIVES_MODEL_DTYPE = ("euler", "flow_lcm", "edm", "flow_map")  # the next latents have the dtype of the model output
 
 
 def family(scheduler: SchedulerMixin) -> str | None:
-    """The family of `scheduler`; "flow" is flow matching by another class. None: it has no transition kernel."""
-    import diffusers  # in here: the driver of a run does without diffusers
+    """Return the family of `scheduler`, None without transition kernel; "flow": flow matching of another class."""
+    import diffusers  # imported lazily: the driver of a run does not need diffusers
 
     found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind))), None)
     if found not in FLOW and scheduler.config.get("prediction_type") == "flow_prediction":
@@ -756,7 +758,7 @@ def family(scheduler: SchedulerMixin) -> str | None:
 
 
 def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
-    """Index of the step that a scheduler that counts them is about to take at `timestep`."""
+    """Return the index of the step that a step-counting scheduler is about to take at `timestep`."""
     if scheduler.step_index is None:
         scheduler._init_step_index(timestep)
     index: int = scheduler.step_index
@@ -764,7 +766,7 @@ def step_index(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int
 
 
 def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
-    """Let a scheduler that counts its steps pass the one it is about to take at `timestep`; returns its index."""
+    """Let a step-counting scheduler pass the step it is about to take at `timestep`; return its index."""
     index = step_index(scheduler, timestep)
     scheduler._step_index = index + 1
     return index
@@ -773,14 +775,14 @@ def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
 def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
     """Let `scheduler` pass the step it is about to take at `timestep`.
 
-    Pipelines that noise an image for the next step (inpainting) let the scheduler look its sigma up by step index.
+    Pipelines that noise an image for the next step (inpainting) let the scheduler look up its sigma by step index.
     """
     if family(scheduler) in COUNTS_STEPS:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 
 
 def edm_scalings(scheduler: SchedulerMixin, c: float) -> tuple[float, float]:
-    """`(skip, out)` of `x0h = skip x + out F` at noise level `c`, the fp32 numbers that the scheduler computes with."""
+    """Return `(skip, out)` of `x0h = skip x + out F` at noise level `c`, the fp32 numbers that the scheduler uses."""
     data, scale = scheduler.config.sigma_data, torch.tensor(c)
     sign = 1 if scheduler.config.prediction_type == "epsilon" else -1
     return float(data**2 / (scale**2 + data**2)), float(sign * scale * data / (scale**2 + data**2) ** 0.5)
@@ -788,7 +790,7 @@ def edm_scalings(scheduler: SchedulerMixin, c: float) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def predicts_clean(scheduler: SchedulerMixin, given: bool) -> Iterator[None]:
-    """With `given`, let the rule of the step that `scheduler` takes in here read the model output as clean latents."""
+    """With `given`, read the model output as clean latents in the next step of `scheduler` within the block."""
     if given:
         scheduler.__dict__["gerl_clean_output"] = True
     try:
@@ -798,12 +800,12 @@ def predicts_clean(scheduler: SchedulerMixin, given: bool) -> Iterator[None]:
 
 
 def output_is_clean(scheduler: SchedulerMixin) -> bool:
-    """Whether the step that `scheduler` takes has clean latents for a model output, see `predicts_clean`."""
+    """Whether the model output of the next step of `scheduler` is clean latents, see `predicts_clean`."""
     return "gerl_clean_output" in scheduler.__dict__
 
 
 def scm_clean(timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The clean latents that an `SCMScheduler` returns besides the next ones, shape of `x`."""
+    """Return the clean latents that an `SCMScheduler` returns besides the next ones, shape of `x`."""
     t = torch.as_tensor(timestep).flatten()[0]
     return torch.cos(t) * x - torch.sin(t) * model_output
 
@@ -811,7 +813,7 @@ def scm_clean(timestep: torch.Tensor | float, model_output: torch.Tensor, x: tor
 def lcm_clean(
     scheduler: SchedulerMixin, timestep: torch.Tensor | float, model_output: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """The clean latents that an `LCMScheduler` returns besides the next ones, shape of `x`."""
+    """Return the clean latents that an `LCMScheduler` returns besides the next ones, shape of `x`."""
     t, config = int(timestep), scheduler.config
     alpha = scheduler.alphas_cumprod[t]
     skip, out = scheduler.get_scalings_for_boundary_condition_discrete(t)

@@ -1,1 +1,1 @@
-"""A pipeline with a LoRA: loading, schedulers, placement, averaged weights, LoRA files."""
+"""Pipelines with a LoRA: loading, schedulers, placement, averaged weights, LoRA files."""

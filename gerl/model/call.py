@@ -1,6 +1,6 @@
-"""The arguments of a pipeline's call, as the configuration gives them."""
+"""Arguments of a pipeline call, built from the configuration."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import inspect
 from collections.abc import Iterable
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 def pipeline_call(
     pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
 ) -> dict[str, object]:
-    """Keyword arguments of the pipeline for `prompts`; raises `ModelError` for one that it does not take."""
+    """Return the pipeline's keyword arguments for `prompts`. Raises `ModelError` for an argument it does not accept."""
     given = _arguments(sampling, **overrides)
     _check_prompt(pipe)
     _check_names(type(pipe), given)
-    for name in given:  # not every pipeline repeats a text for the prompts
+    for name in given:  # not every pipeline repeats a single text for all prompts
         if "prompt" in name and isinstance(given[name], str):
             given[name] = [given[name]] * len(prompts)
     return {"prompt": prompts, "output_type": "np", **given}
 
 
 def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
-    """Raise `ModelError` if pipelines of class `kind` do not take an argument of a rollout.
+    """Raise `ModelError` if pipelines of class `kind` do not accept an argument of a rollout.
 
-    `overrides`: further arguments; None is not passed.
+    `overrides`: further arguments; those that are None are not passed.
     """
     _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
 
 
 def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:
-    """The arguments of a call besides prompts and output type."""
+    """Return the arguments of a call except prompts and output type."""
     arguments: dict[str, object] = {
         "height": sampling.height,
         "width": sampling.width,
@@ -50,7 +50,7 @@ def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, objec
 
 def _check_prompt(pipe: DiffusionPipeline) -> None:
     """Raise `ModelError` if the pipeline takes no prompt, naming the pipelines inside it."""
-    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+    from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
     if "prompt" in inspect.signature(type(pipe).__call__).parameters:
         return
@@ -74,7 +74,7 @@ def _check_names(kind: type, names: Iterable[str]) -> None:
 
 
 def unguided(kind: type, sampling: SamplingConfig) -> str | None:
-    """A warning if the pipeline's scale of true guidance is above 1 without the negative prompt that it needs."""
+    """Return a warning if true guidance has a scale above 1 but lacks the negative prompt it needs, else None."""
     parameters, name = inspect.signature(kind.__call__).parameters, "true_cfg_scale"
     if name not in parameters or any(sampling.call.get(k) is not None for k in parameters if "negative_prompt" in k):
         return None
@@ -89,7 +89,7 @@ def unguided(kind: type, sampling: SamplingConfig) -> str | None:
 
 
 def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
-    """The noise levels of `sampling.sigmas`, before the scheduler's shift; None: the scheduler's own."""
+    """Return the noise levels of `sampling.sigmas` before the scheduler's shift; None selects the scheduler's own."""
     n = sampling.num_inference_steps
     return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
 

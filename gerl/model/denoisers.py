@@ -1,4 +1,4 @@
-"""The denoisers of a pipeline, with and without their weights, and the warnings of the libraries they come from."""
+"""Denoisers of a pipeline, with and without weights, and the warnings of their libraries."""
 
 import contextlib
 import inspect
@@ -20,19 +20,19 @@ from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
 from gerl.model.lora import remove_lora
 
-# --- The denoisers among the components of a pipeline, and whether one in memory can be trained
+# --- Find the denoisers among a pipeline's components, and check whether a loaded one can be trained
 
 logger = logging.getLogger(__name__)
-DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for those that do not show what they are
-TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument of a denoiser
+DENOISERS = ("transformer", "transformer_2", "unet")  # usual names, for models that no signature identifies
+TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # an argument that only denoisers have
 
 
 def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
-    """The components that get a LoRA, by name: diffusers models with repeated blocks that are called with a timestep.
+    """Return the components that get a LoRA, by name: diffusers models with repeated blocks that take a timestep.
 
-    The blocks have linear layers (a vocoder's do not); autoencoders and ControlNets are excluded. There may be several:
-    Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one for the
-    unconditional prediction. Raises `ModelError` if there is none.
+    The blocks must have linear layers (a vocoder's have none); autoencoders and ControlNets are excluded. A pipeline
+    may have several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one
+    for the unconditional prediction. Raises `ModelError` if there is none.
     """
     for name, component in pipe.components.items():
         if hasattr(component, "_orig_mod"):
@@ -50,7 +50,7 @@ def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
 
 
 def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
-    """Those of a pipeline's components, or skeletons of them, that get a LoRA, see `find_denoisers`."""
+    """Return the pipeline components, or skeletons, that get a LoRA; see `find_denoisers`."""
     models = {
         name: component
         for name, component in components.items()
@@ -63,14 +63,14 @@ def denoisers_among(components: Mapping[str, object]) -> dict[str, ModelMixin]:
 def _is_denoiser(model: torch.nn.Module) -> bool:
     timed = any(TIMESTEP.search(name) for name in inspect.signature(model.forward).parameters)
     blocks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    # a vocoder has an argument about time and repeated blocks, but of convolutions: nothing for a LoRA
+    # a vocoder has a time argument and repeated blocks, but its blocks are convolutions, which get no LoRA
     return timed and any(isinstance(layer, torch.nn.Linear) for block in blocks for layer in block.modules())
 
 
 def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
-    """Raise `ModelError` if an object in memory is no pipeline, or cannot be trained according to `config`.
+    """Raise `ModelError` if an object in memory is not a pipeline, or cannot be trained according to `config`.
 
-    The layers of fused adapters, which compute nothing, are removed.
+    Removes the layers of fused adapters, which no longer compute anything.
     """
     if not isinstance(pipe, DiffusionPipeline):
         modular = isinstance(pipe, ModularPipeline)
@@ -82,7 +82,7 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     for name, denoiser in find_denoisers(pipe).items():
         adapted = [layer for layer in denoiser.modules() if isinstance(layer, BaseTunerLayer)]
         names = [set(layer._all_available_adapter_names()) - set(layer.merged_adapters) for layer in adapted]
-        if adapted and not any(names) and all(layer.merged for layer in adapted):  # as after `pipe.fuse_lora()`
+        if adapted and not any(names) and all(layer.merged for layer in adapted):  # left behind by `pipe.fuse_lora()`
             logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
             remove_lora(denoiser)
         check_plain(name, denoiser)
@@ -112,7 +112,7 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
             f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
             "them, or pipe.fuse_lora() and then pipe.unload_lora_weights() to train on top of them"
         )
-    # an `Attention` is still marked after unfuse_qkv_projections() has restored its processor
+    # an `Attention` remains marked as fused after unfuse_qkv_projections() has restored its processor
     fused = [
         type(m.processor).__name__.startswith("Fused")
         if isinstance(m, Attention)
@@ -132,18 +132,17 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
 
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:
-    """Whether it has an adapter of PEFT of any kind."""
+    """Whether the model has a PEFT adapter of any kind."""
     return any(isinstance(module, BaseTunerLayer) for module in denoiser.modules())
 
 
-# --- The denoisers of a pipeline without their weights, to know their layers before anything is loaded
+# --- Denoisers without weights, whose layers are known before anything is loaded
 
 
 def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) -> ModelMixin:
-    """The component `name` of the pipeline in `folder`: layers on the meta device, from its configuration.
+    """Build the component `name` of the pipeline in `folder` from its configuration, on the meta device.
 
-    `index`: its model_index.json, read if not given. Raises `ModelError` if the pipeline has no such model of
-    diffusers.
+    `index`: its model_index.json, read if not given. Raises `ModelError` if the pipeline has no such diffusers model.
     """
     entries = DiffusionPipeline.load_config(folder) if index is None else index
     kind = model_class(entries.get(name))
@@ -154,7 +153,7 @@ def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) 
 
 
 def skeletons(folder: str) -> dict[str, ModelMixin] | None:
-    """Skeletons of the diffusers models of a pipeline, except autoencoders; None if it has custom code."""
+    """Return skeletons of a pipeline's diffusers models except autoencoders; None if it has custom code."""
     index = DiffusionPipeline.load_config(folder)
     parts = [name for name, entry in index.items() if isinstance(entry, list)]
     if "_class_name" in parts or any(list((Path(folder) / name).glob("*.py")) for name in parts):
@@ -168,7 +167,7 @@ def skeletons(folder: str) -> dict[str, ModelMixin] | None:
 
 
 def model_class(entry: object) -> type[ModelMixin] | None:
-    """The class that an entry `[library, class]` of a model_index.json names, if it is a model of diffusers."""
+    """Return the diffusers model class of a model_index.json entry `[library, class]`; None for others."""
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
         return None
     kind = getattr(diffusers, str(entry[1]), None)
@@ -177,7 +176,7 @@ def model_class(entry: object) -> type[ModelMixin] | None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """A block in which modules are made in `dtype`."""
+    """Create modules in `dtype` within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -186,19 +185,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# --- Warnings of the model libraries about a user's input: passed to the run's log, once each
+# --- Warnings of the model libraries about user input: passed to the run's log, once each
 
-# warnings about gerl's own calls, or that gerl gives itself
+# warnings about gerl's own calls, or that gerl reports itself
 NOISE = re.compile(
-    "was truncated because|sequence length is longer than"  # gerl.model.prompts counts them over all prompts
-    "|true_cfg_scale is passed as"  # gerl.model.call.unguided names the keys
-    "|passed to [A-Za-z]*Scheduler, but are not expected"  # of the scheduler that takes the pipeline's place
+    "was truncated because|sequence length is longer than"  # gerl.model.prompts counts truncations over all prompts
+    "|true_cfg_scale is passed as"  # gerl.model.call.unguided names the configuration keys
+    "|passed to [A-Za-z]*Scheduler, but are not expected"  # from the scheduler that replaces the pipeline's
     r"|kept in float32: \[\]|requires torchvision|Guiders are currently|deprecated"
 )
 
 
 class _Relay(logging.Handler):
-    """Passes each message on once, under the name of its library."""
+    """Log handler that forwards each message once, under the name of its library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -212,19 +211,19 @@ class _Relay(logging.Handler):
 
 
 def relay_warnings() -> None:
-    """Pass warnings of diffusers and transformers to gerl's log, and nothing else."""
+    """Pass only warnings of diffusers and transformers to gerl's log."""
     for library in (diffusers, transformers):
         library.logging.set_verbosity_warning()
         library.logging.disable_default_handler()
         known = logging.getLogger(library.__name__)
         known.propagate = False
         for handler in [handler for handler in known.handlers if isinstance(handler, _Relay)]:
-            known.removeHandler(handler)  # of an earlier run in this process: this one hears of everything too
+            known.removeHandler(handler)  # left by an earlier run in this process
         known.addHandler(_Relay())
 
 
 def quiet_libraries() -> None:
-    """Show no progress bars of diffusers and transformers, and their warnings in gerl's log alone."""
+    """Hide progress bars of diffusers and transformers, and show their warnings only in gerl's log."""
     relay_warnings()
     for library in (diffusers.logging, transformers.logging):
         library.disable_progress_bar()

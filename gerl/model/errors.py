@@ -1,6 +1,6 @@
-"""The errors of the libraries that hold and run a model, as sentences with the keys to change."""
+"""Errors of the model libraries, reworded as sentences that name the configuration keys to change."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import gc
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 Phase = Literal["loading", "rollout", "validation", "update"]
-# what pipelines raise for arguments that they do not take, or do not take together
+# what pipelines raise for unsupported arguments or combinations of arguments
 PIPELINE_ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, AssertionError)
 LIBRARIES = ("diffusers", "transformers", "peft", "diffusers_modules")
 COMPILER = ("torch._dynamo", "torch._inductor", "torch._functorch")
 FULL = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-LONGEST = 400  # characters of a library's own words
+LONGEST = 400  # maximum number of characters quoted from a library's message
 SMALLER = "sampling.height and sampling.width, or use model.offload=encoders (or blocks)"
 LESS_MEMORY: dict[Phase, str] = {
     "loading": "use model.offload=encoders (or blocks), model.quantize=int8 or model.dtype=bfloat16",
@@ -35,17 +35,17 @@ LESS_MEMORY: dict[Phase, str] = {
 
 
 class CallRefused(ModelError):
-    """The pipeline raised an error of its own while sampling."""
+    """Error raised by the pipeline itself while sampling."""
 
 
 class MemoryFull(ModelError):
-    """Out of memory on a device."""
+    """Device out of memory."""
 
 
 def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str, object]) -> None:
-    """Raise `CallRefused` if `error` is one of `pipe` about its call; `given`: its arguments by configuration key.
+    """Raise `CallRefused` if `pipe` raised `error` about its call; `given`: the call's arguments by configuration key.
 
-    Does nothing for errors of gerl's own code that runs within the call, of the compiler, and full memory.
+    Does nothing for errors of gerl code that runs within the call, compiler errors and full memory.
     """
     if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
         return
@@ -57,12 +57,12 @@ def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str,
 
 
 def raise_known(error: Exception, phase: Phase, images: int | None = None) -> None:
-    """Raise full memory as `MemoryFull`, and an error of the compiler as `ModelError`; does nothing for others.
+    """Raise `MemoryFull` for full memory and `ModelError` for a compiler error; do nothing for other errors.
 
-    `images`: number in the micro-batch.
+    `images`: number of images in the micro-batch.
     """
     if is_full(error):
-        traceback.clear_frames(error.__traceback__)  # they keep the tensors, and what follows needs the memory
+        traceback.clear_frames(error.__traceback__)  # frames hold tensors, and the next call needs the memory
         what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
         on_gpu = isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error)
         place = "the GPU's memory" if on_gpu else "the main memory"
@@ -77,7 +77,7 @@ def raise_known(error: Exception, phase: Phase, images: int | None = None) -> No
 
 @contextlib.contextmanager
 def model_errors(phase: Phase, images: int | None = None) -> Iterator[None]:
-    """Raise errors of a block as `raise_known` does."""
+    """Convert errors raised in the block as `raise_known` does."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -95,7 +95,7 @@ def check_backend(name: str | None) -> None:
 
 
 def release(error: BaseException) -> None:
-    """Give up the memory that a call held when `error` ended it: the traceback's frames keep its tensors."""
+    """Free the memory of a call that `error` ended, by clearing the tensors in the traceback's frames."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     if torch.cuda.is_available():
@@ -103,7 +103,7 @@ def release(error: BaseException) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the memory of a GPU, or the main memory, is full."""
+    """Whether an error means that GPU memory or main memory is full."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and FULL.search(str(error)) is not None
@@ -114,8 +114,8 @@ def _is_of_compiler(error: BaseException | None) -> bool:
 
 
 def _is_of_pipeline(error: BaseException, pipe: DiffusionPipeline) -> bool:
-    """Whether the innermost function that is either gerl's or the pipeline's, and not torch's, is the pipeline's."""
-    if isinstance(error, TypeError) and "__call__()" in str(error):  # raised by whoever calls the pipeline
+    """Whether the innermost frame in gerl or the pipeline, ignoring torch, belongs to the pipeline."""
+    if isinstance(error, TypeError) and "__call__()" in str(error):  # an error of the caller of the pipeline
         return True
     pipelines = {*LIBRARIES, *(kind.__module__.split(".")[0] for kind in type(pipe).__mro__)} - {"builtins", "gerl"}
     modules = [
@@ -125,7 +125,7 @@ def _is_of_pipeline(error: BaseException, pipe: DiffusionPipeline) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    """The first two sentences of a library's message, on one line."""
+    """Return the first two sentences of a library's message on one line."""
     text = reason(error) if isinstance(error, Exception) else type(error).__name__
     text = " ".join(re.split(r"(?<=[a-z\d)])\. +(?=[A-Z])", text.split(" Exception raised from ")[0])[:2])
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,4 +1,4 @@
-"""Pipelines and LoRAs of the Hugging Face hub: fetched into its cache, and what goes wrong there as sentences."""
+"""Pipelines and LoRAs from the Hugging Face Hub: downloads into its cache, and readable errors."""
 
 import errno
 import logging
@@ -21,11 +21,11 @@ from gerl.model.paths import INDEX
 from gerl.utils.files import reason
 
 logger = logging.getLogger(__name__)
-PATIENCE = 10.0  # seconds for the hub's first answer
+PATIENCE = 10.0  # seconds to wait for the Hub's first response
 
 
 class Downloads:
-    """The growth of the Hub's cache on this machine since, as text; "" where it has not grown."""
+    """Growth of the Hub's cache on this machine since creation, as text; "" if it has not grown."""
 
     def __init__(self) -> None:
         self._before = cache_bytes()
@@ -36,24 +36,24 @@ class Downloads:
 
 
 def cache_bytes() -> int:
-    """The size of the files in the Hub's cache, including incomplete ones."""
+    """Return the size in bytes of the files in the Hub's cache, including incomplete ones."""
     total = 0
     for folder, _, files in os.walk(constants.HF_HUB_CACHE):
         for file in files:
             try:
                 found = os.lstat(os.path.join(folder, file))
-            except OSError:  # moved to its place meanwhile
+            except OSError:  # renamed in the meantime
                 continue
             total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
     return total
 
 
 def fetch(path: str) -> str:
-    """The folder of the pipeline with Hub id `path` in the Hub's cache, after a download of missing files.
+    """Download missing files of the pipeline with Hub id `path`, and return its folder in the Hub's cache.
 
-    Without access to the Hub, or with HF_HUB_OFFLINE, the cache must have the whole pipeline. Raises `ModelError`.
+    Without access to the Hub, or with HF_HUB_OFFLINE, the cache must hold the complete pipeline. Raises `ModelError`.
     """
-    from diffusers import DiffusionPipeline  # in here: the driver of a run does without diffusers
+    from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
     unreached = _unreached(path)
     try:
@@ -66,7 +66,7 @@ def fetch(path: str) -> str:
                 folder = DiffusionPipeline.download(path)
     except GerlError:
         raise
-    except Exception as error:  # of the network, the disk, the hub and diffusers, which have no common class
+    except Exception as error:  # errors of the network, the disk, the Hub and diffusers have no common base class
         if "trust_remote_code" in str(error):
             raise ModelError(refusal_of_code(path)) from error
         raise ModelError(_sentence(path, error, unreached)) from error
@@ -74,9 +74,9 @@ def fetch(path: str) -> str:
 
 
 def fetch_lora(source: str) -> Path:
-    """The folder or file of a LoRA of the Hub in the cache, after a download; `source` is `owner/name[/path inside]`.
+    """Download a LoRA and return its folder or file in the Hub's cache; `source` is `owner/name[/path inside]`.
 
-    Fetches safetensors files and configurations of PEFT. Raises `ModelError`, also for a pipeline.
+    Fetches safetensors files and PEFT configurations. Raises `ModelError`, also if the repository is a pipeline.
     """
     owner, name, *inside = source.split("/")
     repository, file = f"{owner}/{name}", "/".join(inside)
@@ -97,7 +97,7 @@ def fetch_lora(source: str) -> Path:
 
 
 def refusal_of_code(path: str) -> str:
-    """The sentence for a pipeline of the hub that would run code."""
+    """Return the error message for a Hub pipeline that would run custom code."""
     return (
         f"model.path={path!r} contains custom code, and gerl runs none from the Hub: download it with 'hf download "
         f"{path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
@@ -105,7 +105,10 @@ def refusal_of_code(path: str) -> str:
 
 
 def _unreached(path: str) -> Exception | None:
-    """Why the Hub cannot be asked about `path`, or None: one request, since a download would retry for long."""
+    """Return the error if the Hub cannot be reached for `path`, else None.
+
+    Sends a single request, since a download would retry for a long time.
+    """
     try:
         model_info(path, timeout=PATIENCE)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
@@ -114,7 +117,7 @@ def _unreached(path: str) -> Exception | None:
 
 
 def _sentence(path: str, error: Exception, unreached: Exception | None, key: str = "model.path") -> str:
-    """The cause and the remedy, where the value of `key` is neither in the cache nor on the Hub."""
+    """Return cause and remedy if the value of `key` is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     given = f"{key}={path!r}"
     first = unreached or error

@@ -1,4 +1,4 @@
-"""The clean latents of image files, encoded by the pipeline's VAE once and kept."""
+"""Clean latents of image files, encoded once by the pipeline's VAE and cached."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -19,31 +19,31 @@ from gerl.model.prompts import PromptCache, identity
 from gerl.utils.condition_images import read_picture
 from gerl.utils.seeding import derive_seed
 
-PROBED = 64  # pixels per side of the image that shows the scale of the latents
+PROBED = 64  # pixels per side of the image used to find the scale of the latents
 
 
 class ImageLatents:
-    """Image files as the VAE encodes them, in memory and on disk, and their clean latents."""
+    """Cache of VAE encodings and clean latents of image files, in memory and on disk."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
-        """`gb`: memory that it may take; `folder`: where it is kept as files as well."""
+        """Set the memory limit `gb` and the folder of the disk cache, None for memory only."""
         self.kept = PromptCache(gb, folder)
-        self.inverses: dict[str, Inverse] = {}  # by the arguments that decide the shape of latents
-        self.sizes: dict[str, tuple[int, int]] = {}  # height and width in pixels, by the same
+        self.inverses: dict[str, Inverse] = {}  # keyed by the arguments that determine the latents' shape
+        self.sizes: dict[str, tuple[int, int]] = {}  # height and width in pixels, same keys
 
     def read(
         self, pipe: DiffusionPipeline, call: Mapping[str, object], paths: Sequence[str]
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """The clean latents `[B, ...]` fp32 of the files, and their images `[B, H, W, 3]` uint8 as they are encoded.
+        """Return the clean latents `[B, ...]` fp32 of the files, and the encoded images `[B, H, W, 3]` uint8.
 
-        `call`: the arguments of the pipeline for a single sample, which decide the size. The shorter side of an image
-        is brought to that size, and the middle of the longer one cut out.
+        `call`: the pipeline arguments for a single sample, which determine the size. An image is resized to that size
+        on its shorter side and center-cropped on the longer one.
 
         Raises:
-            ModelError: the pipeline's way from its latents to its VAE is not known, or the VAE overflows.
+            ModelError: the mapping from the pipeline's latents to its VAE is unknown, or the VAE overflows.
             DataError: a file cannot be read.
         """
-        # what decides the shape of latents: all arguments but the prompt, of images their sizes
+        # what determines the latents' shape: all arguments except the prompt; of images only their sizes
         others = {name: getattr(value, "size", value) for name, value in sorted(call.items()) if "prompt" not in name}
         shape = f"{batch_size(call)} {others}"
         if shape not in self.inverses:
@@ -58,7 +58,7 @@ class ImageLatents:
         return torch.cat(found), np.stack(images)
 
     def _encoded(self, pipe: DiffusionPipeline, path: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
-        """z of an image: a sample of its VAE posterior, the same each time."""
+        """Return z of an image, a reproducible sample of the VAE posterior."""
         digest = sha256(image.tobytes()).hexdigest()
         key = f"image {digest} {image.shape}"
         z = self.kept.find(key)
@@ -75,7 +75,7 @@ class ImageLatents:
 
 
 def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
-    """The folder inside `cache` for the outputs of the VAE of `model` in `dtype`."""
+    """Return the folder inside `cache` for VAE outputs of `model` in `dtype`."""
     given = resolve(model.path)
     folder = Path(given if Path(given).is_dir() else fetch(given))
     parts = [path.name for path in folder.iterdir() if path.name.startswith("vae")]
@@ -83,7 +83,7 @@ def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
 
 
 def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """The middle of an image that has this shape, as `[height, width, 3]` uint8."""
+    """Return an image resized and center-cropped to `[height, width, 3]` uint8."""
     scale = max(height / image.height, width / image.width)
     size = max(width, round(image.width * scale)), max(height, round(image.height * scale))
     resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
@@ -93,9 +93,9 @@ def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 @torch.no_grad()
 def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generator: torch.Generator) -> torch.Tensor:
-    """An image `[H, W, 3]` uint8 encoded by the VAE of `pipe`, as the pipeline hands it to its decoder.
+    """Encode an image `[H, W, 3]` uint8 with the VAE of `pipe`, in the form that the pipeline passes to its decoder.
 
-    `dimensions`: 5 where the VAE is one of videos.
+    `dimensions`: 5 for video VAEs.
     """
     vae = pipe.vae
     encoder = getattr(vae, "encoder", None)
@@ -111,7 +111,7 @@ def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generat
 
 
 def _size(pipe: DiffusionPipeline, call: Mapping[str, object], inverse: Inverse) -> tuple[int, int]:
-    """Height and width of the images of a call, in pixels."""
+    """Return height and width in pixels of the images of a call."""
     given = call.get("height"), call.get("width")
     if isinstance(given[0], int) and isinstance(given[1], int):
         return given[0], given[1]

@@ -1,4 +1,4 @@
-"""Loading a pipeline by hub id or folder and preparing it for training, and its teachers beside it."""
+"""Loading of a pipeline from a Hub id or folder, its preparation for training, and its teachers."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ from gerl.objects import pipeline
 from gerl.utils.files import first_line
 from gerl.utils.seeding import derive_seed
 
-# --- Loading a pipeline by hub id or folder and preparing it for training
+# --- Load a pipeline by Hub id or folder and prepare it for training
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,12 @@ def read_pipeline(
     unread: Unread | None = None,
     late: bool = False,
 ) -> DiffusionPipeline:
-    """The pipeline of a Hub id or folder, on the CPU, as diffusers loads it, quantised according to `config`.
+    """Load the pipeline of a Hub id or folder on the CPU with diffusers, quantised according to `config`.
 
-    `masters`: its denoisers in fp32, whatever `dtype` is for the rest. `unread` gets weights of the components in
-    `config.shard` that can stay in their files for now. `late`: text encoders are read when they are called. Python
-    code in a folder's model_index.json is run. Raises `ModelError` if there is no such pipeline, if it cannot be
-    quantised, or if a Hub id would run code.
+    `masters`: load its denoisers in fp32, independent of `dtype`. `unread`: receives the weights of components in
+    `config.shard` that can stay in their files for now. `late`: load text encoders on first use. Python code listed in
+    a local model_index.json is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if
+    a Hub id would run code.
     """
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return offered
@@ -72,7 +72,7 @@ def read_pipeline(
             models, found = unread_models(Path(folder), _to_divide(config, folder), dtype)
             unread |= found
         encoders = lazy_text_encoders(config, folder, dtype) if config is not None and late and not code else {}
-        # only the class itself takes components that are optional for it, such as the two denoisers of Wan
+        # only the class itself accepts its optional components, such as Wan's two denoisers
         kind = getattr(diffusers, index["_class_name"]) if models or encoders else DiffusionPipeline
         dtypes: torch.dtype | dict[str, torch.dtype] = dtype
         if masters:
@@ -89,7 +89,7 @@ def read_pipeline(
 
 
 def _to_divide(config: ModelConfig, folder: str) -> list[str]:
-    """The components whose weights may stay in their files: those of `config.shard`, unless a LoRA is merged."""
+    """Return the components whose weights may stay in their files: those of `config.shard`, unless a LoRA is merged."""
     encoders = text_encoders(folder) if config.shard == "all" else []
     return encoders if config.merge_lora else [*denoisers_among(skeletons(folder) or {}), *encoders]
 
@@ -109,11 +109,11 @@ def _loading(path: str) -> Iterator[None]:
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:
-    """Check what is known before the weights are loaded; a pipeline of the Hub is fetched into its cache.
+    """Check the configuration before weights are loaded; a Hub pipeline is fetched into the cache.
 
-    `context`: context-parallel ranks. Raises `ModelError` if there is no such pipeline, if it does not take the
-    arguments of `sampling`, if it cannot have the LoRA of `config.lora` or has none of the weights of `config.train`,
-    or if its tokens cannot be shared, `ConfigError` for a compiler that torch does not have.
+    `context`: number of context-parallel ranks. Raises `ModelError` if there is no such pipeline, if it does not accept
+    the arguments of `sampling`, cannot have the LoRA of `config.lora`, has none of the weights of `config.train`, or
+    cannot split its tokens; `ConfigError` for an unknown compiler backend.
     """
     check_backend(config.compile)
     relay_warnings()
@@ -130,7 +130,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
     if config.lora is not None or config.train != "lora" or context > 1:
         with _loading(config.path):
             models = skeletons(folder)
-        if models is None:  # its own code has to build them
+        if models is None:  # only its custom code can build them
             return
         if context > 1:
             check_context(models, denoisers_among(models), context)
@@ -141,10 +141,10 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
-    """The Python files in a pipeline's folder that `index`, its model_index.json, refers to, relative to the folder.
+    """Return the Python files in the pipeline's folder named by `index`, its model_index.json, as relative paths.
 
-    These are `MODULE.py` for a `_class_name` `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a component `[MODULE,
-    CLASS]`. Raises `ModelError` if the pipeline's is missing.
+    They are `MODULE.py` for a `_class_name` `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a component `[MODULE,
+    CLASS]`. Raises `ModelError` if the pipeline's file is missing.
     """
     modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
     pipeline = modules.pop("_class_name", None)
@@ -158,7 +158,7 @@ def own_code(folder: Path, index: dict[str, object]) -> list[str]:
 
 
 def precision(config: ModelConfig, device: str) -> torch.dtype:
-    """The precision that `config.dtype` means on `device`."""
+    """Return the dtype of `config.dtype` on `device`."""
     auto = "bfloat16" if device.startswith("cuda") else "float32"
     dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
     return dtype
@@ -172,12 +172,12 @@ def load_pipeline(
     unread: Unread | None = None,
     late: bool = False,
 ) -> DiffusionPipeline:
-    """The pipeline on `device`, frozen and in eval mode, with a scheduler that has a transition kernel.
+    """Load the pipeline on `device`, frozen, in eval mode and with a scheduler that has a transition kernel.
 
-    Weights are in `config.dtype` or quantised, except layers that a model's class keeps in fp32 and VAE decoders, see
-    `decode_in_fp32`; they include a LoRA that `config` merges. `to_shard`: the components in `config.shard` stay on the
-    CPU. `masters`: the denoisers stay on the CPU, in fp32. `unread`, `late`: see `read_pipeline`. Raises `ModelError`
-    if `config.path` cannot be loaded or has no denoiser, `ConfigError` for a missing package.
+    Weights are in `config.dtype` or quantised, except layers that a model class keeps in fp32 and VAE decoders (see
+    `decode_in_fp32`), and include a LoRA that `config` merges. `to_shard`: components in `config.shard` stay on the
+    CPU. `masters`: denoisers stay on the CPU in fp32. `unread`, `late`: see `read_pipeline`. Raises `ModelError` if
+    `config.path` cannot be loaded or has no denoiser, `ConfigError` for a missing package.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)
@@ -191,7 +191,7 @@ def load_pipeline(
     sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
     if masters:
         for denoiser in denoisers.values():
-            denoiser.float()  # of a pipeline with code of its own, whose denoisers are not known before
+            denoiser.float()  # of a pipeline with custom code, whose denoisers were not known before
         sharded = {**sharded, **denoisers}
     if config.attention is not None:
         set_attention(denoisers, config.attention)
@@ -202,7 +202,7 @@ def load_pipeline(
 
 
 def prepare(pipe: DiffusionPipeline, half: bool) -> None:
-    """Freeze `pipe`, and give it a scheduler that has a transition kernel; `half`: its weights have half precision."""
+    """Freeze `pipe` and give it a scheduler with a transition kernel; `half`: its weights are in half precision."""
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
     leave_out_safety_checker(pipe)
@@ -214,7 +214,7 @@ def prepare(pipe: DiffusionPipeline, half: bool) -> None:
 
 
 def leave_out_safety_checker(pipe: DiffusionPipeline) -> None:
-    """Remove the safety checker of `pipe`, whose black images would be scored; Cosmos requires and keeps its own."""
+    """Remove the safety checker of `pipe`, whose black images would be scored; Cosmos requires its checker."""
     if getattr(pipe, "safety_checker", None) is None:
         return
     if hasattr(pipe, "run_safety_checker"):
@@ -234,12 +234,12 @@ def load_policy(
     late: bool = False,
     teachers: Sequence[Teacher] = (),
 ) -> Policy:
-    """Load the pipeline and what of it is trained: a LoRA, the same on every worker with the same `seed`, or weights.
+    """Load the pipeline and its trained parameters: a LoRA, identical on all workers with equal `seed`, or weights.
 
-    `mesh`: the ranks that share the frozen weights of `config.shard`; None: weights stay whole. `context`: those that
-    share the tokens of a call, see `divide_context`. `late`: see `read_pipeline`. The LoRA begins as `config.lora`,
-    unless that is merged. `teachers`: those with pipelines of their own get them from the caller. Raises `ModelError`,
-    as `load_pipeline` does, and if a denoiser does not support it.
+    `mesh`: the ranks that share the frozen weights of `config.shard`; None: weights are not sharded. `context`: the
+    ranks that split the tokens of a call, see `divide_context`. `late`: see `read_pipeline`. The LoRA starts from
+    `config.lora`, unless that is merged. `teachers`: the caller loads those with a pipeline of their own. Raises
+    `ModelError` as `load_pipeline` does, and if a denoiser does not support the LoRA.
     """
     if config.train != "lora":
         policy = _load_whole(config, ema_decay, device, mesh, late)
@@ -287,7 +287,7 @@ def load_policy(
 
 
 def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None, late: bool) -> Policy:
-    """Load the pipeline, of which weights themselves are trained."""
+    """Load the pipeline for training of its weights (full fine-tuning)."""
     dtype = precision(config, device)
     divided = mesh is not None or dtype != torch.float32
     pipe = load_pipeline(config, device, to_shard=mesh is not None, masters=divided, late=late)
@@ -311,24 +311,24 @@ def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: Device
 
 
 def loadable_loras(pipe: DiffusionPipeline) -> set[str]:
-    """The components whose LoRA plain diffusers writes, and hence loads, for this class of pipeline."""
+    """Return the components whose LoRA plain diffusers can write and load for this pipeline class."""
     save = getattr(type(pipe), "save_lora_weights", None)
     parameters = inspect.signature(save).parameters if save else {}
     return {name.removesuffix("_lora_layers") for name in parameters if name.endswith("_lora_layers")}
 
 
 def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> list[str]:
-    """Python that loads a LoRA of all `denoisers`, in the folder FOLDER, into `pipe` of plain diffusers."""
+    """Return Python code that loads the LoRAs of all `denoisers` from FOLDER into `pipe` with plain diffusers."""
     loadable = loadable_loras(pipe)
     others = sorted(denoisers.keys() - loadable)
     if any(not isinstance(denoisers[name], PeftAdapterMixin) for name in others):
-        return ["load_lora(pipe, Path(FOLDER))"]  # of gerl.model.lora, which takes all denoisers
+        return ["load_lora(pipe, Path(FOLDER))"]  # `load_lora` of gerl.model.lora, which handles all denoisers
     lines = ["pipe.load_lora_weights(FOLDER)"] if loadable & denoisers.keys() else []
     return lines + [f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)" for name in others]
 
 
 def replaced_scheduler(pipe: DiffusionPipeline, path: str) -> str | None:
-    """The class of the original scheduler of the pipeline of `path`, if `pipe` has another one."""
+    """Return the class of the original scheduler of the pipeline `path` if `pipe` has another one, else None."""
     own = DiffusionPipeline.load_config(resolve(path)).get("scheduler", [None, None])[1]
     return None if own in (None, type(pipe.scheduler).__name__) else str(own)
 
@@ -341,7 +341,7 @@ def _checkpoint_gradients(denoiser: ModelMixin) -> None:
 
 
 def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None = None) -> str:
-    """A digest of names, shapes and some values of the base weights: tells one model from another."""
+    """Return a digest of names, shapes and some values of the base weights, which identifies the model."""
     files = unread or {}
     digest = hashlib.sha256()
     for denoiser in denoisers.values():
@@ -353,14 +353,14 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
     return digest.hexdigest()
 
 
-# --- Teachers that are pipelines of their own: loaded beside the student's, with its noise levels
+# --- Teachers with a pipeline of their own: loaded beside the student's, with its noise levels
 
 
 def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
-    """Check what is known of teachers before weights are loaded; those of the Hub are fetched into its cache.
+    """Check the teachers before weights are loaded; those on the Hub are fetched into the cache.
 
-    Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that does not exist, has
-    another class than that of `config`, or does not take a teacher's arguments.
+    Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that does not exist, differs
+    in class from `config`'s, or does not accept a teacher's arguments.
     """
     folder, own = _found(config.path)
     kind = getattr(diffusers, own, None) if own is not None else None
@@ -378,12 +378,12 @@ def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: S
             _check_class(teacher.path, found, own)
     if any(teacher.lora is not None for teacher in teachers) and folder is not None:
         models = skeletons(folder)
-        if models is not None:  # else its own code has to build them
+        if models is not None:  # otherwise only its custom code can build them
             read_teachers(teachers, denoisers_among(models))
 
 
 def _found(path: str) -> tuple[str | None, str | None]:
-    """The folder of a pipeline and the name of its class, as far as they are known."""
+    """Return the folder of a pipeline and its class name, as far as known."""
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return None, type(offered).__name__
     given = resolve(path)
@@ -403,7 +403,7 @@ def _check_class(path: str, found: str | None, expected: str | None) -> None:
 def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: DeviceMesh | None) -> None:
     """Load the pipelines of `policy`'s teachers, each once, and log the teachers.
 
-    `mesh`: as for `load_policy`. Raises `ModelError` as `load_teacher`.
+    `mesh`: as for `load_policy`. Raises `ModelError` as `load_teacher` does.
     """
     paths = dict.fromkeys(t.teacher.path for t in policy.teachers if t.teacher.path is not None)
     pipes = {path: load_teacher(path, config, policy.pipe, device, mesh) for path in paths}
@@ -417,9 +417,9 @@ def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: Device
 def load_teacher(
     path: str, config: ModelConfig, student: DiffusionPipeline, device: str, mesh: DeviceMesh | None
 ) -> DiffusionPipeline:
-    """The pipeline of a teacher, loaded as `config` says of the student's, with the student's noise levels.
+    """Load a teacher's pipeline with the student's `config` and noise levels.
 
-    Raises `ModelError` as `load_pipeline`, and for one of another class or prediction type.
+    Raises `ModelError` as `load_pipeline` does, and for another class or prediction type.
     """
     try:
         own = replace(config, path=path, lora=None, merge_lora=False, train="lora", compile=None)
@@ -435,7 +435,7 @@ def load_teacher(
                 f"{NAME}: path={path!r} has a scheduler with {name}={values[0]}, and the student's has "
                 f"{values[1]}: their predictions differ in kind, use another teacher"
             )
-    # the student's: its latents have the student's noise levels
+    # the student's scheduler: the latents have the student's noise levels
     pipe.scheduler = copy.deepcopy(expected)
     if mesh is not None:
         shard(

@@ -1,4 +1,4 @@
-"""LoRA on any denoiser: its layers and matrices, the files and layouts it is read from and written to."""
+"""LoRA for any denoiser: target layers, matrices, and the file formats it is read from and written to."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from gerl.model.paths import WEIGHTS, local_lora
 from gerl.utils.files import first_line, reason
 from gerl.utils.tensors import pack_tensors
 
-# --- LoRA on any denoiser: where it goes, switching it off, and its file in diffusers' format
+# --- LoRA on any denoiser: target layers, switching it off, and its file in diffusers' format
 
-# what in a repeated block is neither attention nor feed-forward: modulation, embeddings, resnets, routers
+# parts of a repeated block that are neither attention nor feed-forward: modulation, embeddings, resnets, routers
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
-ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in the name of a class
+ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in a class name
 ADAPTER = "default"  # peft's name of the trained LoRA
 
 
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
-    """Names of the attention and feed-forward linear layers in the repeated blocks of `denoiser`.
+    """Return the names of the attention and feed-forward linear layers in the repeated blocks of `denoiser`.
 
-    A repeated block is an entry of a `ModuleList` with a module in it that calls itself an attention; where none does,
-    every entry is one.
+    A repeated block is an entry of a `ModuleList` that contains a module with "attention" in its class name; if no
+    entry does, all entries count.
     """
     modules = dict(denoiser.named_modules())
     entries = {name for name in modules if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.ModuleList)}
@@ -54,7 +54,7 @@ def default_targets(denoiser: torch.nn.Module) -> list[str]:
 
     def is_target(name: str) -> bool:
         *above, _ = _path(name)
-        # torch's attention reads the weights of its linear layers past their `forward`, and with it past a LoRA
+        # torch's attention reads the weights of its linear layers directly, bypassing `forward` and hence a LoRA
         inert = any(
             "Resnet" in type(modules[a]).__name__ or isinstance(modules[a], torch.nn.MultiheadAttention) for a in above
         )
@@ -64,20 +64,20 @@ def default_targets(denoiser: torch.nn.Module) -> list[str]:
 
 
 def _path(name: str) -> list[str]:
-    """The names of the modules around the module `name`, outermost first, and its own."""
+    """Return the attribute names on the path to module `name`, outermost first."""
     return [name[:i] for i, c in enumerate(name) if c == "."] + [name]
 
 
 def linear_layers(model: torch.nn.Module) -> list[str]:
-    """Names of the linear layers of `model`."""
+    """Return the names of the linear layers of `model`."""
     return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
-    """Names of the linear layers of `denoiser` that get a LoRA; raises `ModelError` if there are none.
+    """Return the names of the linear layers of `denoiser` that get a LoRA. Raises `ModelError` if there are none.
 
     `pattern`: regular expression searched in the layers' names; None: `default_targets`. Layers that a plain model of
-    the class lacks (an IP-Adapter's, fused projections) are left out: a plain pipeline cannot load a LoRA of them.
+    the class lacks (an IP-Adapter's, fused projections) are left out, since a plain pipeline could not load their LoRA.
     """
     linear = linear_layers(denoiser)
     if isinstance(denoiser, ModelMixin):
@@ -105,11 +105,11 @@ def add_lora(
 ) -> dict[str, torch.nn.Parameter]:
     """Freeze `denoiser`, add a LoRA and return its parameters (fp32) by name.
 
-    A is Gaussian, with seed `seed`; B is zero, so the output is at first bitwise that of the base model.
+    A is Gaussian with seed `seed` and B is zero, so the output is initially bitwise equal to the base model's.
     """
     denoiser.requires_grad_(False)
     targets = set(find_targets(denoiser, pattern))
-    # peft takes every module whose name ends in a target's name after a dot
+    # peft targets every module whose name ends in "." and a target's name
     others = [name for name, _ in denoiser.named_modules() if name not in targets]
     mistaken = [name for name in others if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
     config = LoraConfig(
@@ -123,7 +123,7 @@ def add_lora(
         torch.manual_seed(seed)
         if isinstance(denoiser, PeftAdapterMixin):
             denoiser.add_adapter(config, ADAPTER)
-        else:  # older denoisers and those of custom pipelines
+        else:  # older denoisers and those of custom pipelines do not have it
             inject_adapter_in_model(config, denoiser, ADAPTER)
     parameters = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
     for p in parameters.values():
@@ -132,7 +132,7 @@ def add_lora(
 
 
 def remove_lora(denoiser: torch.nn.Module) -> None:
-    """Take a LoRA off again: `denoiser` has its own layers, as before `add_lora`."""
+    """Remove the LoRA from `denoiser` and restore the layers from before `add_lora`."""
     if isinstance(denoiser, PeftAdapterMixin):
         denoiser.unload_lora()
     else:
@@ -143,7 +143,10 @@ def remove_lora(denoiser: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def lora_disabled(denoisers: list[torch.nn.Module]) -> Iterator[None]:
-    """The base model: switches the adapter layers themselves, since not every denoiser has `disable_adapters`."""
+    """Compute with the base model within the block.
+
+    Switches the adapter layers directly, since not every denoiser has `disable_adapters`.
+    """
     layers = [m for d in denoisers for m in d.modules() if isinstance(m, BaseTunerLayer)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -155,11 +158,11 @@ def lora_disabled(denoisers: list[torch.nn.Module]) -> Iterator[None]:
 
 
 def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
-    """The current LoRA as a safetensors file in diffusers' format, alpha included; names are `denoiser.parameter`.
+    """Return the current LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
 
-    `pipe.load_lora_weights(folder)` of plain diffusers reads it, for those denoisers that the pipeline can load a LoRA
-    of. For others, such as a second transformer, `pipe.NAME.load_lora_adapter(folder, prefix="NAME",
-    use_safetensors=True)` does; for those without this method, `load_lora`.
+    `pipe.load_lora_weights(folder)` of plain diffusers reads it for denoisers whose LoRA the pipeline can load. For
+    others, such as a second transformer, use `pipe.NAME.load_lora_adapter(folder, prefix="NAME",
+    use_safetensors=True)`, or `load_lora` if the denoiser lacks this method.
     """
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, object] = {}
@@ -171,9 +174,9 @@ def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
 
 
 def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
-    """Put the LoRA in `path` (a file of `lora_file`, or the folder with it) on the denoisers of `pipe`, of any class.
+    """Load the LoRA in `path` (a file of `lora_file` or its folder) onto the denoisers of `pipe`, of any class.
 
-    Raises `ModelError` for another file, or one that does not fit the pipeline.
+    Raises `ModelError` for another kind of file, or one that does not fit the pipeline.
     """
     file = path / WEIGHTS if path.is_dir() else path
     loras = read_lora(file)
@@ -184,17 +187,17 @@ def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
         inject(pipe.components[denoiser], lora, ADAPTER)
 
 
-# --- The matrices of a LoRA: read from a file or a checkpoint, checked against a model, and put on it
+# --- LoRA matrices: read from a file or a checkpoint, checked against a model, and added to it
 
-METADATA = "lora_adapter_metadata"  # where diffusers keeps the LoRA's configuration in the header of its file
+METADATA = "lora_adapter_metadata"  # key under which diffusers stores the LoRA configuration in the file's header
 KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
-# what a LoRA of peft may be besides B A times alpha / rank
+# PEFT options under which a LoRA is more than B A times alpha / rank
 VARIANTS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save")
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The LoRA of one layer: its update is `scale * b @ a`, with `a [rank, in]` and `b [out, rank]`."""
+    """LoRA of one layer: its update is `scale * b @ a`, with `a [rank, in]` and `b [out, rank]`."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -202,20 +205,20 @@ class Halves:
 
     @property
     def rank(self) -> int:
-        """The rank, which other layers of the same LoRA need not have."""
+        """Rank of this layer, which may differ from that of other layers."""
         return len(self.a)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA of one denoiser: by layer, `A [rank, in]` and `B [out, rank]`; a layer's update is `scale * B @ A`."""
+    """LoRA of one denoiser: `A [rank, in]` and `B [out, rank]` by layer; a layer's update is `scale * B @ A`."""
 
     layers: dict[str, tuple[torch.Tensor, torch.Tensor]]
     alpha: float
 
     @property
     def rank(self) -> int:
-        """The rank, the same in all layers."""
+        """Rank, the same in all layers."""
         return next(iter(self.layers.values()))[0].shape[0]
 
     @property
@@ -225,12 +228,12 @@ class Lora:
 
     @property
     def halves(self) -> dict[str, Halves]:
-        """The LoRA of each layer by itself."""
+        """LoRA of each layer separately."""
         return {layer: Halves(a, b, self.scale) for layer, (a, b) in self.layers.items()}
 
     @property
     def targets(self) -> str:
-        """Its layers for peft: an expression, since peft takes the names of a list for the ends of names."""
+        """Its layers as a regular expression for peft, which would match a list of names by their ends."""
         return "|".join(map(re.escape, self.layers))
 
 
@@ -238,7 +241,7 @@ Pairs = dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]  # denoiser -> l
 
 
 def paired(tensors: Mapping[str, torch.Tensor]) -> Pairs:
-    """The matrices of tensors `DENOISER.LAYER.lora_A.weight`; raises `ModelError` for any other, or half a pair."""
+    """Pair the tensors `DENOISER.LAYER.lora_A.weight`. Raises `ModelError` for other names or an incomplete pair."""
     halves: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         match = KEY.fullmatch(name)
@@ -254,7 +257,7 @@ def paired(tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
-    """The LoRA of each denoiser from its matrices, named as in `Policy.trained` or in a file of diffusers.
+    """Return the LoRA of each denoiser, from matrices named as in `Policy.trained` or a diffusers file.
 
     Raises `CheckpointError` for anything but pairs of such matrices.
     """
@@ -268,7 +271,7 @@ DAMAGED = "{} is not a readable LoRA ({}): give a complete .safetensors file"
 
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The LoRA's configuration in the header of a safetensors file, and its tensors; raises `ModelError`."""
+    """Return the LoRA configuration in a safetensors file's header, and its tensors. Raises `ModelError`."""
     try:
         with safe_open(file, "pt") as opened:
             header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
@@ -281,9 +284,9 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def read_lora(file: Path) -> dict[str, Lora] | None:
-    """The LoRA of each denoiser in a file that gerl wrote; None for one in another layout.
+    """Return the LoRA of each denoiser in a file written by gerl; None for other formats.
 
-    Raises `ModelError` if it is no safetensors file, or a damaged one.
+    Raises `ModelError` if it is not a safetensors file, or damaged.
     """
     header, tensors = _open(file)
     try:
@@ -300,7 +303,7 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
 
 
 def _fault(lora: Lora, alpha: object) -> str | None:
-    """The first thing in it that no file written by gerl has; None for a sound LoRA."""
+    """Return the first property that rules out a file written by gerl; None for a valid LoRA."""
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
         return f"lora_alpha is {alpha!r:.40}"
     for layer, (a, b) in lora.layers.items():
@@ -314,7 +317,7 @@ def _fault(lora: Lora, alpha: object) -> str | None:
 
 
 def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, where: str) -> None:
-    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or has it in another size."""
+    """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or differs in its size."""
     linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
         a, b = halves.a, halves.b
@@ -331,7 +334,7 @@ def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, wher
 
 
 def check_components(loras: Mapping[str, Lora], pipe: DiffusionPipeline, file: Path) -> None:
-    """Raise `ModelError` if `pipe` has no denoiser for one of the LoRAs of `file`, or one that it does not fit."""
+    """Raise `ModelError` if `pipe` has no denoiser for one of the LoRAs of `file`, or if one does not fit."""
     for denoiser, lora in loras.items():
         if denoiser not in pipe.components:
             raise ModelError(f"{file} has a LoRA of {denoiser}, which {type(pipe).__name__} does not have")
@@ -340,7 +343,7 @@ def check_components(loras: Mapping[str, Lora], pipe: DiffusionPipeline, file: P
 
 @torch.no_grad()
 def inject(denoiser: ModelMixin, lora: Lora, name: str) -> None:
-    """Put a LoRA on `denoiser` as the adapter `name`; its layers compute in fp32 as `gerl.model.lora.add_lora`'s do."""
+    """Add a LoRA to `denoiser` as the adapter `name`; its layers compute in fp32 as those of `add_lora` do."""
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
     inject_adapter_in_model(config, denoiser, name)
     for layer, halves in lora.layers.items():
@@ -349,19 +352,19 @@ def inject(denoiser: ModelMixin, lora: Lora, name: str) -> None:
             part.weight.data = values.to(part.weight.device, torch.float32)
 
 
-# --- The files of a LoRA, read: those of diffusers, PEFT and kohya, and the layouts that diffusers converts
+# --- Read LoRA files of diffusers, PEFT and kohya, and of other layouts that diffusers converts
 
-Layers = dict[str, Halves]  # by name of the layer
+Layers = dict[str, Halves]  # by layer name
 Denoisers = Mapping[str, torch.nn.Module]
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 KOHYA = "lora_unet_"
-# what a LoRA of peft may be that is no sum of two matrices' product and the weights
+# PEFT options under which a LoRA is more than a product of two matrices added to the weights
 OTHER = ("use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out")
 KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
 
 
 def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
-    """The LoRA of each denoiser in a file or folder; of `denoisers` only names, classes and sizes are read.
+    """Read the LoRA of each denoiser from a file or folder; uses only names, classes and sizes of `denoisers`.
 
     Raises `ModelError` for anything but LoRAs of linear layers of these denoisers.
     """
@@ -384,10 +387,10 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The safetensors files that make up the LoRA in `path`."""
+    """Return the safetensors files of the LoRA in `path`."""
     if path.is_file():
         return [path]
-    for file in (path / WEIGHTS, path / "lora" / WEIGHTS, path / PEFT_WEIGHTS):  # the second one: of a checkpoint
+    for file in (path / WEIGHTS, path / "lora" / WEIGHTS, path / PEFT_WEIGHTS):  # the second: of a checkpoint
         if file.is_file():
             return [file]
     several = sorted(path.glob(f"*/{PEFT_WEIGHTS}")) or sorted(path.glob("lora_*.safetensors"))
@@ -421,7 +424,7 @@ def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
 
 
 def _denoiser_of(name: str, denoisers: Denoisers) -> str:
-    """The denoiser that a file is for, by the name of the file or its folder, or because there is only one."""
+    """Return the denoiser that a file is for, by the name of the file or its folder, or the only one."""
     if name in denoisers:
         return name
     if len(denoisers) > 1:
@@ -443,7 +446,7 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
-    """The layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
+    """Return the layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
     return {
         name: {layer: Halves(a, b, _scale(configs.get(name, {}), layer, len(a))) for layer, (a, b) in layers.items()}
         for name, layers in paired(tensors).items()
@@ -451,7 +454,7 @@ def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[
 
 
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
-    """alpha / rank of a layer, or alpha / sqrt(rank) of a rank-stabilised LoRA; 1 where no alpha is given."""
+    """Return alpha / rank of a layer, or alpha / sqrt(rank) of a rank-stabilised LoRA; 1 if no alpha is given."""
     if other := next((name for name in OTHER if config.get(name)), None):
         raise ModelError(f"it was trained with {other}, which gerl's LoRA does not have")
     pattern = config.get("alpha_pattern") or {}
@@ -461,24 +464,24 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-# --- A trained LoRA as files of diffusers, PEFT and kohya (whose layout ComfyUI reads), or merged into the weights
+# --- Write a trained LoRA in the formats of diffusers, PEFT and kohya (also read by ComfyUI), or merge it
 
-# class of a denoiser -> name of a layer in its original code -> the layers of diffusers that make it up
+# class of a denoiser -> layer name in its original code -> the diffusers layers that make it up
 LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     family: {original: tuple([parts] if isinstance(parts, str) else parts) for original, parts in layers.items()}
     for family, layers in yaml.safe_load(Path(__file__).with_name("kohya_layouts.yaml").read_text("utf-8")).items()
 }
 BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
-# whose other layers have the same name in both
+# classes whose other layers have the same name in both
 SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
 
 def diffusers_file(
     loras: Mapping[str, Lora], base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
 ) -> bytes:
-    """A safetensors file of diffusers: a LoRA under each prefix, rank and alpha in the file's header.
+    """Return a diffusers safetensors file: a LoRA under each prefix, rank and alpha in the header.
 
-    `base`: what it was trained on, for the header, which has `facts` too.
+    `base`: the base model, written to the header together with `facts`.
     """
     tensors: dict[str, torch.Tensor] = {}
     header: dict[str, object] = {}
@@ -492,7 +495,7 @@ def diffusers_file(
 
 
 def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
-    """The files of a folder for `PeftModel.from_pretrained(denoiser, folder)`; `base` is noted as the base model."""
+    """Return the files of a folder for `PeftModel.from_pretrained(denoiser, folder)`, with `base` as its base model."""
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -509,14 +512,14 @@ def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
 def kohya_file(
     lora: Lora, denoiser: torch.nn.Module, base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
 ) -> bytes:
-    """A safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
+    """Return a safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
-    Only the class and the sizes of `denoiser` are read, so it may be on the meta device. `base`, `facts`: as in
-    `diffusers_file`. Where several layers are one in the original code, their LoRAs become the blocks of one LoRA,
-    whose rank is the sum of theirs.
+    Only the class and sizes of `denoiser` are read, so it may be on the meta device. `base`, `facts`: as in
+    `diffusers_file`. If several layers are one in the original code, their LoRAs become the blocks of one LoRA whose
+    rank is the sum of their ranks.
 
     Raises:
-        ModelError: kohya's layout of this class is not known, or has no name for a layer.
+        ModelError: kohya's layout of this class is unknown, or has no name for a layer.
     """
     family = type(denoiser).__name__
     if family not in LAYOUTS:
@@ -535,7 +538,7 @@ def kohya_file(
             top = sum(rows[: parts.index(part)])
             up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
         name = KOHYA + original.replace(".", "_")
-        # readers divide alpha by the rank they find, that of all blocks together
+        # readers divide alpha by the rank they find, the total of all blocks
         alpha = torch.tensor(lora.scale * len(down))
         tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
     note = {} if base is None else {"base_model": base}
@@ -543,13 +546,13 @@ def kohya_file(
 
 
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
-    """The LoRA of each layer of `denoiser` in the tensors of a file in kohya's layout, see `kohya_file`.
+    """Return the LoRA of each layer of `denoiser` from the tensors of a file in kohya's layout, see `kohya_file`.
 
-    Where several layers are one in the original code, each gets the rows of its own, and the part of the rank that
-    they use: exactly the LoRAs that `kohya_file` was given. Only the class and the sizes of `denoiser` are read.
+    If several layers are one in the original code, each gets its rows and the part of the rank that they use, which
+    restores exactly the LoRAs given to `kohya_file`. Only the class and sizes of `denoiser` are read.
 
     Raises:
-        ModelError: kohya's layout of this class is not known, or the file has something else.
+        ModelError: kohya's layout of this class is unknown, or the file has other tensors.
     """
     originals = _kohya_names(denoiser)
     found: dict[str, Halves] = {}
@@ -579,8 +582,10 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
 
 
 def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> torch.Tensor:
-    """The rows in the other order where the layer's original outputs first the shift, then the scale, and diffusers'
-    the scale first: `AdaLayerNormContinuous`, as in its converter of SD3's original code (`swap_scale_shift`).
+    """Swap the two halves of the rows for `AdaLayerNormContinuous`, return other layers unchanged.
+
+    The original code outputs the shift first, diffusers the scale, as in its converter of SD3's original code
+    (`swap_scale_shift`).
     """
     if not isinstance(denoiser.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):
         return up
@@ -588,7 +593,7 @@ def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> 
 
 
 def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """The layers of `denoiser` that make up each module of a kohya file, by the module's name."""
+    """Return the layers of `denoiser` that make up each module of a kohya file, by module name."""
     family = type(denoiser).__name__
     if family not in LAYOUTS:
         raise ModelError(
@@ -603,7 +608,7 @@ def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
-    """The original name of a layer, and all layers of diffusers that make it up, from top to bottom."""
+    """Return the original name of a layer, and all diffusers layers that make it up, from top to bottom."""
     number = BLOCK.search(layer)
     block = number[0] if number else ""
     pattern = BLOCK.sub("*", layer, count=1)
@@ -619,23 +624,23 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
 
 @torch.no_grad()
 def merge(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
-    """Add a LoRA to the weights of `denoiser`: computed in fp32, rounded once to the precision of the weights."""
+    """Add a LoRA to the weights of `denoiser`, computed in fp32 and rounded once to the weights' precision."""
     for layer, halves in layers.items():
         weight = denoiser.get_parameter(f"{layer}.weight")
         update = (halves.b.float() @ halves.a.float()).to(weight.device)
         weight.copy_(weight.float() + halves.scale * update)
 
 
-# --- `model.lora`: the LoRA that training starts from, as the beginning of the trained one or merged into the base
+# --- `model.lora`: the initial LoRA, which initialises the trained one or is merged into the base model
 
 logger = logging.getLogger(__name__)
 
 
 def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
-    """The LoRA of `model.lora` by denoiser; a LoRA of the hub is fetched into its cache.
+    """Read the LoRA of `model.lora` by denoiser; a LoRA on the Hub is fetched into the cache.
 
-    `denoisers`: those of the pipeline, or their skeletons. Raises `ModelError` if it cannot be read, or does not fit
-    them, or, where it is not merged, `model.lora_rank` and `model.lora_targets`.
+    `denoisers`: those of the pipeline, or their skeletons. Raises `ModelError` if the LoRA cannot be read, does not fit
+    the denoisers, or, unless merged, does not fit `model.lora_rank` and `model.lora_targets`.
     """
     assert config.lora is not None
     try:
@@ -652,7 +657,7 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
 
 
 def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) -> None:
-    """Raise `ModelError` if the trained LoRA cannot hold these layers."""
+    """Raise `ModelError` if the trained LoRA cannot represent these layers."""
     given, instead = f"model.lora={config.lora!r}", "or train a new one on top of it with model.merge_lora=true"
     rank = max(halves.rank for halves in layers.values())
     if rank > config.lora_rank:
@@ -673,8 +678,8 @@ def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) 
 def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
     """Initialise the LoRAs just added to `denoisers` from `start`, with the same outputs.
 
-    A layer of a lower rank than `model.lora_rank` fills the first rows, the rest of A stays random and of B zero; B
-    compensates for the difference in scale. With the same rank and alpha the matrices are those of the file.
+    A layer with a rank below `model.lora_rank` fills the first rows; the other rows of A stay random and those of B
+    zero; B compensates for the difference in scale. With equal rank and alpha the matrices equal those in the file.
     """
     for name, layers in start.items():
         for layer, halves in layers.items():
@@ -685,23 +690,23 @@ def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
 
 
 def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
-    """Add `model.lora` to the weights of `denoisers`: computed in fp32, rounded once to their precision."""
+    """Add `model.lora` to the weights of `denoisers`, computed in fp32 and rounded once to their precision."""
     for name, layers in read_start(config, denoisers).items():
         merge(layers, denoisers[name])
     logger.info("%s is merged into the base model", config.lora)
 
 
-# --- Whether plain diffusers reads the whole of a LoRA file: on a skeleton of the model, before it counts as written
+# --- Check on a skeleton that plain diffusers loads a whole LoRA file, before the file counts as written
 
 CHECK_ADAPTER = "check"
-_SOUND: set[tuple[object, ...]] = set()  # classes with the tensors that they took, in this process
+_SOUND: set[tuple[object, ...]] = set()  # classes and the tensors they loaded, in this process
 
 
 def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> None:
     """Raise `ModelError` unless a plain model of each class loads all tensors of a file in diffusers' format.
 
-    Reads only classes and configurations of `denoisers`. Diffusers itself only warns about tensors without a layer.
-    Classes that load no LoRA are left out.
+    Reads only classes and configurations of `denoisers`. Needed because diffusers only warns about tensors without a
+    layer. Classes that cannot load a LoRA are skipped.
     """
     tensors = load(content)
     for name, denoiser in denoisers.items():
@@ -727,20 +732,20 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
         _SOUND.add(known)
 
 
-# --- LoRA files in the layouts that other trainers and interfaces write, converted by diffusers' own readers
+# --- LoRA files in the layouts of other trainers and interfaces, converted by diffusers' readers
 
 SUFFIX = "LoraLoaderMixin"
-# the tensors that a LoRA consists of, however they are called: two matrices per layer, and alpha
+# tensor names of a LoRA in any layout: two matrices per layer, and alpha
 MATRIX = re.compile(r"(?P<layer>.+?)[._]lora(_linear_layer)?[._](?P<half>A|B|down|up)(\.default)?\.weight")
 ALPHA = re.compile(r"(?P<layer>.+?)(\.lora)?\.alpha")
 Tensors = Mapping[str, torch.Tensor]
 
 
 def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a file as diffusers reads them, `name.LAYER.lora_A.weight`, and the configuration of each layer.
+    """Return a file's tensors as diffusers reads them, `name.LAYER.lora_A.weight`, and each layer's configuration.
 
-    Reads only class and sizes of `denoiser`, the component `name`. Raises `ModelError` for a layout that diffusers
-    cannot read, and for a tensor that it would leave out: the images would be those of another LoRA.
+    Reads only class and size of `denoiser`, the component `name`. Raises `ModelError` for a layout that diffusers
+    cannot read, and for a tensor that it would ignore, since the images would be those of another LoRA.
     """
     for key, value in tensors.items():
         if not (MATRIX.fullmatch(key) or ALPHA.fullmatch(key)):
@@ -773,7 +778,7 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
 
 
 def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
-    """The mixin of diffusers' pipelines that reads LoRAs of this class, the one with the longest common name."""
+    """Return diffusers' pipeline mixin that reads LoRAs of this class: the one with the longest common name."""
     family = type(denoiser).__name__
     if family == "UNet2DConditionModel":
         large = getattr(denoiser.config, "addition_embed_type", None) == "text_time"
@@ -784,14 +789,14 @@ def _reader(denoiser: torch.nn.Module) -> type[Any] | None:
 
 
 def _alphas(alphas: Mapping[str, float], name: str) -> dict[str, Any]:
-    """The alpha of each layer, which diffusers gives by the name of its first matrix, as in a configuration of PEFT."""
+    """Return the alpha of each layer; diffusers names it by the first matrix, as a PEFT configuration does."""
     renamed = convert_unet_state_dict_to_peft({key.removesuffix(".alpha"): value for key, value in alphas.items()})
     layers = {key.removeprefix(f"{name}.").split(".lora_")[0]: float(value) for key, value in renamed.items()}
     return {"alpha_pattern": {f"^{re.escape(layer)}$": alpha for layer, alpha in layers.items()}} if layers else {}
 
 
 def _squared_norm(tensors: Tensors, pattern: Mapping[str, float]) -> float:
-    """The sum of the squares of all updates `alpha / rank * B @ A`: what splitting a layer by rows leaves alone."""
+    """Return the sum of squares of all updates `alpha / rank * B @ A`, invariant under splitting a layer by rows."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     alphas: dict[str, float] = {}
     for key, value in tensors.items():

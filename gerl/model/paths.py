@@ -1,4 +1,4 @@
-"""`model.path` and `model.lora`: what ships with gerl, folders, files and hub ids, read before torch is imported."""
+"""Resolution of `model.path` and `model.lora` (models shipped with gerl, folders, files, Hub ids) without torch."""
 
 import re
 from importlib import resources
@@ -8,13 +8,13 @@ from gerl.errors import ModelError
 
 SHIPPED = ("signs",)
 INDEX = "model_index.json"
-WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name for a LoRA's file
+WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
 ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|\w+://")
 
 
 def resolve(path: str) -> str:
-    """The folder of a pipeline, or `path` itself if it is a hub id; raises `ModelError` for what can be neither."""
+    """Return the folder of a pipeline, or `path` itself for a Hub id. Raises `ModelError` if it can be neither."""
     if path in SHIPPED:
         return str(resources.files("gerl") / "assets" / path)
     if not path.strip():
@@ -41,7 +41,7 @@ def resolve(path: str) -> str:
 
 
 def local_lora(source: str) -> Path | None:
-    """The file or folder of `model.lora`; None for one of the hub. Raises `ModelError` for what can be neither."""
+    """Return the file or folder of `model.lora`; None for a Hub id. Raises `ModelError` if it can be neither."""
     path, given = Path(source).expanduser(), f"model.lora={source!r}"
     if path.exists():
         if (path / INDEX).is_file():
@@ -61,7 +61,7 @@ def local_lora(source: str) -> Path | None:
 
 
 def _why(folder: Path) -> str:
-    """Why a path is no folder of a pipeline, and what to give."""
+    """Return why a path is not a pipeline's folder, and what to give instead."""
     if not folder.exists():
         return f"there is no folder {folder.absolute()}; correct the path, or give a Hub id such as 'owner/name'"
     if not folder.is_dir():

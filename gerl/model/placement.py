@@ -25,16 +25,16 @@ from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks
 from gerl.utils.files import first_line, reason
 
-# --- Where the frozen parts of a pipeline are, and in which precision they compute
+# --- Placement of the frozen parts of a pipeline, and the precision they compute in
 
-DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that make images of latents
+DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that decode latents to images
 
 
 class OffloadedComponents:
-    """Keeps components of a pipeline on the CPU, and on `device` only while they are used.
+    """Offloading of pipeline components to the CPU while they are not used.
 
-    A component moves to `device` when it or a part of it is called, and back when another one is or a denoiser runs:
-    one at a time is there, and none while the denoiser needs the memory for its activations.
+    A component moves to `device` when it or a part of it is called, and back when another one or a denoiser runs: at
+    most one is on the device, and none while the denoiser needs the memory for its activations.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OffloadedComponents:
         self.present: torch.nn.Module | None = None
         for component in components:
             component.to("cpu")
-            for part in component.modules():  # pipelines call `vae.decode` and `text_encoder.model` past `forward`
+            for part in component.modules():  # pipelines call `vae.decode` and `text_encoder.model` bypassing `forward`
                 part.register_forward_pre_hook(partial(self._enter, component), with_kwargs=True)
         for denoiser in denoisers:
             denoiser.register_forward_pre_hook(self._leave)
@@ -58,7 +58,7 @@ class OffloadedComponents:
             self.present = component
         elif part is not component:
             return None
-        # the pipeline may have put the inputs where it found the component
+        # the pipeline may have moved the inputs to the component's previous device
         moved: Arguments = tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, (args, kwargs))
         return moved
 
@@ -70,14 +70,14 @@ class OffloadedComponents:
 
 
 class OffloadedBlocks:
-    """Keeps the frozen weights of the repeated blocks of denoisers on the CPU, and those of one block on `device`.
+    """Offloading of the frozen weights of repeated blocks: one block at a time is on `device`, the others on the CPU.
 
     A block's weights are copied before it is called, and again before its backward pass, whether its activations were
-    kept or are recomputed. They never change, so the copy is dropped when another block's come. All else stays on
-    `device`: layers outside of the blocks, which are small, and the LoRA.
+    kept or are recomputed. They never change, so the copy is dropped when the next block's weights arrive. Everything
+    else stays on `device`: the layers outside the blocks, which are small, and the LoRA.
 
-    Diffusers' own group offload would take the LoRA along (with streams, restore it from a copy as it was before
-    training), and leaves a block's weights on the CPU while the block is recomputed piece by piece.
+    Diffusers' group offload would move the LoRA too (with streams, restore it from a copy made before training), and
+    leaves a block's weights on the CPU while the block is recomputed piece by piece.
     """
 
     def __init__(self, denoisers: Iterable[torch.nn.Module], device: str) -> None:
@@ -88,7 +88,7 @@ class OffloadedBlocks:
             blocks = repeated_blocks(denoiser)
             for block in blocks:
                 self.homes[block] = [(t, self._home(t)) for t in (*block.parameters(), *block.buffers())]
-                for part in block.modules():  # of some models a part is called past its block
+                for part in block.modules():  # some models call a part of a block directly
                     part.register_forward_pre_hook(lambda *_, block=block: self.enter(block))
                     part.register_forward_hook(partial(self._after, block))
             inside = {id(t) for block in blocks for t, _ in self.homes[block]}
@@ -102,19 +102,19 @@ class OffloadedBlocks:
         return tensor.data
 
     def enter(self, block: torch.nn.Module) -> None:
-        """Bring the weights of `block` to the device, in place of those that are there."""
+        """Move the weights of `block` to the device, replacing those of the previous block."""
         if block is self.present:
             return
         self.leave()
         self.present = block
         for tensor, home in self.homes[block]:
             tensor.data = home.to(self.device, non_blocking=True)
-        for tensor in block.parameters():  # what was added to it since, which stays
+        for tensor in block.parameters():  # parameters added since, such as the LoRA's, stay on the device
             if tensor.device != self.device:
                 tensor.data = tensor.data.to(self.device)
 
     def leave(self) -> None:
-        """Send the weights away that are on the device."""
+        """Remove the current block's weights from the device."""
         if self.present is not None:
             for tensor, home in self.homes[self.present]:
                 tensor.data = home
@@ -135,8 +135,8 @@ def place(
 ) -> None:
     """Move `pipe` to `device`, except the components `sharded`.
 
-    `offload`: its text encoders, image encoders and VAEs only while they are used, and with `blocks` the blocks of its
-    denoisers.
+    `offload`: keep text encoders, image encoders and VAEs on the CPU while unused, and with `blocks` also the blocks of
+    the denoisers.
     """
     components = pipe.components.items()
     modules = {name: c for name, c in components if isinstance(c, torch.nn.Module) and name not in sharded}
@@ -157,7 +157,7 @@ def place(
 def decode_in_fp32(pipe: DiffusionPipeline) -> None:
     """Let VAEs with `force_upcast` in their configuration decode in fp32; they still encode in their own dtype.
 
-    Diffusers does so in some pipelines, and for fp16 only.
+    Diffusers does so only in some pipelines, and only for fp16.
     """
     for component in pipe.components.values():
         if isinstance(component, ModelMixin) and component.config.get("force_upcast", False):
@@ -167,25 +167,25 @@ def decode_in_fp32(pipe: DiffusionPipeline) -> None:
 
 
 def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-    module.float()  # pipelines that upcast their VAE themselves cast it back after use
+    module.float()  # pipelines that upcast their VAE cast it back after use
     cast: Arguments = tree_map(
         lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, (args, kwargs)
     )
     return cast
 
 
-# --- 8-bit copies of frozen weights for rollouts in int8 or fp8; updates use the weights as they are.
+# --- 8-bit copies of frozen weights for rollouts in int8 or fp8; updates use the original weights.
 #
-# Unlike `model.quantize`, which keeps weights small and computes in the model's precision, these layers compute in 8
-# bits, inputs included. The rollout policy is then close to the trained one, but not the same.
+# Unlike `model.quantize`, which stores weights compactly and computes in the model's precision, these layers compute in
+# 8 bits, inputs included. The rollout policy is then close to the trained one, but not equal.
 
-MULTIPLE = 16  # of which the widths of a layer have to be for 8-bit kernels
+MULTIPLE = 16  # 8-bit kernels need layer widths that are multiples of this
 
 
 class QuantizedRollout:
     """8-bit copies of the frozen linear weights in the repeated blocks of denoisers.
 
-    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `check_quantized_rollout`.
+    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `quantised` does.
     """
 
     def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
@@ -208,7 +208,7 @@ class QuantizedRollout:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The layers compute with the copies."""
+        """Compute with the copies within the block."""
         own = [layer.weight for layer, _ in self.copies]
         try:
             for layer, copy in self.copies:
@@ -220,7 +220,7 @@ class QuantizedRollout:
 
 
 def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` where the package for `kind` is missing, or layers cannot compute so on `device`."""
+    """Raise `ConfigError` if the package for `kind` is missing, or if `device` cannot compute in this format."""
     weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
     try:
         with torch.no_grad():
@@ -233,7 +233,7 @@ def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dt
 
 
 def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Parameter:
-    """A copy of a linear layer's `weight` that computes in 8 bits, with a scale for each row and each input vector."""
+    """Return an 8-bit copy of a linear layer's `weight`, with a scale for each row and each input vector."""
     try:
         from torchao.quantization import (  # an optional package
             Float8DynamicActivationFloat8WeightConfig,
@@ -254,18 +254,18 @@ def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Paramete
     return layer.weight
 
 
-# --- How a pipeline computes, not what: compiled blocks, attention kernels, the layout of a VAE's weights
+# --- Execution options that keep the results: compiled blocks, attention kernels, memory layout of VAE weights
 
-# relative error of half-precision attention; a kernel with 8-bit products is off by more
+# relative error allowed for half-precision attention; kernels with 8-bit products exceed it
 CLOSE = 2e-2
-# of one function: all blocks have the same code, with and without gradient, for one row and for several
+# per function: all blocks share their code, with and without gradient, for one row and several
 RECOMPILATIONS = 64
 
 
 def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
-    """Let torch.compile compile the repeated blocks of `denoiser`, which have one graph, rather than all of it.
+    """Compile each repeated block of `denoiser` with torch.compile; the blocks share one graph.
 
-    What lies around the blocks is small. The hooks of divided weights (`model.shard`) stay outside.
+    The layers around the blocks are small. The hooks of sharded weights (`model.shard`) stay outside the graph.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, torch._dynamo.config.recompile_limit)
     for block in repeated_blocks(denoiser):
@@ -273,10 +273,10 @@ def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
 
 
 def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` unless the attention backend `name` of diffusers can train here.
+    """Raise `ConfigError` unless the attention backend `name` of diffusers can be used for training here.
 
-    It has to exist, run on `device` with `dtype`, and give what torch's own gives, with a gradient: kernels for
-    inference (sage) give none, which a denoiser would not show, since the gradient goes around its attention.
+    It must exist, run on `device` with `dtype`, match torch's attention, and provide a gradient: inference kernels
+    (sage) have none, which would go unnoticed in a denoiser, since the gradient also flows around its attention.
     """
     given = f"model.attention={name}"
     known = [backend.value for backend in AttentionBackendName]
@@ -302,8 +302,8 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
 
 
 def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
-    """Let `denoisers` compute their attention with the backend `name`; raises `ModelError` where one has no choice."""
-    with attention_backend(name):  # which puts back what other models of this process compute with
+    """Set the attention backend `name` on `denoisers`. Raises `ModelError` if one has no selectable backend."""
+    with attention_backend(name):  # restores the global backend, which other models of this process use
         for component, denoiser in denoisers.items():
             denoiser.set_attention_backend(name)
             processors = [getattr(module, "processor", None) for module in denoiser.modules()]
@@ -315,7 +315,7 @@ def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
 
 
 def channels_last(pipe: DiffusionPipeline) -> None:
-    """Keep the convolutions of VAEs in the memory layout in which GPUs compute them fastest."""
+    """Convert the convolutions of VAEs to the memory layout that is fastest on GPUs."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for component in pipe.components.values():
         if isinstance(component, ModelMixin) and hasattr(component, "decode"):
@@ -324,33 +324,33 @@ def channels_last(pipe: DiffusionPipeline) -> None:
                     p.data = p.data.to(memory_format=layouts[p.ndim])
 
 
-# --- Text encoders that are read when they are first needed: where all prompts are kept encoded, never
+# --- Text encoders loaded on first use, and hence never if all prompt embeddings are cached
 
 logger = logging.getLogger(__name__)
 
 
 class LazyTextEncoder(torch.nn.Module):
-    """A proxy of a text encoder, which is read when it is called or an attribute of it is read."""
+    """Proxy of a text encoder, which is loaded when it is called or one of its attributes is read."""
 
     def __init__(self, skeleton: torch.nn.Module, read: Callable[[], torch.nn.Module], dtype: torch.dtype) -> None:
-        """`skeleton`: the encoder without its weights; `read`: the encoder, on the CPU."""
+        """Store `skeleton`, the encoder without weights, and `read`, which loads the encoder on the CPU."""
         super().__init__()
-        # past `torch.nn.Module`: a pipeline takes the device of its first weights for its own
+        # not registered as submodules: a pipeline takes its device from its first weights
         self.__dict__ |= {"skeleton": skeleton, "read": read}
         self.__dict__["known"] = {"dtype": dtype, "device": torch.device("cpu"), "config": skeleton.config}
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """The encoder's answer."""
+        """Call the encoder, loading it first if necessary."""
         return self.loaded()(*args, **kwargs)
 
     def loaded(self) -> torch.nn.Module:
-        """The encoder, read now if it was not."""
+        """Return the encoder, loading it on the first call."""
         if "encoder" not in self._modules:
             self.encoder = self.read().requires_grad_(False).eval().to(self.known["device"])
         return self.encoder
 
     def to(self, device: Any, *_: object, **__: object) -> LazyTextEncoder:  # type: ignore[override]
-        """Where the encoder will be."""
+        """Set the device of the encoder, for now or when it is loaded."""
         self.known["device"] = torch.device(device)
         return super().to(device)
 
@@ -366,7 +366,7 @@ class LazyTextEncoder(torch.nn.Module):
 
 
 def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LazyTextEncoder]:
-    """The text encoders of the pipeline in `folder`, none of them read, which will be as diffusers reads them."""
+    """Return unloaded text encoders of the pipeline in `folder`, which will load as diffusers loads them."""
     index = DiffusionPipeline.load_config(folder)
     encoders_only = ModelConfig(path=config.path, quantize_encoders=config.quantize_encoders)
     quantised = quantisation_config(encoders_only, folder, dtype, lambda _: {})

@@ -25,7 +25,7 @@ from gerl.utils.files import first_line, reason
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that is here, which shares its memory; all of it where it is not divided."""
+    """Return this rank's shard of `tensor`, sharing its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -33,10 +33,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class EMA:
-    """`e <- d e + (1 - d) p`, where `n`, the number of updates so far, gives `d`.
+    """Exponential moving average `e <- d e + (1 - d) p`, where `d` depends on the number `n` of updates so far.
 
-    `decay`: a number, warmed up as `d = min((1 + n) / (10 + n), decay)`, or the function `n -> d` itself. With 0 the
-    average is the weights themselves.
+    `decay`: a number, warmed up as `d = min((1 + n) / (10 + n), decay)`, or a function `n -> d`. With decay 0 the
+    average equals the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float | Callable[[int], float]) -> None:
@@ -48,14 +48,14 @@ class EMA:
 
     @property
     def next_decay(self) -> float:
-        """The decay of the next update."""
+        """Decay of the next update."""
         if callable(self.decay):
             return self.decay(self.updates)
         return min((1 + self.updates) / (10 + self.updates), self.decay)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the current weights into the average."""
+        """Update the average with the current weights."""
         d = self.next_decay
         for name, p in self.parameters.items():
             local(self.average[name]).lerp_(local(p), 1 - d)
@@ -63,9 +63,9 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """The model computes with the averaged weights; the trained ones are restored.
+        """Compute with the averaged weights within the block; the trained ones are restored afterwards.
 
-        `average`: an earlier copy of these to use instead.
+        `average`: an earlier copy of the averages to use instead.
         """
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.average if average is None else average)
@@ -75,7 +75,7 @@ class EMA:
             self._copy(kept)
 
     def load(self, average: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Restore a saved average; names must be the same."""
+        """Restore a saved average with the same names."""
         for name, value in self.average.items():
             value.copy_(average[name])
         self.updates = updates
@@ -86,18 +86,18 @@ class EMA:
             local(p).copy_(local(values[name]))
 
 
-# --- The policy: a pipeline, its trained weights, and copies of these at other times
+# --- The policy: a pipeline, its trained weights, and copies of them at other times
 
 
 @dataclass
 class Policy:
-    """A pipeline and what of it is trained, for rollout and actor: a LoRA on its denoisers, or their weights.
+    """Pipeline with its trained parameters, a LoRA on its denoisers or their weights, for rollout and actor.
 
-    `trained`: the trained parameters, in fp32, named `denoiser.parameter`; those that are not a LoRA's may be sharded,
-    and so are then the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares
-    with; `sampler`: for rollouts, if not the trained weights. `earlier[i]`: the weights of rollouts `i` finished steps
-    ago, for `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights
-    for rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
+    `trained`: the trained parameters, in fp32, named `denoiser.parameter`; full weights may be sharded, and then so are
+    the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares with; `sampler`:
+    for rollouts, if not the trained weights. `earlier[i]`: the rollout weights `i` finished steps ago, for
+    `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights for
+    rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
     """
 
     pipe: DiffusionPipeline
@@ -107,10 +107,11 @@ class Policy:
     fingerprint: str = ""  # of the base weights
     version: int = 0  # optimizer steps taken
     old: EMA | None = None
-    old_is_current: bool = True  # `old` holds the trained weights: no need to run it
+    old_is_current: bool = True  # `old` equals the trained weights and need not run
     sampler: EMA | None = None
-    whole: bool = False  # `trained` are weights of the denoisers themselves, not of a LoRA
-    # those `base` has: of whole weights the first ones, if an algorithm asks for it; of any the later ones that it sets
+    whole: bool = False  # `trained` are the denoisers' weights, not a LoRA
+    # weights of `base`: for full fine-tuning the initial ones if an algorithm needs them; later those of
+    # `move_reference`
     reference: EMA | None = None
     reference_moves: bool = False
     earlier: list[EMA] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Policy:
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
 
     def averages(self) -> dict[str, EMA]:
-        """All weights besides the trained ones, by name."""
+        """Return all weights except the trained ones, by name."""
         named = {"ema": self.ema, "old": self.old, "sampler": self.sampler}
         named["reference"] = self.reference if self.reference_moves else None
         named |= {f"earlier_{i}": average for i, average in enumerate(self.earlier)}
@@ -127,13 +128,13 @@ class Policy:
 
     @torch.no_grad()
     def keep_average(self) -> None:
-        """Give the trained parameters the averaged values, for whoever uses the pipeline after the run."""
+        """Copy the averaged values to the trained parameters, for use of the pipeline after the run."""
         for name, p in self.trained.items():
             p.copy_(self.ema.average[name])
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Add the rollout weights to the `earlier` ones at the end of a step, and drop the oldest."""
+        """Insert the rollout weights into `earlier` at the end of a step, and drop the oldest."""
         newest = self.earlier.pop()
         drawing: Mapping[str, torch.Tensor] = self.trained if self.sampler is None else self.sampler.average
         newest.load(drawing, self.version)
@@ -141,13 +142,13 @@ class Policy:
 
     @torch.no_grad()
     def move_reference(self) -> None:
-        """Make the current trained weights those of `base`."""
+        """Make the current trained weights the reference used by `base`."""
         assert self.reference is not None and self.reference_moves
         self.reference.load(self.trained, self.version)
 
     @contextlib.contextmanager
     def as_sampler(self, old: bool = False, lag: int = 0) -> Iterator[None]:
-        """The model computes with the weights for rollouts: of `lag` finished steps ago, or of the `old` policy."""
+        """Compute with the rollout weights within the block: of `lag` finished steps ago, or of the `old` policy."""
         average = self.old if old else self.earlier[lag] if lag else self.sampler
         with contextlib.ExitStack() as stack:
             for weights in (average, self.quantized):
@@ -157,7 +158,7 @@ class Policy:
 
     @contextlib.contextmanager
     def base(self) -> Iterator[None]:
-        """The model computes as the reference of `algorithm.kl_coef`: the base model, or later `move_reference`'s."""
+        """Compute as the reference of `algorithm.kl_coef`: the base model, or the weights set by `move_reference`."""
         if self.whole or self.reference is not None:
             assert self.reference is not None, "an algorithm that uses it must declare Needs.base_model"
             with self.reference.swapped_in():
@@ -168,13 +169,13 @@ class Policy:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """The model computes as at the start of training, also where the reference has moved."""
+        """Compute as at the start of training within the block, even if the reference has moved."""
         with self.base() if self.whole else lora_disabled(list(self.denoisers.values())):
             yield
 
     @contextlib.contextmanager
     def teacher(self, number: int) -> Iterator[DiffusionPipeline]:
-        """The pipeline of a teacher, with its weights during the block."""
+        """Yield the pipeline of a teacher, with the teacher's weights within the block."""
         model = self.teachers[number]
         if model.pipe is not None:
             yield model.pipe
@@ -187,26 +188,26 @@ class Policy:
 
     @contextlib.contextmanager
     def fake(self) -> Iterator[None]:
-        """The model computes, and is trained, with the LoRA that imitates its images (`algorithm=dmdr`)."""
+        """Compute and train with the LoRA that imitates the policy's images within the block (`algorithm=dmdr`)."""
         with fake_active(self.denoisers):
             yield
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
-        """The averaged LoRA as diffusers' safetensors file; `average`: an earlier copy to use instead."""
+        """Return the averaged LoRA as a diffusers safetensors file; `average`: an earlier copy to use instead."""
         with self.ema.swapped_in(average):
             return lora_file(self.denoisers)
 
 
-# --- Full fine-tuning: which weights of the denoisers are trained, and how they are sharded and cast.
+# --- Full fine-tuning: selection of the trained denoiser weights, sharding and casting.
 #
 # The trained weights are fp32 in any precision of the model. In half precision, or with several ranks, FSDP2
-# (`torch.distributed.fsdp.fully_shard`) gathers and casts the fp32 parts of a block while it computes.
+# (`torch.distributed.fsdp.fully_shard`) gathers and casts the fp32 shards of a block while it computes.
 
 Modules = Mapping[str, torch.nn.Module]
 
 
 def chosen(train: str, denoisers: Modules) -> list[str]:
-    """The names `denoiser.parameter` of the weights in `model.train`, of denoisers or skeletons.
+    """Return the names `denoiser.parameter` of the weights in `model.train`, of denoisers or skeletons.
 
     Raises `ModelError` if there are none.
     """
@@ -226,13 +227,13 @@ def chosen(train: str, denoisers: Modules) -> list[str]:
 
 
 def parameters_of(denoisers: Modules, names: Iterable[str]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of these names `denoiser.parameter`."""
+    """Return the parameters with these names `denoiser.parameter`."""
     parts = {name: name.partition(".") for name in names}
     return {name: denoisers[denoiser].get_parameter(key) for name, (denoiser, _, key) in parts.items()}
 
 
 def alone(device: str) -> DeviceMesh:
-    """A mesh of this process alone."""
+    """Return a device mesh of this process only."""
     kind = device.partition(":")[0]
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
@@ -244,8 +245,8 @@ def alone(device: str) -> DeviceMesh:
 def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard the fp32 weights of `denoisers` among the ranks of `mesh`; blocks compute with them in `dtype`.
 
-    A rank's gradients are its part of the sum over the ranks, in fp32; layers that a model's class keeps in fp32 stay
-    so. Raises `ModelError` for a denoiser without repeated blocks.
+    A rank's gradients are its shard of the sum over the ranks, in fp32; layers that a model class keeps in fp32 stay in
+    fp32. Raises `ModelError` for a denoiser without repeated blocks.
     """
     half = dtype != torch.float32
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -256,22 +257,22 @@ def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         for module in (*kept, *blocks, denoiser):
             fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(1.0)  # the loss is divided by the number of all samples already
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-        denoiser.to(mesh.device_type)  # what is left: buffers
+            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the number of all samples
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support a sum with a factor
+        denoiser.to(mesh.device_type)  # moves the remaining tensors: buffers
         if half:
             kept_buffers = {id(b) for module in kept for b in module.buffers()}
             saved = denoiser.state_dict().keys()
-            for buffer_name, buffer in denoiser.named_buffers():  # as diffusers loads those that are saved
+            for buffer_name, buffer in denoiser.named_buffers():  # diffusers loads saved buffers in `dtype`
                 if buffer_name in saved and buffer.is_floating_point() and id(buffer) not in kept_buffers:
                     buffer.data = buffer.data.to(dtype)
-            # pipelines make inputs in `denoiser.dtype`: that of its computation, not of its parameters
+            # pipelines create inputs in `denoiser.dtype`, which must be that of the computation, not of the parameters
             kind = type(denoiser)
             denoiser.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda self: dtype)})
 
 
 def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules of `denoiser` that diffusers loads in fp32 in any precision."""
+    """Return the outermost modules of `denoiser` that diffusers always loads in fp32."""
     names = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
@@ -283,21 +284,21 @@ def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
-    """Its class before its weights were sharded."""
+    """Return the class of `denoiser` before its weights were sharded."""
     classes = (cls for cls in type(denoiser).__mro__ if issubclass(cls, torch.nn.Module))
     return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
-# --- Several sets of weights for the denoisers of one pipeline, of which one at a time takes the place of its own
+# --- Several sets of weights for the denoisers of one pipeline, one of which is active at a time
 
-Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, and what it shall be
+Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, and its new value
 
 
 class WeightVariants:
-    """Sets of trained denoisers, a folder of each, by name; at first the pipeline keeps its own weights.
+    """Named sets of trained denoiser weights, each from a folder; the pipeline's own weights are active at first.
 
     Only weights that differ from the pipeline's are kept, in main memory. Raises `ModelError` for denoisers that cannot
-    be read or are not those of the pipeline.
+    be read or do not match the pipeline's.
     """
 
     def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
@@ -308,7 +309,7 @@ class WeightVariants:
 
     @torch.no_grad()
     def switch(self, name: str | None) -> None:
-        """Give the pipeline the weights `name`; None, or another name: its own."""
+        """Activate the weights `name`; None or an unknown name restores the pipeline's own."""
         wanted = name if name in self._values else None
         if wanted == self._present:
             return
@@ -335,21 +336,21 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
     return found
 
 
-# --- Several LoRAs on one pipeline, of which one at a time, or none, takes part
+# --- Several LoRAs on one pipeline, at most one of which is active at a time
 
 
 def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
-    """Put the LoRAs in `files`, by name, on the components of `pipe`, all of them switched off.
+    """Add the LoRAs in `files`, by name, to the components of `pipe`, all inactive.
 
-    A LoRA that gerl wrote computes in fp32 on a base of any precision, as in training: its images equal those of the
-    run to the bit. Any other is read by the pipeline's own `load_lora_weights`. Raises `ModelError` for a file that
+    A LoRA written by gerl computes in fp32 on a base of any precision, as in training, so its images are bitwise equal
+    to those of the run. Others are loaded by the pipeline's `load_lora_weights`. Raises `ModelError` for a file that
     cannot be read or does not fit the pipeline.
     """
     plain = {name: read_lora(file) for name, file in files.items()}
-    for name, file in files.items():  # all of them, before the first one changes the layers
+    for name, file in files.items():  # check all before the first one changes the layers
         check_components(plain[name] or {}, pipe, file)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are meant
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are intended
         for name, file in files.items():
             loras = plain[name]
             if loras is None:
@@ -361,15 +362,15 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
 
 
 def switch(pipe: DiffusionPipeline, name: str | None) -> None:
-    """Switch on the LoRA `name` alone; None: the base model."""
+    """Activate only the LoRA `name`; None: the base model."""
     for layer in _layers(pipe):
         layer.enable_adapters(name is not None)
-        if name is not None:  # a layer that this LoRA does not have computes without one
+        if name is not None:  # a layer missing in this LoRA computes without one
             layer.set_adapter([_adapter(name)], inference_mode=True)
 
 
 def _adapter(name: str) -> str:
-    """A name for a LoRA that peft takes: torch takes no dot in the name of a module."""
+    """Return an adapter name valid for peft: torch allows no dot in a module's name."""
     return "variant_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
 
 

@@ -1,4 +1,4 @@
-"""Prompts encoded once and kept in memory or on disk, and prompts that are longer than a tokenizer reads."""
+"""Prompt encodings cached in memory or on disk, and prompts longer than a tokenizer's limit."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from gerl.protocol import CutPrompts
 from gerl.utils.files import reason
 from gerl.utils.tensors import pack_tensors
 
-# --- Prompts encoded once: the outputs of a pipeline's `encode_*` methods are kept in memory, and on disk if asked.
+# --- Cache of prompt encodings: outputs of a pipeline's `encode_*` methods, kept in memory and optionally on disk.
 #
-# Each prompt (with its negative prompt) is encoded alone, and the answers are joined as the pipeline does it for a
-# batch. How is found by comparing the two once, for each method and set of its other arguments; where nothing gives the
-# same, the method is called each time. So a number never depends on what was kept before.
+# Each prompt (with its negative prompt) is encoded alone, and the outputs are joined as the pipeline would for a batch.
+# The layout for joining is found by comparing both once per method and set of other arguments; if no layout reproduces
+# the batch, the method is called each time. So results never depend on the state of the cache.
 
 logger = logging.getLogger(__name__)
 ENCODES = re.compile(r"_?encode_(prompt|text)")
 GB = 10**9
-NEAR = 2e-2  # of its norm, how far an answer may be from that of a batch: half precision rounds by the batch's size
-# An answer with each tensor or list replaced by the dimension of its rows, or by one of these. A mask is None for a row
-# alone, and in a batch 1 as far as the row goes; its dtype follows.
+NEAR = 2e-2  # relative tolerance between joined and batched outputs: half precision rounds differently by batch size
+# An encoding with each tensor or list replaced by its batch dimension, or by one of these constants. A mask is None for
+# a single row, and 1 up to the row's length in a batch; the dtype follows the prefix.
 Layout = object
 SHARED, ITEMS, MASK = "shared", "items", "mask "
 
-Row = dict[str, object]  # the arguments of one prompt that are texts in a list
+Row = dict[str, object]  # the arguments of one prompt, each a list with one text
 
 
 def detach(pipe: DiffusionPipeline) -> None:
-    """Let `pipe` encode by itself again."""
+    """Restore the `encode_*` methods of `pipe`."""
     for name in [name for name in pipe.__dict__ if ENCODES.match(name)]:
         del pipe.__dict__[name]
 
 
 class PromptCache:
-    """The answers of a pipeline's `encode_*` methods, one per prompt."""
+    """Cache of the outputs of a pipeline's `encode_*` methods, one entry per prompt."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
-        """`gb`: the memory they may take; `folder`: where they are kept as files as well."""
+        """Set the memory limit `gb` and the folder of the disk cache, None for memory only."""
         self.most, self.folder = int(gb * GB), folder
-        self.answers: OrderedDict[str, Tree] = OrderedDict()  # on the CPU, the one used last at the end
+        self.answers: OrderedDict[str, Tree] = OrderedDict()  # on the CPU, least recently used first
         self.bytes = 0
-        self.layouts: dict[str, Layout | None] = {}  # None: answers cannot be joined
+        self.layouts: dict[str, Layout | None] = {}  # None: outputs cannot be joined
 
     def attach(self, pipe: DiffusionPipeline) -> None:
-        """Let `pipe` ask here first."""
+        """Replace the `encode_*` methods of `pipe` by cached ones."""
         for name in dir(type(pipe)):
             if ENCODES.match(name) and callable(method := getattr(pipe, name)):
                 pipe.__dict__[name] = update_wrapper(partial(self.answer, pipe, name, method), method)
@@ -75,7 +75,7 @@ class PromptCache:
     def answer(
         self, pipe: DiffusionPipeline, name: str, method: Callable[..., Tree], *args: object, **kwargs: object
     ) -> Tree:
-        """The answer of `method`, which is called `name`."""
+        """Return the output of `method`, named `name`, from cached encodings if possible."""
         bound = inspect.signature(method).bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
         rows, rest = divided(bound)
@@ -88,7 +88,7 @@ class PromptCache:
         def single(text: str) -> Tree:
             found = self.find(f"{kind} {text}")
             if found is None:
-                said = method(**rest, **json.loads(text))  # a copy of the row: some methods write into their lists
+                said = method(**rest, **json.loads(text))  # fresh lists: some methods modify their arguments
                 found = tree_map(lambda v: v.detach().cpu() if torch.is_tensor(v) else v, said)
                 self.keep(f"{kind} {text}", found)
             return tree_map(lambda v: v.to(device) if torch.is_tensor(v) else v, found)
@@ -104,7 +104,7 @@ class PromptCache:
     def layout_of(
         self, kind: str, parts: Sequence[Tree], device: torch.device, whole: Callable[[], Tree]
     ) -> Layout | None:
-        """How answers of this kind are joined; None if they cannot be."""
+        """Return the layout that joins outputs of this kind; None if they cannot be joined."""
         if kind not in self.layouts:
             kept = None if self.folder is None else read_answer(self.folder, f"layout {kind}")
             self.layouts[kind] = found_layout(whole(), parts, device) if kept is None else kept
@@ -115,7 +115,7 @@ class PromptCache:
         return self.layouts[kind]
 
     def find(self, key: str) -> Tree | None:
-        """The answer kept under `key`."""
+        """Return the cached encoding of `key`; None if missing."""
         if key in self.answers:
             self.answers.move_to_end(key)
             return self.answers[key]
@@ -125,7 +125,7 @@ class PromptCache:
         return found
 
     def keep(self, key: str, answer: Tree) -> None:
-        """Keep an answer on the CPU under `key`, and evict the least recently used."""
+        """Cache an encoding on the CPU under `key`, evicting the least recently used ones."""
         self._remember(key, answer)
         if self.folder is not None:
             write_answer(self.folder, key, answer)
@@ -138,7 +138,7 @@ class PromptCache:
 
 
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
-    """The folder inside `cache` for the outputs of the text encoders of `model` in `dtype`."""
+    """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
     given = resolve(model.path)
     folder = Path(given if Path(given).is_dir() else fetch(given))
     parts = [path.name for path in folder.iterdir() if path.name.startswith(("text_encoder", "tokenizer", "processor"))]
@@ -146,7 +146,10 @@ def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:
-    """The arguments that are one per prompt, by prompt, and the others; None where there are no prompts to go by."""
+    """Split arguments into those that vary by prompt, one dict per prompt, and the others.
+
+    The first item is None if no argument holds prompts.
+    """
     lists = {k: v for k, v in bound.items() if isinstance(v, list) and v and all(isinstance(e, str) for e in v)}
     rest = {k: v for k, v in bound.items() if k not in lists}
     counts = {len(v) for v in lists.values()}
@@ -159,17 +162,17 @@ def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, objec
 
 
 def _spelled(arguments: dict[str, object]) -> str | None:
-    """Arguments as a text, without the device; None if one of them is no text, number or nothing."""
+    """Return the arguments as JSON, without the device; None if one is not a string, number, dtype or None."""
     plain = {k: str(v) if isinstance(v, torch.dtype) else v for k, v in arguments.items() if k != "device"}
     simple = all(v is None or isinstance(v, str | int | float) for v in plain.values())
     return json.dumps(plain, sort_keys=True) if simple else None
 
 
-# --- Joining answers
+# --- Joining of encodings
 
 
 def found_layout(whole: Tree, parts: Sequence[Tree], device: torch.device) -> Layout | None:
-    """How `whole`, the answer for a batch, is made of those of its rows; None if it is not."""
+    """Return the layout that gives `whole`, the output for a batch, from the rows' outputs; None if no layout does."""
     try:
         layout = _layout(whole, parts)
         ours, theirs = tree_leaves(joined(layout, parts, device, _lengths(parts))), tree_leaves(whole)
@@ -207,7 +210,7 @@ def _at(tree: Tree, place: object) -> Tree:
 
 
 def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths: Sequence[int]) -> Tree:
-    """Join the answers `parts` on `device`; shorter ones are padded with zeros, `lengths` are theirs."""
+    """Join the encodings `parts` on `device`, padded with zeros to the longest; `lengths`: those of masks."""
     one = parts[0]
     if isinstance(layout, int):
         tensors = [p for p in parts if isinstance(p, torch.Tensor)]
@@ -253,7 +256,7 @@ def _sizes(part: Tree) -> tuple[torch.Size, ...]:
 
 
 def _lengths(parts: Sequence[Tree]) -> list[int]:
-    """The sizes of the parts in the first dimension in which they differ; 0 where they do not."""
+    """Return the sizes of the parts in the first dimension in which they differ; zeros if they do not differ."""
     for sizes in zip(*(_sizes(part) for part in parts), strict=False):
         for lengths in zip(*sizes, strict=False):
             if len(set(lengths)) > 1:
@@ -261,13 +264,13 @@ def _lengths(parts: Sequence[Tree]) -> list[int]:
     return [0] * len(parts)
 
 
-# --- Encoded prompts on disk: a safetensors file each, and the identity of what encoded them
+# --- Encodings on disk: one safetensors file each, in a folder named after the encoder
 
-SAMPLE, PLACES = 2**12, 16  # bytes at each of 16 places of a file, as its fingerprint
+SAMPLE, PLACES = 2**12, 16  # bytes read at each of 16 positions in a file, for its fingerprint
 
 
 def identity(folder: Path, parts: Iterable[str], *settings: object) -> str:
-    """A name for what encodes: the components `parts` of a pipeline's `folder`, settings, and libraries."""
+    """Return an id of an encoder: the components `parts` of a pipeline's `folder`, settings, and library versions."""
     versions = [module.__version__ for module in (torch, diffusers, transformers)]
     digest = sha256(json.dumps([*map(str, settings), *versions]).encode())
     for part in parts:
@@ -286,7 +289,7 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def read_answer(folder: Path, key: str) -> Tree | None:
-    """The answer that `write_answer` kept under `key`, on the CPU; None where there is none that can be read."""
+    """Return the encoding that `write_answer` stored under `key`, on the CPU; None if missing or unreadable."""
     file = _file(folder, key)
     if not file.exists():
         return None
@@ -301,14 +304,14 @@ def read_answer(folder: Path, key: str) -> Tree | None:
 
 
 def write_answer(folder: Path, key: str, answer: Tree) -> None:
-    """Keep `answer`, of tensors, numbers, texts and None in lists, tuples and dictionaries; others are left out."""
+    """Store `answer` under `key` if it has only tensors, numbers, texts and None in lists, tuples and dictionaries."""
     tensors: dict[str, torch.Tensor] = {}
     try:
         tree = json.dumps(_spelled_tree(answer, tensors))
     except TypeError:
         return
     file = _file(folder, key)
-    part = file.with_name(f"{uuid4().hex}.part")  # several workers may write the same
+    part = file.with_name(f"{uuid4().hex}.part")  # several workers may write the same file
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part.write_bytes(pack_tensors(tensors, {"key": key, "tree": tree}))
@@ -320,7 +323,7 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
 
 
 def _spelled_tree(tree: Tree, tensors: dict[str, torch.Tensor]) -> object:
-    """`tree` as JSON, its tensors as names of `tensors`, which gets them; raises `TypeError` for other values."""
+    """Return `tree` as JSON and add its tensors to `tensors` by name. Raises `TypeError` for other values."""
     if isinstance(tree, torch.Tensor):
         name = str(len(tensors))
         tensors[name] = tree
@@ -351,19 +354,19 @@ def _restored(spelled: dict[str, Any], tensor: Callable[[str], torch.Tensor]) ->
 
 # --- Prompts that a pipeline's tokenizers truncate, found without encoding them and without knowing the pipeline.
 #
-# One short prompt goes through the pipeline up to the first call of the denoiser, and the calls of tokenizers are
-# noted: which one reads it, in which template, up to how many tokens. Other prompts need only be counted. Pipelines
-# truncate silently, or with a warning per prompt that nobody counts.
+# One short prompt is passed through the pipeline up to the first denoiser call, while the calls of tokenizers are
+# recorded: which tokenizer reads it, with which template and up to how many tokens. For other prompts, counting tokens
+# is then enough. Pipelines truncate silently, or with one warning per prompt.
 
-PROBE = "zebra"  # a prompt that no template has in it, and that lower case and cleaning leave as it is
-FILE = "tokenizers.json"  # where the readings are kept beside encoded prompts
+PROBE = "zebra"  # a prompt that occurs in no template and that lower-casing and cleaning do not change
+FILE = "tokenizers.json"  # file of readings beside the cached encodings
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the component `tokenizer` reads a prompt: `before + prompt + after`, of which `most` tokens are kept.
+    """How the component `tokenizer` reads a prompt: `before + prompt + after`, truncated to `most` tokens.
 
-    `most` is None where it reads any length.
+    `most` is None if there is no limit.
     """
 
     tokenizer: str
@@ -373,13 +376,13 @@ class Reading:
 
 
 class _Reached(Exception):
-    """The denoiser is about to be called."""
+    """Raised just before the first denoiser call."""
 
 
 def readings(
     pipe: DiffusionPipeline, run: Callable[[], object], call: Mapping[str, object], denoisers: Sequence[torch.nn.Module]
 ) -> list[Reading]:
-    """The readings of the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: its further arguments."""
+    """Record how tokenizers read the prompt `PROBE` in `run`, which calls `pipe` with it; `call`: other arguments."""
     tokenizers = {id(found): name for name, found in _tokenizers(pipe).items()}
     parameters = inspect.signature(type(pipe).__call__).parameters
     default = parameters["max_sequence_length"].default if "max_sequence_length" in parameters else None
@@ -405,19 +408,19 @@ def readings(
     finally:
         for hook in hooks:
             hook.remove()
-    # some tokenize a second time without limit, to warn of what was cut
+    # some pipelines tokenize again without limit, to warn about truncation
     limited = {r.tokenizer for r in found if r.most is not None}
     kept = [r for r in dict.fromkeys(found) if r.most is not None or r.tokenizer not in limited]
     if not isinstance(longest, int) or any(r.most == longest for r in kept):
         return kept
-    for i, r in enumerate(kept):  # no tokenizer is given the limit: the pipeline cuts later, as far as the prompt goes
+    for i, r in enumerate(kept):  # tokenizers do not get the limit: the pipeline truncates later, from the prompt on
         end = longest + _token_lengths(_tokenizers(pipe)[r.tokenizer], r, [""])[0]
         kept[i] = replace(r, most=end if r.most is None else min(r.most, end))
     return kept
 
 
 def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequence[str]) -> CutPrompts:
-    """Which of `prompts` the tokenizers cut, as indices."""
+    """Return the indices of the `prompts` that the tokenizers truncate."""
     by_tokenizer: dict[str, tuple[int, list[int]]] = {}
     for reading in found:
         if reading.most is None:
@@ -425,7 +428,7 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
             continue
         tokenizer = _tokenizers(pipe)[reading.tokenizer]
         around = _token_lengths(tokenizer, reading, [""])[0]  # without a prompt
-        # a token is at least a byte: most prompts need not be counted
+        # a token is at least one byte, so most prompts need no counting
         long = [i for i, text in enumerate(prompts) if len(text.encode()) > reading.most - around]
         lengths = _token_lengths(tokenizer, reading, [prompts[i] for i in long])
         cut = [i for i, length in zip(long, lengths, strict=True) if length > reading.most]
@@ -435,7 +438,7 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
 
 
 def kept_readings(folder: Path | None) -> list[Reading] | None:
-    """The readings that `keep_readings` wrote; None where there are none that can be read."""
+    """Return the readings written by `keep_readings`; None if missing or unreadable."""
     try:
         text = None if folder is None else (folder / FILE).read_text(encoding="utf-8")
         return None if text is None else [Reading(**entry) for entry in json.loads(text)]
@@ -444,15 +447,15 @@ def kept_readings(folder: Path | None) -> list[Reading] | None:
 
 
 def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
-    """Keep readings beside the encoded prompts of `data.cache`, with which the text encoders need not be loaded."""
+    """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        with contextlib.suppress(OSError):  # then they are found anew
+        with contextlib.suppress(OSError):  # not stored: they are found again next time
             folder.mkdir(parents=True, exist_ok=True)
             (folder / FILE).write_text(json.dumps([asdict(reading) for reading in found]), encoding="utf-8")
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
-    """The tokenizers of a pipeline by component, also those inside of processors."""
+    """Return the tokenizers of a pipeline by component, including those inside processors."""
     parts = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
     found: dict[str, PreTrainedTokenizerBase] = {}
     for name, part in parts.items():
@@ -462,7 +465,7 @@ def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
 
 
 def _token_lengths(tokenizer: PreTrainedTokenizerBase, reading: Reading, prompts: Sequence[str]) -> list[int]:
-    """Tokens of each prompt in its template, those that begin and end a text included."""
+    """Return the number of tokens of each prompt in its template, with start and end tokens."""
     if not prompts:
         return []
     texts = [reading.before + prompt + reading.after for prompt in prompts]
@@ -471,14 +474,14 @@ def _token_lengths(tokenizer: PreTrainedTokenizerBase, reading: Reading, prompts
 
 @contextlib.contextmanager
 def _noting(note: Callable[[PreTrainedTokenizerBase, object, Mapping[str, Any]], None]) -> Iterator[None]:
-    """A block in which `note` hears of each call of a tokenizer: its text and keyword arguments."""
+    """Call `note` with text and keyword arguments of each tokenizer call in the block."""
     original = PreTrainedTokenizerBase.__call__
     inside = False
 
     def call(self: PreTrainedTokenizerBase, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if not inside:
-            inside = True  # what is noted is counted by the same method
+            inside = True  # `note` itself may call this method to count tokens
             try:
                 note(self, args[0] if args else kwargs.get("text"), kwargs)
             finally:

@@ -1,7 +1,7 @@
-"""Frozen weights in 8 or 4 bits: the quantisation configurations of diffusers and transformers for a pipeline.
+"""Frozen weights in 8 or 4 bits: quantisation configurations of diffusers and transformers for a pipeline.
 
-Only weights are quantised, of linear layers: a layer computes in the precision of `model.dtype` with weights that are
-restored for it. Rollout and update share them, and the LoRA on top stays fp32.
+Only the weights of linear layers are quantised: a layer dequantises them and computes in the precision of
+`model.dtype`. Rollout and update use the same weights, and the LoRA on top stays in fp32.
 """
 
 import importlib.metadata
@@ -21,13 +21,13 @@ from gerl.errors import ConfigError, ModelError
 from gerl.model.denoisers import skeletons
 
 PACKAGES: dict[Quantisation, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-EXTRAS = {"torchao": "quantize", "bitsandbytes": "bitsandbytes"}  # of gerl, which install them
-# diffusers' quantiser reads `FqnToConfig`, which came with this version
+EXTRAS = {"torchao": "quantize", "bitsandbytes": "bitsandbytes"}  # extras of gerl that install the packages
+# the first version with `FqnToConfig`, which diffusers' quantiser uses
 OLDEST = {"torchao": (0, 16), "bitsandbytes": (0, 46)}
 
 
 def check_quantisation(config: ModelConfig, device: str) -> None:
-    """Raise `ConfigError` if a package for `config` is missing, or if it does not work on `device`."""
+    """Raise `ConfigError` if a package for `config` is missing, or does not work on `device`."""
     for key, kind in (("model.quantize", config.quantize), ("model.quantize_encoders", config.quantize_encoders)):
         if kind == "none":
             continue
@@ -49,10 +49,10 @@ def quantisation_config(
     dtype: torch.dtype,
     denoisers_among: Callable[[Mapping[str, object]], Mapping[str, torch.nn.Module]],
 ) -> PipelineQuantizationConfig | None:
-    """The quantisation of `config`, for `from_pretrained` of the pipeline in `folder`; None: nothing.
+    """Return the quantisation of `config` for `from_pretrained` of the pipeline in `folder`; None for no quantisation.
 
-    Denoisers keep the precision of layers outside of their repeated blocks: these are few, and all inputs and outputs
-    pass through them. Raises `ModelError` for a pipeline that cannot be quantised.
+    Denoiser layers outside the repeated blocks keep their precision: they are few, and all inputs and outputs pass
+    through them. Raises `ModelError` for a pipeline that cannot be quantised.
     """
     if (config.quantize, config.quantize_encoders) == ("none", "none"):
         return None
@@ -78,7 +78,7 @@ def quantisation_config(
 
 
 def text_encoders(folder: str) -> list[str]:
-    """The models of transformers in a pipeline, but for its safety checker: text encoders, and some of images."""
+    """Return a pipeline's transformers models except its safety checker: text encoders, and some image encoders."""
     index = diffusers.DiffusionPipeline.load_config(folder)
     found = []
     for name, entry in index.items():
@@ -90,7 +90,7 @@ def text_encoders(folder: str) -> list[str]:
 
 
 def outer_layers(model: torch.nn.Module) -> list[str]:
-    """The names of the linear layers of `model` that lie in none of its repeated blocks."""
+    """Return the names of the linear layers of `model` outside its repeated blocks."""
     blocks = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return [name for name in linear if not any(name.startswith(f"{block}.") for block in blocks)]
@@ -99,7 +99,7 @@ def outer_layers(model: torch.nn.Module) -> list[str]:
 def _of_denoiser(kind: Quantisation, model: torch.nn.Module, dtype: torch.dtype) -> object:
     kept = outer_layers(model)
     if kind == "nf4":
-        # a name without a dot would keep its namesakes in the blocks as well, such as FLUX's `proj_out`
+        # a name without a dot would also exclude layers of that name in the blocks, such as FLUX's `proj_out`
         return _nf4(diffusers.BitsAndBytesConfig, dtype, [name for name in kept if "." in name])
     from torchao.quantization import FqnToConfig  # an optional package
 
@@ -118,16 +118,16 @@ def _weight_only(kind: Quantisation) -> object:
 
 
 def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None = None) -> object:
-    """4-bit NormalFloat (Dettmers et al. 2023), in blocks of 64 weights with a scale each."""
+    """Return a configuration for 4-bit NormalFloat (Dettmers et al. 2023): blocks of 64 weights with a scale each."""
     return config(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
     )
 
 
 def leading_values(weight: torch.Tensor, count: int) -> torch.Tensor:
-    """The first values of a weight on the CPU in fp32; of a quantised one those that a layer computes with.
+    """Return the first values of a weight on the CPU in fp32, dequantised if it is quantised.
 
-    Of 4-bit weights it is their codes.
+    For 4-bit weights these are the codes.
     """
     plain = weight.detach()
     if type(plain).__module__.startswith("torchao"):
@@ -136,23 +136,23 @@ def leading_values(weight: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def stored_bytes(weight: torch.Tensor) -> int:
-    """The bytes that a weight takes; of a quantised one those of its codes and scales."""
+    """Return the bytes that a weight occupies; for a quantised one, those of codes and scales."""
     return sum(part.numel() * part.element_size() for part in _parts(weight))
 
 
 def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
-    """`stored_bytes` of quantised linear layers with so many `elements` and `rows` in all.
+    """Return `stored_bytes` of quantised linear layers with `elements` weights and `rows` rows in total.
 
-    A code for each weight; int8 and fp8 have an fp32 scale per row, int8 also a zero point, and nf4 a scale per 64
+    Each weight has a code; int8 and fp8 have an fp32 scale per row, int8 also a zero point, and nf4 a scale per 64
     weights.
     """
     return {"int8": elements + 5 * rows, "fp8": elements + 4 * rows, "nf4": elements / 2 + elements / 16}[kind]
 
 
 def _parts(weight: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a weight is made of."""
+    """Return the plain tensors that make up a weight."""
     if type(weight).__module__.startswith("torchao"):
         names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
         return [part for name in names for part in _parts(getattr(weight, name))]
-    state = getattr(weight, "quant_state", None)  # of bitsandbytes
+    state = getattr(weight, "quant_state", None)  # bitsandbytes weights
     return [weight] if state is None else [weight, state.absmax]

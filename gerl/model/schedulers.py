@@ -1,4 +1,4 @@
-"""Schedulers with a transition kernel in place of those that have none, and notes on distilled models."""
+"""Replacement of schedulers without a transition kernel, and notes on distilled models."""
 
 import copy
 import inspect
@@ -28,7 +28,7 @@ from gerl.config import Config
 from gerl.engine.transitions import FLOW, Timestep, family
 from gerl.errors import ModelError
 
-# --- A scheduler with a transition kernel in place of one that has none: Euler for flow matching and EDM, DDIM else
+# --- Replacements with a transition kernel: Euler for flow matching and EDM, otherwise DDIM
 
 logger = logging.getLogger(__name__)
 KEPT = (
@@ -38,18 +38,18 @@ KEPT = (
 NOISE_SCHEDULE = (
     "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
 )  # fmt: skip
-SPACING = ("timestep_spacing", "steps_offset")  # where on it the steps are
-# what `set_timesteps` of a general solver takes; schedulers that take more belong to one pipeline, and stay
+SPACING = ("timestep_spacing", "steps_offset")  # attributes that hold the position in the schedule
+# arguments of a general solver's `set_timesteps`; schedulers with more are specific to a pipeline, and are kept
 USUAL = {"num_inference_steps", "device", "sigmas", "mu", "timesteps"}
-SHOWN = 10  # steps of the schedule that the log shows
+SHOWN = 10  # schedule steps shown in the log
 
 
 def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
-    """`scheduler`, or one with a transition kernel and the same noise levels, which is logged.
+    """Return `scheduler`, or one with a transition kernel and the same noise levels, with a log message.
 
     Flow matching with another solver than Euler (UniPC, DPM++, Heun ...) becomes `SameSigmas`, EDM's DPM++ its Euler
-    steps, other schedulers DDIM on the same noise schedule; those of consistency models stay. Raises `ModelError` if
-    none of these fits.
+    steps, and other schedulers DDIM on the same noise schedule; those of consistency models are kept. Raises
+    `ModelError` if none of these fits.
     """
     if isinstance(scheduler, KEPT):
         return scheduler
@@ -75,9 +75,9 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
 
 
 class SameSigmas(FlowMatchEulerDiscreteScheduler):
-    """Euler steps along the noise levels and timesteps of another flow-matching scheduler, which computes them.
+    """Euler steps along the noise levels and timesteps computed by another flow-matching scheduler.
 
-    Solvers differ in their first noise level and in their spacing, which no configuration of
+    Solvers differ in their first noise level and in spacing, which no configuration of
     `FlowMatchEulerDiscreteScheduler` reproduces.
     """
 
@@ -86,12 +86,12 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
     @classmethod
     def of(cls, original: SchedulerMixin) -> "SameSigmas":
-        """Stands in for `original`; raises `ModelError` if its noise levels are not those of flow matching."""
+        """Return a substitute for `original`. Raises `ModelError` if its noise levels do not fit flow matching."""
         name, config = type(original).__name__, original.config
         accepted = inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters
         shift = config.get("flow_shift", config.get("shift", 1.0))
         scheduler = cls(**{key: value for key, value in config.items() if key in accepted} | {"shift": shift})
-        # pipelines look into it
+        # pipelines read attributes of the configuration
         scheduler.register_to_config(**{key: value for key, value in config.items() if key not in scheduler.config})
         scheduler.original = original
         shown, note = "a dynamic shift", ""
@@ -116,25 +116,25 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: list[float] | None = None,
     ) -> None:
-        """The noise levels of the other scheduler; `sigmas` or `timesteps` that are given are shifted as by Euler's."""
+        """Take the noise levels of the original scheduler; given `sigmas` or `timesteps` are shifted as by Euler's."""
         super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
         if sigmas is not None or timesteps is not None:
             return
         dynamic = {"mu": mu} if self.config.use_dynamic_shifting and "mu" in _arguments(self.original) else {}
         self.original.set_timesteps(num_inference_steps, device=device, **dynamic)
         levels = self.original.sigmas.tolist()
-        # Heun's come twice, once for each of its two evaluations
+        # Heun has each twice, for its two evaluations
         distinct = [i for i, level in enumerate(levels[:-1]) if i == 0 or level != levels[i - 1]]
-        # some solvers end in a step of length 0, which would leave the noise of the last level in the image
+        # some solvers end with a step of length 0, which would leave the last level's noise in the image
         last = levels[-1] if levels[-1] < levels[distinct[-1]] else 0.0
-        self.timesteps = self.original.timesteps[distinct].to(device, torch.float32)  # Euler refuses integers
+        self.timesteps = self.original.timesteps[distinct].to(device, torch.float32)  # Euler rejects integers
         self.sigmas = torch.tensor([*(levels[i] for i in distinct), last], device=device)
         self.num_inference_steps = len(distinct)
 
     def step(
         self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, *args: object, **kwargs: object
     ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
-        """Euler's step, also at integer timesteps, to which some pipelines truncate (SkyReels V2, diffusion forcing).
+        """Take Euler's step, also at integer timesteps, which some pipelines pass (SkyReels V2, diffusion forcing).
 
         Euler refuses integers, which could be step numbers.
         """
@@ -144,11 +144,11 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
         return stepped
 
     def scale_model_input(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """`sample`: flow matching has no input scale, but pipelines written for other solvers ask for it."""
+        """Return `sample`: flow matching has no input scale, but pipelines for other solvers call this method."""
         return sample
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """`scale_noise` by the name that other solvers have for it: `(1 - s) x0 + s eps`."""
+        """Return `(1 - s) x0 + s eps`, `scale_noise` under the name used by other solvers."""
         noisy: torch.Tensor = self.scale_noise(original_samples, timesteps, noise)
         return noisy
 
@@ -158,7 +158,7 @@ def _arguments(scheduler: SchedulerMixin) -> set[str]:
 
 
 def _edm_euler(scheduler: EDMDPMSolverMultistepScheduler) -> EDMEulerScheduler:
-    """Euler steps along the noise levels of `scheduler`."""
+    """Return a scheduler with Euler steps along the noise levels of `scheduler`."""
     euler, name = EDMEulerScheduler.from_config(scheduler.config), type(scheduler).__name__
     for kind in (euler, scheduler):
         kind.set_timesteps(SHOWN)
@@ -169,22 +169,22 @@ def _edm_euler(scheduler: EDMDPMSolverMultistepScheduler) -> EDMEulerScheduler:
 
 
 def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
-    """DDIM on the noise schedule of `scheduler`."""
+    """Return DDIM on the noise schedule of `scheduler`."""
     config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
     if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
-    # `from_config` drops what the other class had by default; and DDIM by default clips the predicted sample, which
-    # would ruin the latents of schedulers that never do
+    # `from_config` does not carry over defaults of the other class, and DDIM clips the predicted sample by default,
+    # which would ruin latents of schedulers that never clip
     kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
     shifted = isinstance(
         scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler
-    )  # which never clip, whatever their configuration
+    )  # schedulers that never clip, independent of their configuration
     clips = config.get("clip_sample", False) and not shifted
     ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
-    if shifted:  # by snr_shift_scale, which DDIM does not have
+    if shifted:  # snr_shift_scale changes the alphas, and DDIM does not have it
         ddim.alphas_cumprod = alphas.float()
         ddim.final_alpha_cumprod = ddim.final_alpha_cumprod if config.set_alpha_to_one else ddim.alphas_cumprod[0]
-    # with zero terminal SNR other schedulers keep a last level of 2^-24 where DDIM has 0
+    # with zero terminal SNR other schedulers keep a last level of 2^-24, DDIM has 0
     if not torch.allclose(ddim.alphas_cumprod, alphas.float(), rtol=0, atol=1e-7):
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
@@ -193,11 +193,11 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
 
 
 def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
-    """Warn if the steps are at other timesteps than those of the pipeline's own scheduler (with Karras sigmas, say)."""
+    """Warn if the steps are at other timesteps than the pipeline's scheduler would take (with Karras sigmas, say)."""
     theirs, ours = (copy.deepcopy(kind) for kind in (scheduler, ddim))
     for kind in (theirs, ours):
         kind.set_timesteps(SHOWN)
-    # solvers of higher order evaluate some twice
+    # higher-order solvers evaluate some timesteps twice
     own, found = (list(dict.fromkeys(round(float(t)) for t in kind.timesteps)) for kind in (theirs, ours))
     if len(own) != len(found) or any(abs(a - b) > 1 for a, b in zip(own, found, strict=True)):
         logger.warning(
@@ -207,11 +207,11 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
         )  # fmt: skip
 
 
-# --- Distilled models: to few denoising steps, or with guidance as an input
+# --- Distilled models: few-step models, and models with guidance as an input
 
-# schedulers of few-step models only: consistency models and flow maps
+# schedulers used only by few-step models: consistency models and flow maps
 SCHEDULERS = ("LCMScheduler", "TCDScheduler", "SCMScheduler", "FlowMatchLCMScheduler", "FlowMapEulerDiscreteScheduler")
-# names of such models; FLUX.2 klein is one, its base is not, nor is a de-distilled model
+# names of few-step models; FLUX.2 klein is one, but not its base, nor de-distilled models
 NAMES = re.compile(
     r"(?<![a-z])(turbo|schnell|lightning|lcm|tcd|dmd2?|tdm|sprint|hyper-?(?:sd|flux)|(?<!\d)[1-8]-?steps?"
     r"|(?<!de-)(?<!guidance-)(?<!cfg-)distill(?:ed|ation)?|klein(?!-base))(?![a-z])",
@@ -221,7 +221,7 @@ EXCESS = ("flow_sde", "dance_sde")  # kernels that leave more noise in late step
 
 
 def few_steps(path: str, scheduler: str) -> str | None:
-    """Why the pipeline of `path` counts as a few-step model, or None; `scheduler`: the class of its original one."""
+    """Return why the pipeline of `path` counts as a few-step model, or None; `scheduler`: its original class."""
     if scheduler in SCHEDULERS:
         return f"it comes with {scheduler}"
     found = NAMES.search(re.split(r"[/\\]", path.rstrip("/\\"))[-1].replace("_", "-"))
@@ -229,7 +229,7 @@ def few_steps(path: str, scheduler: str) -> str | None:
 
 
 def distilled_warnings(config: Config, scheduler: str) -> list[str]:
-    """Warnings about harmful ways to train a few-step model; `scheduler`: as above."""
+    """Return warnings about harmful ways to train a few-step model; `scheduler`: as for `few_steps`."""
     algorithm, path = config.algorithm, config.model.path
     reason = few_steps(path, scheduler)
     if reason is None:
@@ -250,7 +250,7 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
 
 
 def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
-    """A note for each denoiser that takes the guidance scale as an input."""
+    """Return a note for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
     return [
         f"the guidance of {name} is one of its inputs, by distillation: there is one pass per step, and "

@@ -1,4 +1,4 @@
-"""Models in parts over the ranks of a worker: frozen weights, weights still in files, and the sequence of a call."""
+"""Models split over the ranks of a worker: frozen weights, lazily loaded weights, and the sequence of a call."""
 
 import contextlib
 import inspect
@@ -32,11 +32,11 @@ from gerl.errors import ModelError
 from gerl.model.denoisers import default_dtype
 from gerl.model.quantization import leading_values
 
-# --- Models whose weights are still in their files: a rank reads a block's weights just before it shards them.
+# --- Lazy loading: a rank reads a block's weights from their files just before it shards them.
 #
-# Such a model is what its class's `from_pretrained` would return, with all buffers, but each weight is an expanded
-# zero. The file of a weight follows the renamings of diffusers and transformers; where it does not come from one tensor
-# of a file, the model is read whole, by its class.
+# A lazy model equals the one its class's `from_pretrained` would return, with all buffers, but each weight is an
+# expanded zero. Weights are matched to file tensors by the renamings of diffusers and transformers; if a weight does
+# not come from a single tensor of a file, the model is loaded completely by its class.
 
 logger = logging.getLogger(__name__)
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
@@ -45,19 +45,19 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight in a safetensors file, and the precision in which the model has it."""
+    """Weight in a safetensors file, and its dtype in the model."""
 
     file: Path
     key: str
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """The weight, on the CPU; in the file's own precision its memory is the file's, mapped."""
+        """Return the weight on the CPU; if the dtype equals the file's, it is memory-mapped."""
         with safe_open(self.file, framework="pt") as opened:
             return self._cast(opened.get_tensor(self.key))
 
     def leading(self, count: int) -> torch.Tensor:
-        """As `leading_values` of the whole weight, of which no more is read than these."""
+        """Return `leading_values` of the weight, reading no more of the file than necessary."""
         with safe_open(self.file, framework="pt") as opened:
             part = opened.get_slice(self.key)
             shape = part.get_shape()
@@ -74,20 +74,20 @@ Unread = dict[torch.nn.Parameter, Stored]  # weights that are still in their fil
 
 
 class _NotLazy(Exception):
-    """Why a model is read whole."""
+    """Reason why a model cannot be loaded lazily."""
 
 
 def fill(module: torch.nn.Module, unread: Unread) -> None:
-    """Read those weights of `module` that are still in their files, and take them out of `unread`."""
+    """Load the weights of `module` that are still in their files, and remove them from `unread`."""
     for parameter in module.parameters():
         if (stored := unread.pop(parameter, None)) is not None:
             parameter.data = stored.read().to(parameter.dtype)
 
 
 def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[dict[str, torch.nn.Module], Unread]:
-    """Those components `names` of the pipeline in `folder` whose weights can stay in their files, and these weights.
+    """Return the components among `names` of the pipeline in `folder` that can be loaded lazily, and their weights.
 
-    A log line gives the reason for each of the others, which have to be read whole.
+    Logs the reason for each component that has to be loaded completely.
     """
     index = DiffusionPipeline.load_config(folder)
     models: dict[str, torch.nn.Module] = {}
@@ -112,7 +112,7 @@ def _class(entry: list[str]) -> type[Any]:
 
 
 def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
-    """A component without its weights, and where they are; raises `_NotLazy`."""
+    """Return a component without its weights, and where these are stored. Raises `_NotLazy`."""
     build, base = (_of_diffusers, ModelMixin) if issubclass(kind, ModelMixin) else (_of_transformers, PreTrainedModel)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") is not None:
@@ -142,9 +142,9 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
 
 
 def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
-    """Replace the meta parameters of `model` by ones on the CPU without memory; returns where their values are.
+    """Replace the meta parameters of `model` by CPU parameters without memory; return where their values are stored.
 
-    On the meta device peft would put the matrices of a LoRA there as well.
+    With meta parameters peft would also create the matrices of a LoRA on the meta device.
     """
     found: Unread = {}
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -162,7 +162,7 @@ def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
 
 
 def _files(folder: Path, name: str) -> dict[str, Path]:
-    """The file of each key, of one safetensors file or several with an index; raises `_NotLazy`."""
+    """Return the file of each tensor, from one safetensors file or several with an index. Raises `_NotLazy`."""
     index = folder / f"{name}.index.json"
     if index.is_file():
         return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
@@ -176,16 +176,16 @@ def _shapes(files: Mapping[str, Path]) -> Shapes:
     found: Shapes = {}
     for file in set(files.values()):
         with safe_open(file, framework="pt") as opened:
-            keys = opened.keys()  # it is no mapping
+            keys = opened.keys()  # not a mapping
             found |= {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
     return found
 
 
-Built = tuple[torch.nn.Module, dict[str, torch.dtype], dict[str, str]]  # with dtype and the file's key by name
+Built = tuple[torch.nn.Module, dict[str, torch.dtype], dict[str, str]]  # model, dtype by name, file key by name
 
 
 def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
-    """As `ModelMixin.from_pretrained` builds it before it reads its weights."""
+    """Build the model as `ModelMixin.from_pretrained` does before it reads the weights."""
     with accelerate.init_empty_weights(), default_dtype(dtype):
         model = kind.from_config(kind.load_config(folder))
     model.register_to_config(_name_or_path=str(folder))
@@ -200,13 +200,13 @@ def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys
 
 
 def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
-    """As `PreTrainedModel.from_pretrained` builds it before it reads its weights."""
+    """Build the model as `PreTrainedModel.from_pretrained` does before it reads the weights."""
     with accelerate.init_empty_weights():
         model = kind._from_config(kind.config_class.from_pretrained(folder), dtype=dtype)
-    model.tie_weights()  # which gets lost in that context
+    model.tie_weights()  # tied weights get lost in the context above
     model.config.name_or_path = str(folder)
     if model.can_generate():
-        with contextlib.suppress(OSError):  # it has none of its own
+        with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(folder)
     state = model.state_dict()
     dtypes = {name: tensor.dtype for name, tensor in state.items()} | _dtypes_of_plan(model, dtype, list(state))
@@ -227,7 +227,7 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
 
 
 def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]) -> dict[str, torch.dtype]:
-    """The weights that a model of `dtype` keeps in another precision, such as a layer of T5 in fp16."""
+    """Return the weights that a model of `dtype` keeps in another dtype, such as a layer of T5 in fp16."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return {}
@@ -236,16 +236,16 @@ def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]
     return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
 
 
-# --- Sharded frozen weights: each rank of a worker holds a part, and gathers a block's others while the block computes.
+# --- Sharded frozen weights: each rank of a worker holds a shard, and gathers a block's others while it computes.
 #
-# FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA stays whole on
+# FSDP2 (`torch.distributed.fsdp.fully_shard`) on the repeated blocks and the rest of a model. The LoRA is replicated on
 # every rank, so optimizer, averages, all-reduce, checkpoints and export do not change.
 
 
 def sharded_components(
     pipe: DiffusionPipeline, denoisers: Mapping[str, torch.nn.Module], which: Literal["none", "denoiser", "all"]
 ) -> dict[str, torch.nn.Module]:
-    """The components of `pipe` whose weights are sharded, by name: the denoisers, with "all" text encoders as well."""
+    """Return the components of `pipe` to shard, by name: the denoisers, and with "all" also the text encoders."""
     if which == "none":
         return {}
     encoders = {name: part for name, part in pipe.components.items() if isinstance(part, PreTrainedModel)}
@@ -261,16 +261,16 @@ def shard(
 ) -> None:
     """Shard the weights of `components` among the ranks of `mesh`, except the parameters `whole`.
 
-    Weights, also those `unread` in their files, come to the device of the mesh block by block; `on_cpu`: parts stay on
-    the CPU until their block computes. Raises `ModelError` for a component without repeated blocks.
+    Weights, including those `unread` in their files, move to the device of the mesh block by block; `on_cpu`: shards
+    stay on the CPU until their block computes. Raises `ModelError` for a component without repeated blocks.
     """
     files = {} if unread is None else unread
     parts = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_cpu else OffloadPolicy()
     for name, component in components.items():
         blocks = blocks_to_gather(component, f"model.shard: {name}", "model.shard=none")
-        # pipelines call text encoders in many ways, past their own `forward`: what they call in the end are layers
+        # pipelines call text encoders in many ways that bypass `forward`, but all of them end in calls of layers
         rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
-        # quantised weights of torchao become codes and scales, which can be sharded
+        # torchao splits quantised weights into codes and scales, which can be sharded
         wrapped = [m for m in component.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
         if wrapped:
             from torchao.utils import UnwrapTensorSubclass  # an optional package
@@ -281,12 +281,12 @@ def shard(
             fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True, offload_policy=parts)
         fill(component, files)
         for tensor in (*component.parameters(), *component.buffers()):
-            if not isinstance(tensor, DTensor):  # what is left: buffers, and weights that layers share
+            if not isinstance(tensor, DTensor):  # the rest: buffers, and weights that layers share
                 tensor.data = tensor.data.to(mesh.device_type)
 
 
 def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[torch.nn.Module]:
-    """The `repeated_blocks` of `model`; raises `ModelError` with `what` and `remedy` if it has none."""
+    """Return the `repeated_blocks` of `model`. Raises `ModelError` with `what` and `remedy` if it has none."""
     blocks = repeated_blocks(model)
     if not blocks:
         raise ModelError(
@@ -297,7 +297,7 @@ def blocks_to_gather(model: torch.nn.Module, what: str, remedy: str) -> list[tor
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The entries of the outermost lists of modules in `model` that have weights, in order."""
+    """Return the entries with weights of the outermost module lists in `model`, in order."""
     found: list[torch.nn.Module] = []
     lists: list[str] = []
     for name, module in model.named_modules():
@@ -308,7 +308,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The linear and embedding layers of `model` outside of `blocks` whose weight no other layer has."""
+    """Return the linear and embedding layers of `model` outside `blocks` whose weight no other layer shares."""
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -319,25 +319,25 @@ def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.
     ]
 
 
-# --- Context parallelism: ranks compute a call of the denoiser together, each the tokens of its slice.
+# --- Context parallelism: ranks compute a denoiser call together, each a slice of the tokens.
 #
-# Diffusers' implementation of Ulysses: a rank has its slice of the tokens, and in an attention some of the heads for
-# all tokens. Inputs and output are whole on every rank. The backward pass of a rank gives the part of the gradient that
-# comes from its slice; the sum over the ranks is the whole gradient.
+# Diffusers' implementation of Ulysses: a rank holds a slice of the tokens, and in attention some of the heads for all
+# tokens. Inputs and output are complete on every rank. A rank's backward pass gives the gradient from its slice; the
+# sum over the ranks is the complete gradient.
 
-MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")  # arguments that say which tokens of a text count
+MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")  # arguments that mask the tokens of a text
 # denoisers whose plan does not work with their attention in diffusers 0.42
 UNUSABLE = {
     "LTXVideoTransformer3DModel": "its text masks and token noise levels stay whole",
     "LTX2VideoTransformer3DModel": "its sound positions stay whole",
 }
-HEADS = ("num_attention_heads", "num_key_value_heads")  # ends of the names of numbers of heads in configurations
+HEADS = ("num_attention_heads", "num_key_value_heads")  # suffixes of the configuration keys for numbers of heads
 
 
 def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
     """Raise `ModelError` if `ranks` cannot split the sequence of one of `denoisers` (or skeletons).
 
-    `components`: names of all parts of the pipeline.
+    `components`: names of all pipeline components.
     """
     given = f"cluster.context={ranks}"
     if controlnet := next((name for name in components if "controlnet" in name), None):
@@ -373,10 +373,10 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
 
 
 def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> None:
-    """Let the ranks of `mesh`, with its dimensions ring and ulysses, share each call of `denoisers`.
+    """Let the ranks of `mesh`, with its dimensions ring and ulysses, split each call of `denoisers`.
 
-    To be called after a LoRA was added and before weights are sharded. Raises `ModelError` for an attention without
-    support.
+    Must be called after adding a LoRA and before sharding weights. Raises `ModelError` for an attention that does not
+    support it.
     """
     for name, denoiser in denoisers.items():
         with _some_accelerator():
@@ -384,7 +384,7 @@ def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> Non
         for part, module in denoiser.named_modules():
             if not isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
                 continue
-            if getattr(module.processor, "_parallel_config", None) is None:  # it would attend to its slice only
+            if getattr(module.processor, "_parallel_config", None) is None:  # it would attend only to its slice
                 raise ModelError(
                     f"cluster.context={mesh.size()}: {type(module.processor).__name__} ({name}.{part}) does not "
                     "attend to tokens of other ranks; use cluster.context=1"
@@ -408,9 +408,9 @@ def _some_accelerator() -> Iterator[None]:
 
 
 class Together(ModelHook):
-    """The outermost hook of a denoiser: pads texts that have a mask, and refuses tokens that cannot be split.
+    """Outermost hook of a denoiser, which pads texts that have a mask and rejects tokens that cannot be split.
 
-    Pipelines cut texts to the longest one of a batch, whose length need not be a multiple of the ranks.
+    Pipelines truncate texts to the longest of a batch, whose length need not be a multiple of the number of ranks.
     """
 
     def __init__(self, denoiser: ModelMixin, ranks: int) -> None:
@@ -418,7 +418,7 @@ class Together(ModelHook):
         self.ranks = ranks
         parameters, plan = inspect.signature(denoiser.forward).parameters, getattr(denoiser, "_cp_plan", None) or {}
         divided = any("encoder_hidden_states" in what for what in plan.values() if isinstance(what, dict))
-        # the argument that says which tokens of a divided text count
+        # the mask argument of a text that is split
         self.mask = next((name for name in MASKS if name in parameters), None) if divided else None
 
     def new_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -441,7 +441,7 @@ class Together(ModelHook):
             ) from None
 
     def padded(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Text and mask with tokens that do not count, up to a number that the ranks can share."""
+        """Return text and mask, padded with masked tokens to a multiple of the number of ranks."""
         text, mask = given.get("encoder_hidden_states"), given.get(name)
         if not torch.is_tensor(text) or not (missing := -text.shape[1] % self.ranks):
             return {}

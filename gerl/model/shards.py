@@ -1,7 +1,7 @@
-"""Tensors of which several processes hold a part each, and files of them that any number of processes can read.
+"""Sharded tensors, and files of them that any number of processes can read.
 
-The files are those of `torch.distributed.checkpoint` in the layout of safetensors: each process writes one, with its
-parts and where they begin. Nothing is agreed upon between the processes, so that those of a run that ends can write.
+The format is that of `torch.distributed.checkpoint` in the layout of safetensors: each process writes one file with its
+shards and their offsets. Processes do not communicate, so that those of an interrupted run can still write.
 """
 
 from collections.abc import Mapping
@@ -28,29 +28,29 @@ from gerl.utils.files import reason
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a tensor that a process holds: `values`, which begin at `offset` of the whole one, of `shape`."""
+    """Shard of a tensor held by this process: `values` at `offset` of the complete tensor of shape `shape`."""
 
     values: torch.Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def copy(self) -> "Part":
-        """A copy in main memory."""
+        """Return a copy in main memory."""
         return Part(self.values.to("cpu", copy=True), self.offset, self.shape)
 
 
 def part_of(tensor: torch.Tensor) -> Part:
-    """The part of `tensor` that is here, which shares its memory; for a number a list of one."""
+    """Return this process's shard of `tensor`, sharing its memory; a scalar becomes a list of one."""
     plain = tensor.detach()
     if not isinstance(plain, DTensor):
-        plain = plain.view(1) if plain.ndim == 0 else plain  # of a number there is no slice that could be read
+        plain = plain.view(1) if plain.ndim == 0 else plain  # a scalar has no slice that could be read
         return Part(plain, (0,) * plain.ndim, tuple(plain.shape))
     (chunk,) = plain.__create_chunk_list__()
     return Part(plain.to_local(), tuple(chunk.offsets), tuple(plain.shape))
 
 
 def write_parts(folder: Path, number: int, parts: Mapping[str, Part]) -> None:
-    """Write the parts of process `number` into `folder`, in a file of their own; raises `OSError`."""
+    """Write the shards of process `number` to a separate file in `folder`. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     items = [
         WriteItem(
@@ -63,21 +63,21 @@ def write_parts(folder: Path, number: int, parts: Mapping[str, Part]) -> None:
             ),
         )
         for name, part in parts.items()
-        if part.values.numel()  # of a small tensor there is nothing left for the last processes
+        if part.values.numel()  # the last processes have an empty shard of a small tensor
     ]
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     writer.write_data(SavePlan(items, storage_data={"shard_index": number + 1}), _Writing(parts)).wait()
 
 
 class Shards:
-    """The files of a folder that `write_parts` has filled; raises `CheckpointError` where they cannot be read."""
+    """Files in a folder written by `write_parts`. Raises `CheckpointError` if they cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._reader = HuggingFaceStorageReader(str(folder))
         try:
             metadata: Metadata = self._reader.read_metadata()
-        # what safetensors, JSON and torch raise for files that are missing or others
+        # safetensors, JSON and torch raise various errors for missing or invalid files
         except Exception as error:  # noqa: BLE001
             raise CheckpointError(f"{folder} cannot be read: {reason(error)}") from None
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -88,14 +88,14 @@ class Shards:
         }
 
     def shapes(self) -> dict[str, torch.Tensor]:
-        """The tensors without their values, by name."""
+        """Return the tensors by name on the meta device, without values."""
         return {
             name: torch.empty(known.size, dtype=known.properties.dtype, device="meta")
             for name, known in self._known.items()
         }
 
     def read_into(self, parts: Mapping[str, Part]) -> None:
-        """Fill the values of `parts`, whoever wrote them."""
+        """Fill the values of `parts`, independent of how many processes wrote the files."""
         items = []
         for name, part in parts.items():
             if not part.values.numel():
@@ -110,7 +110,7 @@ class Shards:
         self._reader.read_data(LoadPlan(items), _Reading(parts)).wait()
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU."""
+        """Return a complete tensor on the CPU."""
         if name not in self._known:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         known = self._known[name]

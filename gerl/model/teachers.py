@@ -1,4 +1,4 @@
-"""The teachers of a policy, and its fake model: LoRAs beside the trained one, inactive by default."""
+"""Teachers of a policy, and its fake model: LoRAs beside the trained one, inactive by default."""
 
 import contextlib
 import re
@@ -18,12 +18,12 @@ from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject,
 from gerl.model.paths import local_lora
 from gerl.utils.seeding import derive_seed
 
-# --- The teachers of a policy: LoRAs beside the trained one, inactive by default
+# --- Teachers of a policy: LoRAs beside the trained one, inactive by default
 
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """A teacher that is loaded: its LoRA is the adapter `adapter`, or it is the pipeline `pipe`; or the base model."""
+    """Loaded teacher: the LoRA adapter `adapter`, the pipeline `pipe`, or the base model if both are None."""
 
     teacher: Teacher
     adapter: str | None = None
@@ -31,10 +31,10 @@ class TeacherModel:
 
 
 def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str, dict[str, Layers]]:
-    """The layers of each LoRA among `teachers` by denoiser; LoRAs of the hub are fetched into its cache.
+    """Read the layers of each LoRA among `teachers` by denoiser; LoRAs on the Hub are fetched into the cache.
 
     `denoisers`: those of the pipeline, without another LoRA, or their skeletons. Raises `ModelError` for a LoRA that
-    cannot be read, or does not fit them.
+    cannot be read or does not fit them.
     """
     found: dict[str, dict[str, Layers]] = {}
     for source in (teacher.lora for teacher in teachers):
@@ -50,7 +50,7 @@ def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str
 
 
 def in_teachers(text: str, given: str) -> str:
-    """A sentence about a key of the block `model` as one about an entry of `algorithm.teachers`, `given` in it."""
+    """Reword a sentence about a key of `model` as one about an entry of `algorithm.teachers`, with `given` in it."""
     text = re.sub(r"\bmodel\.(lora|path)\b(?!_)", r"\1", text)
     return f"{NAME}: {text if text.startswith(given) else f'{given}: {text}'}"
 
@@ -61,13 +61,13 @@ def attach_teachers(
     denoisers: Mapping[str, ModelMixin],
     device: str,
 ) -> list[TeacherModel]:
-    """Put the LoRAs that `read_teachers` has read on `denoisers`, which have the trained one, and switch to that.
+    """Add the LoRAs of `read_teachers` to `denoisers`, which have the trained one, and activate the trained one.
 
     A teacher with a pipeline of its own gets it later.
     """
     adapters = {source: f"teacher_{i}" for i, source in enumerate(read)}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are meant
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are intended
         for source, adapter in adapters.items():
             for name, layers in read[source].items():
                 inject(denoisers[name], _of_one_rank(layers), adapter)
@@ -80,7 +80,7 @@ def attach_teachers(
 
 
 def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.nn.Parameter]:
-    """The matrices of all teachers' LoRAs."""
+    """Return the matrices of all teachers' LoRAs."""
     return {
         f"{name}.{key}": p
         for name, denoiser in denoisers.items()
@@ -90,7 +90,7 @@ def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.
 
 
 def _of_one_rank(layers: Layers) -> Lora:
-    """The layers as a LoRA of the largest of their ranks: rows of zeros fill up, and B has the scales in it."""
+    """Return the layers as a LoRA of their largest rank, padded with zero rows, with the scales multiplied into B."""
     rank = max(halves.rank for halves in layers.values())
 
     def filled(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,13 +102,13 @@ def _of_one_rank(layers: Layers) -> Lora:
 
 
 def adapted_layers(denoisers: Mapping[str, torch.nn.Module]) -> list[BaseTunerLayer]:
-    """The layers of `denoisers` with a LoRA, trained or not."""
+    """Return the layers of `denoisers` with a LoRA, trained or not."""
     return [m for denoiser in denoisers.values() for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
 
 
 @contextlib.contextmanager
 def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> Iterator[None]:
-    """Activate the LoRA `adapter` instead of the trained one; layers without it compute without a LoRA."""
+    """Activate the LoRA `adapter` instead of the trained one in the block; layers without it have no LoRA."""
     layers = adapted_layers(denoisers)
     for layer in layers:
         layer.set_adapter([adapter], inference_mode=True)
@@ -119,7 +119,7 @@ def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> It
             layer.set_adapter([ADAPTER])
 
 
-# --- A second LoRA, trained to imitate the images of the trained one: the "fake" model of distribution matching.
+# --- A second LoRA, trained to imitate the policy's images: the "fake" model of distribution matching.
 #
 # Its matrices share the optimizer, averages and checkpoints of the first. It is inactive by default, and not exported.
 
@@ -129,9 +129,9 @@ FAKE = "fake"
 def add_fake(
     denoisers: Mapping[str, ModelMixin], scale: float, device: str, seed: int
 ) -> dict[str, torch.nn.Parameter]:
-    """Add it to the layers that have the trained LoRA, with its ranks and `scale` times its alpha; at first it is 0.
+    """Add the fake LoRA to the layers with the trained one, with equal ranks and `scale` times the alpha.
 
-    Returns its parameters (fp32) by name.
+    It is initially 0. Returns its parameters (fp32) by name.
     """
     for name, denoiser in denoisers.items():
         first = denoiser.peft_config[ADAPTER]
@@ -143,7 +143,7 @@ def add_fake(
             exclude_modules=first.exclude_modules,
         )
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two LoRAs on a model are meant
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two LoRAs on a model are intended
             torch.manual_seed(derive_seed("fake", seed, name))
             inject_adapter_in_model(config, denoiser, FAKE)
     for layer in adapted_layers(denoisers):
@@ -155,14 +155,14 @@ def add_fake(
 
 
 def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Its matrices by name, none where there is none."""
+    """Return the fake LoRA's matrices by name; empty without a fake LoRA."""
     named = {f"{name}.{key}": p for name, denoiser in denoisers.items() for key, p in denoiser.named_parameters()}
     return {name: p for name, p in named.items() if ".lora_" in name and is_fake(name)}
 
 
 @contextlib.contextmanager
 def fake_active(denoisers: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """The model computes, and is trained, with the second LoRA in place of the first."""
+    """Compute and train with the fake LoRA instead of the trained one within the block."""
     layers = adapted_layers(denoisers)
     for layer in layers:
         layer.set_adapter([FAKE])
@@ -174,5 +174,5 @@ def fake_active(denoisers: Mapping[str, torch.nn.Module]) -> Iterator[None]:
 
 
 def is_fake(name: str) -> bool:
-    """Whether a tensor of this name, as in `Policy.trained`, is one of its matrices."""
+    """Whether a tensor of this name, as in `Policy.trained`, belongs to the fake LoRA."""
     return f".{FAKE}." in name

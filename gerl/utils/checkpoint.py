@@ -1,4 +1,4 @@
-"""Checkpoints under the name that MM-GRPO's users import."""
+"""Alias of the checkpoints for users of MM-GRPO."""
 
 from gerl.run.checkpoint import *  # noqa: F403
 from gerl.utils.tensors import *  # noqa: F403

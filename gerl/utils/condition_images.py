@@ -1,4 +1,4 @@
-"""Condition images of a prompt (to edit, inpaint, follow); columns of the prompt file name their files."""
+"""Condition images of a prompt (to edit, inpaint, follow), whose files are named in columns of the prompt file."""
 
 import inspect
 import struct
@@ -14,7 +14,7 @@ from gerl.utils.files import reason
 
 # Columns passed to the pipeline as arguments of the same name: the path of an image, or a list of paths.
 COLUMNS = ("image", "mask_image", "control_image")
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # of a damaged file
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)  # for damaged files
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
@@ -39,13 +39,13 @@ def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str
 
 
 def absolute_picture(value: str, folder: Path, what: str) -> str:
-    """Return the absolute path of an image relative to `folder`; raises `DataError` beginning with `what`."""
+    """Return the absolute path of an image relative to `folder`. Raises `DataError` beginning with `what`."""
     try:
         url = urlsplit(value)
         path = Path(unquote(url.path)) if url.scheme == "file" else Path(value).expanduser()
         path = (folder / path).absolute()
         there = path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, half an address
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~nobody, or an incomplete address
         raise DataError(f"{what:.300}, which is not a path ({reason(error)}): correct it") from None
     if url.scheme in ("http", "https"):
         raise DataError(f"{what}: download it and give the path, so that a run does not depend on a server")
@@ -61,8 +61,8 @@ def absolute_picture(value: str, folder: Path, what: str) -> str:
 def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     """Return the files of a prompt's images; prompts with different images never share a micro-batch.
 
-    Pipelines disagree whether a list of images is one per prompt or all for every prompt; for a single prompt the
-    meaning is the same.
+    Pipelines differ in whether a list of images means one per prompt or all for every prompt; for a single prompt both
+    are the same.
     """
     paths: list[str] = []
     for name in COLUMNS:
@@ -72,10 +72,10 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
 
 
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
-    """Read the prompt's images for the pipeline's arguments of the same names.
+    """Read the prompt's images as arguments of the pipeline with the same names.
 
-    Columns that are not arguments of the pipeline are left to the scorers. Raises `DataError` naming the prompt for a
-    file that is not an image.
+    Columns that are not arguments of the pipeline are left to the scorers. Raises `DataError` naming the prompt if a
+    file is not an image.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
@@ -89,7 +89,7 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
 
 
 def read_picture(path: str | Path) -> Image.Image:
-    """Read an image as RGB, upright (EXIF); alpha is dropped, as in pipelines. Raises as `open_picture`."""
+    """Read an image as RGB, upright (EXIF), without alpha, as pipelines do. Raises as `open_picture` does."""
     return open_picture(path).convert("RGB")
 
 

@@ -1,3 +1,3 @@
-"""Prompt files under the name that MM-GRPO's users import."""
+"""Alias of the prompt files for users of MM-GRPO."""
 
 from gerl.data.tables import *  # noqa: F403

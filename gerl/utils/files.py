@@ -21,7 +21,7 @@ from gerl.errors import ConfigError, GerlError
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error on one line; for an `OSError` without errno and path."""
+    """Return the message of an error on one line, for an `OSError` without errno and path."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or " ".join(str(error).split()) or type(error).__name__
 
@@ -41,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write `path` atomically, text as UTF-8; raises `GerlError` if it cannot be written."""
+    """Write `path` atomically, text as UTF-8. Raises `GerlError` if it cannot be written."""
     part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")  # other processes may write the same file
     try:
         with writing(path):
@@ -73,7 +73,7 @@ def finite(value: Any) -> Any:
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> list[Path]:
     """Let `fill` write into a temporary folder inside `out`, then move its files into `out`: no partial file is left.
 
-    Returns the files; raises `ConfigError` if they cannot be written.
+    Returns the files. Raises `ConfigError` if they cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used."""
+"""Modules imported on first use."""
 
 import importlib
 from functools import cache
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LazyModule(ModuleType):
-    """Stands for a module, which is imported when one of its names is read; from then on it has the same names."""
+    """Proxy of a module, which is imported when one of its names is first read."""
 
     def __getattr__(self, name: str) -> Any:
         module = importlib.import_module(self.__name__)
@@ -17,9 +17,9 @@ class LazyModule(ModuleType):
 
 @cache
 def lazy(name: str) -> Any:
-    """Return a stand-in for the module `name`.
+    """Return a proxy of the module `name`.
 
-    For modules that the configuration imports, such as algorithms: a wrong key is answered without torch. To be
-    written as `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
+    For modules that the configuration imports, such as algorithms, so that a wrong key is reported without importing
+    torch. Write `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
     """
     return LazyModule(name)

@@ -1,3 +1,3 @@
-"""LoRA under the name that MM-GRPO's users import."""
+"""Alias of LoRA for users of MM-GRPO."""
 
 from gerl.model.lora import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""The scorers under the name that users of verl and MM-GRPO import."""
+"""Alias of the scorers for users of verl and MM-GRPO."""
 
 from gerl.rewards.scorers import *  # noqa: F403

@@ -1,6 +1,6 @@
-"""Seeds derived from their purpose: no generator state to save, the same samples on any number of workers."""
+"""Seeds derived from their purpose: no generator state to save, and equal samples on any number of workers."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # annotations name torch classes, see `lazy`
 
 import hashlib
 import random
@@ -32,7 +32,7 @@ def seed_everything(*parts: int | str) -> None:
 
 
 def sample_generators(seeds: list[int]) -> list[torch.Generator]:
-    """Return a CPU generator per sample: the same noise on any device, different noise for every seed.
+    """Return a CPU generator per sample, with the same noise on any device and different noise for every seed.
 
     `manual_seed` uses the lower 32 bits of a seed, so two of a hundred thousand samples could have the same noise. Here
     all words of the Mersenne Twister derive from the whole seed.

@@ -1,4 +1,4 @@
-"""Tensors as bytes: named tensors as a safetensors file, many small ones packed into one for transport."""
+"""Tensors as bytes: named tensors as a safetensors file, and many small ones packed into one for transport."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from gerl.errors import CheckpointError
 
 def pack_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Pack named tensors of any device and dtype as a safetensors file; equal input gives equal bytes."""
-    # Clones: safetensors refuses tensors that share memory, such as tied weights.
+    # clones: safetensors rejects tensors that share memory, such as tied weights
     plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     return _in_order(safetensors.torch.save(plain, metadata))
 
 
 def _in_order(content: bytes) -> bytes:
-    """Sort the metadata of the file: safetensors writes them in hash-map order."""
+    """Sort the metadata of the file, which safetensors writes in hash-map order."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     metadata = header.pop("__metadata__", None)
@@ -32,7 +32,7 @@ def _in_order(content: bytes) -> bytes:
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Unpack a safetensors file's content into CPU tensors; raises `CheckpointError` if it is not one."""
+    """Unpack a safetensors file's content into CPU tensors. Raises `CheckpointError` if it is invalid."""
     try:
         return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
@@ -53,12 +53,12 @@ class PackedTensors(dict[int, torch.Tensor]):
 
 
 def _unpacked(numbers: list[int], lengths: list[int], whole: np.ndarray) -> PackedTensors:
-    tensors = torch.from_numpy(whole.copy()).split(lengths)  # memory of Ray's store is read-only
+    tensors = torch.from_numpy(whole.copy()).split(lengths)  # the memory of Ray's store is read-only
     return PackedTensors(zip(numbers, tensors, strict=True))
 
 
 def tensors_of(images: Sequence[Image.Image]) -> torch.Tensor:
-    """PIL images of one size as `[B, 3, H, W]` fp32 in [0, 1]."""
+    """Convert PIL images of one size to `[B, 3, H, W]` fp32 in [0, 1]."""
     pixels = [torch.from_numpy(np.array(image.convert("RGB"))) for image in images]
-    # Contiguous: with channels last, torch 2.13 resizes images of a single column wrongly.
+    # contiguous: with channels last, torch 2.13 resizes images of a single column wrongly
     return torch.stack(pixels).permute(0, 3, 1, 2).contiguous().float() / 255

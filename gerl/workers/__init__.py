@@ -2,5 +2,5 @@
 
 from gerl.commandline.command import importing
 
-with importing():  # before all else that a worker's process imports
+with importing():  # must precede all other imports of a worker's process
     import torch  # noqa: F401

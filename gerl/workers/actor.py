@@ -1,4 +1,4 @@
-"""The actor of a worker: trajectories and credit in, an update of the LoRA or of all weights out."""
+"""The actor of a worker: turns trajectories and credit into an update of the LoRA or of all weights."""
 
 import contextlib
 import importlib.util
@@ -31,14 +31,14 @@ from gerl.workers.rollout import half
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
-OPTIMIZER = "optimizer/"  # prefix of its tensors in a checkpoint
-# the state of an optimizer per parameter: always, and of those with at least 4096 elements
+OPTIMIZER = "optimizer/"  # prefix of the optimizer's tensors in a checkpoint
+# optimizer state per parameter: always, and for parameters with at least 4096 elements
 ADAMW = ("step", "exp_avg", "exp_avg_sq")
 ADAMW8BIT = ("step", "state1", "state2")
 QUANTISED = ("qmap1", "qmap2", "absmax1", "absmax2")
 PACKAGE = "bitsandbytes"
 
-# --- The optimizer
+# --- Optimizer
 
 
 def check_optimizer(config: ActorConfig, device: str) -> None:
@@ -65,7 +65,7 @@ def check_optimizer(config: ActorConfig, device: str) -> None:
 
 
 def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Build AdamW, or for `adamw8bit` that of bitsandbytes (Dettmers et al. 2021, blockwise 8-bit moments)."""
+    """Build AdamW, or for `adamw8bit` the one of bitsandbytes (Dettmers et al. 2021, blockwise 8-bit moments)."""
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
     if config.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit  # an optional package
@@ -81,16 +81,17 @@ def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter
 
 
 def gradient_of(p: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient of `p`, zeros if it has none."""
+    """Return the gradient of `p`, zeros if it has none."""
     return p.grad if p.grad is not None else torch.zeros_like(p)
 
 
 def clip_gradients(
     parameters: Sequence[torch.nn.Parameter], limit: float, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Clip the norm of the gradients of `parameters` to `limit`; returns the norm before clipping.
+    """Clip the norm of the gradients of `parameters` to `limit`; return the norm before clipping.
 
-    `group`: the processes that hold a part of every parameter each; a collective call with the same result on all.
+    `group`: the processes that hold a shard of every parameter each; then a collective call with the same result on
+    all.
     """
     if group is None:
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
@@ -106,7 +107,7 @@ def clip_gradients(
 
 
 def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """The state tensors of `optimizer`, as `KEY/NAME` by the names of `lora`; none before the first update."""
+    """Return the state tensors of `optimizer` as `KEY/NAME`, by the names of `lora`; empty before the first update."""
     return {
         f"{key}/{name}": value if torch.is_tensor(value) else torch.tensor(float(value))
         for name, p in lora.items()
@@ -117,13 +118,13 @@ def state_of(optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Param
 def expected_state(
     config: ActorConfig, lora: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors with the shapes and types of `state_of`, for the parameters of which `found` has any."""
+    """Return tensors with the shapes and dtypes of `state_of`, for the parameters that have any in `found`."""
     expected: dict[str, torch.Tensor] = {}
     keys = ADAMW8BIT if config.optimizer == "adamw8bit" else ADAMW
     for name, p in lora.items():
         moments = {key: torch.zeros((), dtype=torch.float32) if key == "step" else p for key in keys}
         if config.optimizer == "adamw8bit" and any(f"{key}/{name}" in found for key in QUANTISED):
-            blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package makes
+            blocks = found.get(f"absmax1/{name}", torch.zeros(0)).shape  # as many as the package creates
             moments |= {key: p.to(torch.uint8) for key in ("state1", "state2")}
             moments |= {key: torch.zeros(256) for key in ("qmap1", "qmap2")}
             moments |= {key: torch.zeros(blocks) for key in ("absmax1", "absmax2")}
@@ -135,8 +136,8 @@ def expected_state(
 def restore(
     optimizer: torch.optim.Optimizer, lora: Mapping[str, torch.nn.Parameter], found: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load into `optimizer` what `state_of` returned, checked by `expected_state`."""
-    counts = not isinstance(optimizer, torch.optim.AdamW)  # where the number of updates is a number, not a tensor
+    """Load the result of `state_of`, checked by `expected_state`, into `optimizer`."""
+    counts = not isinstance(optimizer, torch.optim.AdamW)  # if the number of updates is a number, not a tensor
     for name, p in lora.items():
         own = {key: found[f"{key}/{name}"] for key in (*ADAMW, *ADAMW8BIT, *QUANTISED) if f"{key}/{name}" in found}
         if not own:
@@ -146,11 +147,11 @@ def restore(
         optimizer.state[p] = {"step": int(step) if counts else step, **state}
 
 
-# --- The update
+# --- Update
 
 
 class Actor:
-    """Accumulates the gradient of an update, then takes one optimizer step."""
+    """Accumulator of the gradient of an update, and its optimizer step."""
 
     def __init__(
         self,
@@ -162,17 +163,17 @@ class Actor:
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
     ) -> None:
-        """`ranks`: those in lockstep with this one, if any.
+        """Build optimizer and averages; `ranks`: those in lockstep with this one, if any.
 
-        `group`: the ranks that hold a part of each trained weight; None: weights are whole. `staleness`: number of
-        steps sampled ahead.
+        `group`: the ranks that share each trained weight; None: weights are not sharded. `staleness`: number of steps
+        sampled ahead.
         """
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
-        self.most: int | None = None  # rows of a replay that fit into memory; None: no limit is known
-        self.divides = ranks is None  # whether it finds that limit
+        self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
+        self.divides = ranks is None  # whether it searches for that limit
         self.say: Callable[[str], None] = logger.warning
-        self.looked = False  # whether layers without a gradient were looked for
+        self.looked = False  # whether layers were checked for a missing gradient
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
@@ -192,9 +193,9 @@ class Actor:
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs.
 
-        Dividing by the whole update's size makes the gradient the same for any micro-batch size and any number of
-        workers. `by_step`: measure what the first micro-batch of each trained step adds, of a LoRA only: for all
-        weights it would take as much memory again.
+        Division by the size of the whole update makes the gradient independent of micro-batch size and number of
+        workers. `by_step`: measure the contribution of the first micro-batch at each trained step; only for a LoRA,
+        since for all weights it would need as much memory again.
         """
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
@@ -205,19 +206,21 @@ class Actor:
                 measure = squared_norm if self.ranks is None else self._whole_squared_norm
                 meter = StepGradients(self.parameters, measure) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
-                if algorithm is not self.algorithm:  # imitated dataset images do not enter the algorithm's averages
+                if algorithm is not self.algorithm:  # imitated dataset images are not part of the algorithm's averages
                     sums = {"data_error": found.sums["squared_error"], "data_pairs": float(found.pairs)}
                     found = UpdateStats(sums=sums)
                 stats += found
                 if meter is not None:
                     measured = meter.end() | measured
             for blank, rows in idle:
-                self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a gradient of zeros
+                self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a zero gradient
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """Run `work`, which trains on or pools all `batches` of an update; when out of memory, again from no gradient
-        with half as many rows per replay."""
+        """Run `work`, which trains on or pools all `batches` of an update; retry with smaller replays if out of memory.
+
+        Each retry starts from no gradient, with half as many rows per replay.
+        """
         while True:
             try:
                 return work()
@@ -228,7 +231,7 @@ class Actor:
             self.optimizer.zero_grad(set_to_none=True)
 
     def _halve(self, batches: Sequence[Batch]) -> bool:
-        """Halve the micro-batches; False if that leaves the largest one of `batches` as it is."""
+        """Halve the micro-batches; return False if the largest one of `batches` cannot be halved."""
 
         def largest() -> int:
             return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
@@ -245,7 +248,7 @@ class Actor:
         return True
 
     def pool(self, batches: Sequence[Batch]) -> Pooled:
-        """The contribution of `batches` to the group sums that losses need."""
+        """Return the contribution of `batches` to the group sums used in losses."""
         found: list[Pooled] = []
         for batch in batches:
             if self.algorithm.of(batch.samples) is not self.algorithm:
@@ -257,7 +260,7 @@ class Actor:
         return pooled_sum(found)
 
     def _parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
-        """Micro-batches of `batch` as row indices, and zero-weight padding so that all ranks run equally many."""
+        """Return the micro-batches of `batch` as row indices, and zero-weight padding to equal counts on all ranks."""
         parts = list(self.algorithm.of(batch.samples).micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
         if not more:
@@ -270,15 +273,15 @@ class Actor:
         return squared_norm(self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
-        """The gradient that `accumulate` adds for `batches`, by trained step, each one vector on the CPU.
+        """Return the gradient that `accumulate` adds for `batches`, by trained step, each as one vector on the CPU.
 
-        Accumulated gradients are dropped.
+        Drops accumulated gradients.
         """
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
             parts, idle = self._parts(batch)
             for rows in parts:
-                self.optimizer.zero_grad(set_to_none=True)  # large and small numbers are not added up
+                self.optimizer.zero_grad(set_to_none=True)  # avoids adding small numbers to large ones
                 meter = StepGradients(self.parameters, flat_copy)
                 self.algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 found |= {k: found[k] + new if k in found else new for k, new in meter.end().items()}
@@ -288,7 +291,7 @@ class Actor:
         return found
 
     def flat_gradient(self) -> torch.Tensor:
-        """All gradients as one vector, zeros where there is none."""
+        """Return all gradients as one vector, zeros for missing ones."""
         return torch.cat([local(gradient_of(p)).flatten() for p in self.parameters])
 
     def set_flat_gradient(self, flat: torch.Tensor) -> None:
@@ -298,9 +301,9 @@ class Actor:
             local(p.grad).copy_(values.view_as(local(p)))
 
     def all_reduce(self) -> None:
-        """Sum the gradients of all workers, a LoRA's by one flat all-reduce; a collective call.
+        """Sum the gradients of all workers, for a LoRA by one flat all-reduce; a collective call.
 
-        The sharded gradients of the ranks of a worker are summed already.
+        Sharded gradients of the ranks of a worker are already summed.
         """
         if not self.policy.whole:
             flat = self.flat_gradient()
@@ -313,7 +316,7 @@ class Actor:
                     dist.all_reduce(local(p.grad), group=None if self.ranks is None else self.ranks.peers)
 
     def step(self) -> StepResult:
-        """Clip the gradient and take an optimizer step; a non-finite gradient is dropped instead."""
+        """Clip the gradient and take an optimizer step, or drop the gradient if it is not finite."""
         lr = self.schedule.get_last_lr()[0]
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.group)
         rms = norm / math.sqrt(sum(p.numel() for p in self.parameters))
@@ -326,7 +329,7 @@ class Actor:
             self.policy.ema.update()
             self.policy.version += 1
             self.policy.old_is_current = False
-            if not self.policy.whole:  # the base model's own may be of any size
+            if not self.policy.whole:  # weights of the base model may have any size
                 with torch.no_grad():
                     largest = float(torch.nn.utils.get_total_norm(self.parameters, float("inf")))
         self.schedule.step()
@@ -334,7 +337,7 @@ class Actor:
         return StepResult(norm, lr, finite, largest, rms)
 
     def _name_idle(self) -> None:
-        """Name the layers of the LoRA without a gradient, by their B: A has none either where B is zero."""
+        """Report LoRA layers without gradient, judged by B, since A has no gradient either while B is zero."""
         second = {name: p for name, p in self.policy.trained.items() if ".lora_B." in name}
         if idle := [name for name, p in second.items() if not local(gradient_of(p)).any()]:
             layers = [name.split(".lora_B.")[0] for name in idle]
@@ -345,7 +348,7 @@ class Actor:
             )
 
     def finish_step(self, step: int, resets: bool = False) -> None:
-        """End trainer step `step`: update the averaged policies; `resets`: the reference as well."""
+        """End trainer step `step` by updating the averaged policies; `resets`: also move the reference."""
         policy = self.policy
         if resets:
             policy.move_reference()
@@ -363,7 +366,7 @@ class Actor:
         return "weights" if self.policy.whole else "lora"
 
     def state(self) -> tuple[dict[str, torch.Tensor], WorkerState]:
-        """The exact state as tensors and numbers, for `load_state`."""
+        """Return the exact state as tensors and counters, for `load_state`."""
         tensors = {f"{self.kind}/{name}": p.detach() for name, p in self.policy.trained.items()}
         averages = self.policy.averages()
         for kind, average in averages.items():
@@ -378,9 +381,9 @@ class Actor:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Continue from what `state` returned; the learning rate, betas and decays are those of the configuration.
+        """Restore the result of `state`; learning rate, betas and decays are those of the configuration.
 
-        Raises as `check_state`, before anything is changed.
+        Raises as `check_state` does, before anything is changed.
         """
         self.check_state(tensors, numbers)
         for name, p in self.policy.trained.items():
@@ -391,21 +394,21 @@ class Actor:
         self.load_numbers(numbers)
 
     def load_numbers(self, numbers: WorkerState) -> None:
-        """Load the numbers of a state."""
+        """Restore the counters of a state."""
         for kind, average in self.policy.averages().items():
             average.updates = numbers.averages[kind]
         self.policy.old_is_current = numbers.old_is_current
         self.policy.version = numbers.policy_version
         taken, schedule = numbers.lr_schedule.last_epoch, self.schedule
         rates = [base * rule(taken) for base, rule in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-        # the rules are functions, made by the constructor: None keeps them
+        # the learning-rate rules are functions set by the constructor: None keeps them
         position = {"last_epoch": taken, "_step_count": taken + 1, "_last_lr": rates, "lr_lambdas": [None]}
         schedule.load_state_dict(schedule.state_dict() | position)
         for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
 
     def check_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Raise `CheckpointError` unless a saved state fits what is trained, its averages and the optimizer."""
+        """Raise `CheckpointError` unless a saved state fits the trained parameters, averages and optimizer."""
         averages, file = self.policy.averages(), "state" if self.policy.whole else "state.safetensors"
         if set(numbers.averages) != set(averages):
             known, own = (", ".join(sorted(names)) or "none" for names in (numbers.averages, averages))
@@ -436,22 +439,22 @@ def _of_optimizer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Snapshots:
-    """A copy of an actor's state after the last finished step, made beside the sampling of the next one."""
+    """Copy of an actor's state after the last finished step, made while the next one is sampled."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        self.step: int | None = None  # the finished step of the copy
+        self.step: int | None = None  # the step after which the copy was made
         self._copy: Future[tuple[Tensors, WorkerState]] | None = None
         self._executor = ThreadPoolExecutor(1, "snapshot")
 
     def begin(self, step: int) -> None:
-        """Begin to copy the state after `step`; until `take` returns, no weights may be trained or loaded."""
+        """Start to copy the state after `step`; weights must not be trained or loaded before `take` returns."""
         if self.step == step:
             return
         into = {} if self._copy is None else self._copy.result()[0]
         self._copy = self.step = None
         tensors, numbers = self.actor.state()
-        # at once: sampling with other weights puts these in the place of the trained ones for a while
+        # immediately, since sampling with other weights temporarily replaces the trained ones
         trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
         first, device = copied(trained, into), next(iter(trained.values())).device
         beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -468,16 +471,16 @@ class Snapshots:
         self._copy, self.step = self._executor.submit(rest), step
 
     def take(self, step: int) -> tuple[Tensors, WorkerState]:
-        """The state after `step`, the last finished one; copied now if `begin` was not called."""
+        """Return the state after `step`, the last finished one, copying it now if `begin` was not called."""
         self.begin(step)
         assert self._copy is not None
         return self._copy.result()
 
 
 class PartSnapshots:
-    """A copy of the parts of the state that are here, for full fine-tuning: made only before a step changes them.
+    """Copy of this rank's shards of the state, for full fine-tuning, made only just before a step changes them.
 
-    During sampling it would take the memory that sampling needs.
+    During sampling it would take up memory that sampling needs.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -489,7 +492,7 @@ class PartSnapshots:
         pass
 
     def take(self, step: int) -> tuple[dict[str, Part], WorkerState]:
-        """The parts after `step`, the last that was finished."""
+        """Return the shards after `step`, the last finished one."""
         if self._copy is None or self.step != step:
             parts, numbers = parts_of(self.actor)
             self._copy, self.step = ({name: part.copy() for name, part in parts.items()}, numbers), step
@@ -497,19 +500,19 @@ class PartSnapshots:
 
 
 def snapshots_of(actor: Actor) -> Snapshots | PartSnapshots:
-    """The snapshots of a LoRA, or of full fine-tuning."""
+    """Return the kind of snapshots for a LoRA or for full fine-tuning."""
     return PartSnapshots(actor) if actor.policy.whole else Snapshots(actor)
 
 
 def parts_of(actor: Actor) -> tuple[dict[str, Part], WorkerState]:
-    """The parts of the exact state that are here, and its numbers."""
+    """Return this rank's parts of the exact state, and its counters."""
     tensors, numbers = actor.state()
     return {name: part_of(tensor) for name, tensor in tensors.items()}, numbers
 
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Tensors:
-    """Copies of `tensors` in main memory, written over the copies `into` where shape and type agree."""
+    """Copy `tensors` to main memory, reusing the copies `into` if shape and dtype match."""
     found = {}
     for name, tensor in tensors.items():
         place = into.get(name)

@@ -1,6 +1,6 @@
-"""Calibrate before training: the numerical noise of the ratio, and the weight of each denoising step."""
+"""Calibration before training: numerical noise of the ratio, and weight of each denoising step."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -30,9 +30,9 @@ def calibrate(worker: PolicyWorker, task: RolloutTask) -> SamplingProbe:
 def probe(
     pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm, dtype: torch.dtype = torch.float32
 ) -> SamplingProbe:
-    """Replay half of a micro-batch that was just sampled, and measure the ratio, which should be 1, and the steps.
+    """Replay half of a micro-batch that was just sampled; measure the ratio, which should be 1, and the steps' weights.
 
-    `dtype`: the precision of the denoiser's output.
+    `dtype`: precision of the denoiser's output.
     """
     segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
     half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
@@ -59,7 +59,7 @@ def probe(
 
 
 def rounded_otherwise(step: ReplayedStep, dtype: torch.dtype) -> ReplayedStep:
-    """`step` with an output that differs by two roundings to `dtype`, each up to half a unit in the last place."""
+    """Return `step` with an output perturbed by two roundings to `dtype`, each up to half a unit in the last place."""
     output = step.model_output
     unit = torch.finfo(dtype).eps * torch.exp2(output.abs().clamp_min(torch.finfo(dtype).tiny).log2().floor())
     draw = torch.Generator().manual_seed(0)

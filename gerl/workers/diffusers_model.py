@@ -1,3 +1,3 @@
-"""Record and replay under the name that MM-GRPO's users import."""
+"""Alias of record and replay for users of MM-GRPO."""
 
 from gerl.engine import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""The processes that hold the model: they sample, keep trajectories where these will be trained, and train.
+"""The processes that hold the model: they sample, store trajectories, and train.
 
-`LocalFleet` works in this process and is the one to read. `RayFleet` adds processes that meet for collective calls and
-are replaced when they die; `SplitFleet` has dedicated samplers, which get the weights of the trainers.
+`LocalFleet` works in this process and is the one to read first. `RayFleet` adds processes that join for collective
+calls and are replaced when they die; `SplitFleet` has dedicated samplers, which receive the trainers' weights.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 Workers = WorkerGroup[PolicyWorker]
 Credit = dict[int, torch.Tensor]  # task id -> [B, T]
-POLL_S = 0.05  # between questions whether a file is written
-STARTING = 600.0  # seconds, at least, for a worker to start, or to load the model from a slow disk
+POLL_S = 0.05  # between checks whether a file is written
+STARTING = 600.0  # minimum in seconds for a worker to start, or to load the model from a slow disk
 
 
-# --- Placement: micro-batches to processes; ranks in lockstep all make the same calls of the model.
+# --- Placement of micro-batches on processes; ranks in lockstep all make the same model calls.
 #
-# Ranks of a worker hold parts of the weights (model.shard) or of the tokens of a call (cluster.context) and exchange
-# them in every call, so a rank with nothing left to sample repeats another one's micro-batch as padding.
+# Ranks of a worker hold shards of the weights (model.shard) or of the tokens of a call (cluster.context) and exchange
+# them in every call, so a rank without work repeats another rank's micro-batch as padding.
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The process of each of M micro-batches, and in lockstep the groups that are processed at the same time.
+    """Process of each of M micro-batches, and in lockstep the groups processed at the same time.
 
     Example: five micro-batches of one kind on two workers of two ranks are the lockstep groups `[[0, 1], [2, 3], [4]]`
     on the processes `[0, 1, 2, 3, 0]`; process 1 repeats micro-batch 4.
@@ -62,24 +62,24 @@ class Placement:
     processes: list[int]  # [M]
     groups: list[list[int]] = field(default_factory=list)  # micro-batches processed at the same time; lockstep only
     padding: list[tuple[int, int]] = field(default_factory=list)  # (micro-batch, process that repeats it)
-    context: int = 1  # processes that share the tokens of a call: the one in `processes` and those after it
+    context: int = 1  # processes that split the tokens of a call: the one in `processes` and those after it
 
     @classmethod
     def in_turn(cls, count: int, processes: int) -> Placement:
-        """Of `count` micro-batches, one process after the other."""
+        """Assign `count` micro-batches to processes in turn."""
         return cls([i % processes for i in range(count)])
 
     def peers(self, number: int) -> range:
-        """The processes that share the tokens of micro-batch `number` with its own."""
+        """Return the other processes that split the tokens of micro-batch `number`."""
         first = self.processes[number]
         return range(first + 1, first + self.context)
 
     def padded(self, number: int) -> list[int]:
-        """The processes that repeat micro-batch `number` as padding."""
+        """Return the processes that repeat micro-batch `number` as padding."""
         return self._padded.get(number, [])
 
     def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
-        """The further calls after micro-batch `number`: (micro-batch, process, whether it is padding).
+        """Yield the additional calls after micro-batch `number`: (micro-batch, process, whether it is padding).
 
         Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
         """
@@ -90,7 +90,7 @@ class Placement:
 
     @cached_property
     def _firsts(self) -> dict[int, int]:
-        """Last micro-batch of a lockstep group -> its first, which is repeated."""
+        """Last micro-batch of each lockstep group -> its first, which is repeated as padding."""
         return {members[-1]: members[0] for members in self.groups}
 
     @cached_property
@@ -102,7 +102,7 @@ class Placement:
 
 
 def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placement:
-    """Assign micro-batches to `processes` by their `kinds`, which are equal where they need the same calls."""
+    """Assign micro-batches to `processes` by their `kinds`, which are equal if they need the same model calls."""
     if not config.lockstep:
         return Placement.in_turn(len(kinds), processes)
     ranks, context, found = config.lockstep_ranks, config.cluster.context, Placement([], context=config.cluster.context)
@@ -119,10 +119,10 @@ def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placemen
 
 
 def call_pattern(task: RolloutTask) -> Hashable:
-    """Equal for tasks that make the same calls of the model.
+    """Return a key that is equal for tasks with the same model calls.
 
-    That depends on their segments, the rows and trained steps of each, and on whether rows share a prefix, which is
-    probed once with a pipeline that cannot branch.
+    It consists of the segments, the rows and trained steps of each, and whether rows share a prefix; a pipeline that
+    cannot branch makes additional calls to find out, once.
     """
 
     def shares(s: Segment) -> bool:
@@ -133,28 +133,28 @@ def call_pattern(task: RolloutTask) -> Hashable:
     )
 
 
-# --- The fleet of a run
+# --- Fleet of a run
 
 
 class Dispatch:
-    """Micro-batches on their way through the samplers."""
+    """Micro-batches being sampled."""
 
     processes: list[int]  # [M] the sampler of each
 
     def submit(self, number: int) -> Pending[Images]:
-        """Begin a micro-batch."""
+        """Submit a micro-batch."""
         raise NotImplementedError
 
     def ended(self, number: int) -> None:
-        """A micro-batch has ended."""
+        """Handle the end of a micro-batch."""
 
     def finish(self) -> Sequence[RolloutTask]:
-        """All have ended; returns the tasks that are about to be trained on."""
+        """Handle the end of all micro-batches; return the tasks that will be trained on."""
         return []
 
 
 class RoundRobin(Dispatch):
-    """Micro-batches that `count` processes take in turn: `call(i)` begins the i-th of `total`."""
+    """Micro-batches that `count` processes take in turn: `call(i)` submits the i-th of `total`."""
 
     def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
         self.call, self.processes = call, [number % count for number in range(total)]
@@ -164,7 +164,7 @@ class RoundRobin(Dispatch):
 
 
 def kept_id(task: RolloutTask, padding: bool) -> int:
-    """The id under which a process keeps the trajectory of `task`."""
+    """Return the id under which a process stores the trajectory of `task`."""
     return padding_id(task.id) if padding else task.id
 
 
@@ -175,14 +175,14 @@ class LocalFleet:
         self.config, self.cluster, self.workers, self.timeline = config, cluster, workers, timeline
         self.trainers = self.samplers = workers
         self.lockstep = config.lockstep
-        self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the step that is trained
+        self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the current training step
         self.pools = build_algorithm(config).pools
-        self.recovery: Recovery | None = None  # in this process no worker dies alone
+        self.recovery: Recovery | None = None  # workers in this process cannot die alone
 
-    # --- start
+    # --- Start
 
     def check_model(self, downloads: Downloads) -> None:
-        """Check the model before its weights are loaded; in this process that was done."""
+        """Check the model before its weights are loaded; does nothing in this process, which has checked it."""
 
     def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
         """Load the model on the workers `new`."""
@@ -196,10 +196,10 @@ class LocalFleet:
         """Seconds of silence after which starting processes count as dead."""
         return max(STARTING, self.config.cluster.hang_after)
 
-    # --- sample
+    # --- Sampling
 
     def sample(self, tasks: Sequence[RolloutTask]) -> Sampling:
-        """Sample micro-batches; their trajectories stay on the process that will train them."""
+        """Sample micro-batches; their trajectories stay on the process that will train on them."""
         return Sampling(self, tasks)
 
     def validate(self, batches: Sequence[Sequence[Sample]]) -> Dispatch:
@@ -207,75 +207,75 @@ class LocalFleet:
         return Validating(self, batches)
 
     def sampled(self, step: int) -> None:
-        """All images of `step` are sampled."""
+        """Handle the end of sampling for `step`."""
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Let samplers use the weights of the finished `step`; here they are the trainers' own.
+        """Give samplers the weights of the finished `step`; does nothing here, since they share the trainers'.
 
         `earlier`: in any case, and with the weights of earlier steps.
         """
 
     def forget_sync(self) -> None:
-        """All workers start again with the same weights."""
+        """Note that all workers start again with the same weights."""
 
     def place(self, kinds: Sequence[Hashable], processes: int) -> Placement:
         """Assign micro-batches of these `kinds` to `processes`."""
         return place(kinds, self.config, processes) if self.lockstep else Placement.in_turn(len(kinds), processes)
 
-    # --- train
+    # --- Training
 
     def on_trajectories(self, function: Callable[[PolicyWorker, int], R]) -> list[R]:
-        """Call `function(worker, task id)` for all trajectories of the step at once, on the workers that hold them."""
+        """Call `function(worker, task id)` for all trajectories of the step concurrently, on their workers."""
         pending, copies = list[Pending[R]](), list[tuple[int, int]]()
         for tasks, placement in self.held:
             for i, task in enumerate(tasks):
                 pending.append(self.trainers.submit(placement.processes[i], function, task.id))
                 copies += [(p, kept_id(tasks[k], padding)) for k, p, padding in placement.copies_after(i)]
-        for process, task_id in copies:  # in lockstep the others make the same calls, whose answers do not count
+        for process, task_id in copies:  # in lockstep the others make the same calls, without using the results
             self.trainers.submit(process, function, task_id)
         return [call.result() for call in pending]
 
     def accumulate(self, credit: Credit, num_pairs: int, kl: KLWeight) -> UpdateStats:
-        """Add the gradient of the tasks of `credit` on the trainers that hold them, as a part of `num_pairs` pairs."""
+        """Add the gradient of the tasks in `credit` on the trainers that hold them, as a part of `num_pairs` pairs."""
         groups = self.lockstep_groups(credit)
         pooled = self.pool(credit, groups, kl)
         return sum(self.trainers.run(PolicyWorker.accumulate, credit, num_pairs, pooled, groups, kl), UpdateStats())
 
     def step(self, finished: int, last: bool, resets: bool) -> list[StepResult]:
-        """Take an optimizer step with the sum of all gradients; with `last` it ends the trainer step."""
+        """Take an optimizer step with the sum of all gradients; `last`: also end the trainer step."""
         together = len(self.trainers) > 1 and self.trainers.remote
-        if len(self.trainers) > 1 and not together:  # in this process there is no collective
+        if len(self.trainers) > 1 and not together:  # workers in one process have no collective
             total = torch.stack(self.trainers.run(gradient)).sum(0)
             self.trainers.run(set_gradient, total)
         return self.trainers.run(PolicyWorker.step, finished, together, last, resets)
 
     def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
-        """End trainer step `step` on all processes, unless its last optimizer step did, whose `results` these are."""
+        """End trainer step `step` on all processes, unless its last optimizer step, with `results`, did so."""
         self.held.clear()
         if not results:
             return self.trainers.run(PolicyWorker.finish_step, step, resets)
         return [result.end for result in results if result.end is not None]
 
     def pool(self, credit: Credit, groups: Groups = None, kl: KLWeight | None = None) -> Pooled | None:
-        """The group sums that losses need, from all trainers; None where the algorithm needs none."""
+        """Return the group sums used in losses, from all trainers; None if the algorithm uses none."""
         return pooled_sum(self.trainers.run(PolicyWorker.pool, credit, groups, kl)) if self.pools else None
 
     def lockstep_groups(self, credit: Mapping[int, torch.Tensor]) -> list[list[int]] | None:
-        """The ids of the tasks of each lockstep group with some of `credit`; None: not in lockstep."""
+        """Return the task ids of each lockstep group with some of `credit`; None if not in lockstep."""
         if not self.lockstep:
             return None
         groups = [[tasks[i].id for i in members] for tasks, place in self.held for members in place.groups]
         return [members for members in groups if not credit.keys().isdisjoint(members)]
 
     def discard(self) -> None:
-        """Forget everything of unfinished steps."""
+        """Discard the state of unfinished steps."""
         self.held.clear()
 
     def clear(self) -> None:
         """Drop trajectories and gradients on all workers."""
         self.workers.run(PolicyWorker.clear)
 
-    # --- state
+    # --- State
 
     def hold(self, step: int, process: int = 0) -> Held:
         """Hold the state of the finished `step` on `process` and its ranks, to write a checkpoint from it."""
@@ -284,7 +284,7 @@ class LocalFleet:
         return hold_parts(self.workers, writers(self.config, process), step)
 
     def load(self, checkpoint: Checkpoint, numbers: WorkerState) -> None:
-        """Continue from a checkpoint; raises `CheckpointError` if it does not fit."""
+        """Resume from a checkpoint. Raises `CheckpointError` if it does not fit."""
         if self.config.model.train == "lora":
             self.restore({"state.safetensors": checkpoint.read("state.safetensors")}, numbers, checkpoint.step)
         else:
@@ -292,12 +292,12 @@ class LocalFleet:
         self.sync(checkpoint.step, earlier=True)
 
     def restore(self, files: Mapping[str, bytes], numbers: WorkerState, step: int) -> None:
-        """Let all trainers continue from the state of `step`."""
+        """Restore the state of `step` on all trainers."""
         self.trainers.run(PolicyWorker.load, files["state.safetensors"], numbers, step)
 
 
 class Sampling(Dispatch):
-    """Tasks on their way through the samplers, and copies of them where ranks are in lockstep."""
+    """Tasks being sampled, and in lockstep their copies on other ranks."""
 
     def __init__(self, fleet: LocalFleet, tasks: Sequence[RolloutTask]) -> None:
         self.fleet, self.tasks = fleet, tasks
@@ -314,7 +314,7 @@ class Sampling(Dispatch):
         return images
 
     def finish(self) -> Sequence[RolloutTask]:
-        """All tasks are sampled and about to be trained on; returns them, and raises what the copies raised."""
+        """Wait for the copies, raising their errors; return the tasks, which will be trained on."""
         for call in self.others:
             call.result()
         self.fleet.held.append((self.tasks, self.placement))
@@ -322,7 +322,7 @@ class Sampling(Dispatch):
 
 
 class Validating(Dispatch):
-    """Held-out micro-batches on their way through the samplers."""
+    """Held-out micro-batches being sampled for validation."""
 
     def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
         self.samplers, self.batches = fleet.samplers, batches
@@ -337,23 +337,23 @@ class Validating(Dispatch):
 
 
 class RayFleet(LocalFleet):
-    """Workers as processes over Ray, in one machine or many, which are replaced where they die."""
+    """Workers as processes over Ray, on one machine or several, replaced if they die."""
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         super().__init__(config, cluster, workers, timeline)
         self.recovery = Recovery(config, self)
 
     def check_model(self, downloads: Downloads) -> None:
-        """On one machine the first process checks for all, on a cluster each where it is."""
+        """Check the model: on one machine in the first process, on a cluster in each process."""
         if not self.workers.remote:
             return
         with waiting(f"checking {self.config.model.path}", downloads):
             calls = [self.workers.submit(i, check, self.cluster.joined) for i in range(len(self.workers))]
-            # the others only import what loads the model
+            # the other processes only import modules for loading the model
             wait_all(calls if self.cluster.joined else calls[:1], self.starting, downloads)
 
     def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
-        """All processes meet for their collective calls, and those that are `new` load the model."""
+        """Let all processes join for their collective calls, and the `new` ones load the model."""
         if (count := len(self.workers)) > 1 and self.workers.remote:
             with waiting(f"starting {count} processes, which have to meet"):
                 for group in (group for group in self._meeting() if len(group) > 1):
@@ -368,34 +368,34 @@ class RayFleet(LocalFleet):
 
 
 class SplitFleet(RayFleet):
-    """Some workers only sample and others only train (cluster.layout=split); trajectories and weights travel."""
+    """Separate workers for sampling and training (cluster.layout=split), which exchange trajectories and weights."""
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         super().__init__(config, cluster, workers, timeline)
         self.trainers = workers.part(range(cluster.training))
         self.samplers = workers.part(range(cluster.training, cluster.processes))
-        self.ends: list[Pending[StepEnd]] = []  # of samplers, for the step that is trained
+        self.ends: list[Pending[StepEnd]] = []  # from samplers, for the current training step
         self.synced = 0  # the step whose weights the samplers have
 
     def _meeting(self) -> list[Workers]:
-        """Samplers make collective calls only in lockstep."""
+        """Return the groups of workers with collective calls; samplers have them only in lockstep."""
         return [self.trainers, self.samplers] if self.config.lockstep else [self.trainers]
 
     def sample(self, tasks: Sequence[RolloutTask]) -> Transfer:
         return Transfer(self, tasks)
 
     def sampled(self, step: int) -> None:
-        """Let samplers drop what they have of `step`."""
+        """Let samplers drop their trajectories of `step`."""
         self.ends = [self.samplers.submit(i, end_step, step) for i in range(len(self.samplers))]
 
     def sync(self, step: int, earlier: bool = False) -> None:
         """Send the weights of the finished `step` to the samplers, unless they have them.
 
-        `earlier`: in any case, with the weights of earlier steps, for steps that are sampled ahead once more.
+        `earlier`: in any case, with the weights of earlier steps, for steps that are sampled ahead again.
         """
         if self.synced == step and not earlier:
             return
-        # of sharded weights each rank has a part, that of the same rank elsewhere
+        # ranks with sharded weights send their shards to the same ranks of the samplers
         ranks = self.config.cluster.ranks_per_worker if self.config.model.train != "lora" else 1
         weights = [self.trainers.submit(rank, copy_weights, earlier).later() for rank in range(ranks)]
         calls = [self.samplers.submit(i, load_weights, weights[i % ranks]) for i in range(len(self.samplers))]
@@ -416,7 +416,7 @@ class SplitFleet(RayFleet):
 
 
 class Transfer(Sampling):
-    """Tasks that are sampled by one group of workers and trained on by another."""
+    """Tasks sampled by one group of workers and trained on by another."""
 
     def __init__(self, fleet: SplitFleet, tasks: Sequence[RolloutTask]) -> None:
         super().__init__(fleet, tasks)
@@ -431,7 +431,7 @@ class Transfer(Sampling):
         return images
 
     def ended(self, number: int) -> None:
-        """Send the trajectory on; not before it is sampled, as a trainer would wait for it and for nothing else."""
+        """Send the trajectory to its trainers; not earlier, since a trainer would block until it is sampled."""
         trajectory, own = self.released.pop(number).later(), self.tasks[number].id
         kept = [(process, own) for process in (self.holders.processes[number], *self.holders.peers(number))]
         kept += [(process, padding_id(own)) for process in self.holders.padded(number)]
@@ -445,17 +445,17 @@ class Transfer(Sampling):
         return self.tasks
 
 
-# --- Checkpoints: a LoRA's is written at once, that of full fine-tuning beside the training by those that hold it.
+# --- Checkpoints: a LoRA's is written at once; for full fine-tuning the processes write it while training goes on.
 #
-# A checkpoint is complete or absent. A step of full fine-tuning pays for a copy of the state in main memory.
+# A checkpoint is complete or absent. With full fine-tuning a step costs a copy of the state in main memory.
 
 
 @dataclass(frozen=True)
 class Held:
-    """The state of a finished step, from which a checkpoint is written.
+    """State of a finished step, from which a checkpoint is written.
 
-    `write`: writes its files into a folder. `check`: raises `ClusterError` if the writers hang. `at_once`: writing does
-    not wait for other processes.
+    `write`: writes its files into a folder. `check`: raises `ClusterError` if the writers hang. `at_once`: whether
+    writing does not wait for other processes.
     """
 
     numbers: WorkerState
@@ -465,7 +465,7 @@ class Held:
 
     @classmethod
     def of(cls, files: Mapping[str, bytes], numbers: WorkerState) -> Held:
-        """The state of a LoRA, whose files are here."""
+        """Hold the state of a LoRA, given as files."""
 
         def write(folder: Path) -> None:
             for name, content in files.items():
@@ -476,7 +476,7 @@ class Held:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread, one after the other."""
+    """Writer of checkpoints in a thread, one after the other."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "checkpoint")
@@ -485,20 +485,20 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Begin to write a checkpoint after `finish` of the previous one.
+        """Start to write a checkpoint after `finish` of the previous one.
 
-        `check` raises `ClusterError` if the writers hang; it is called `every` so many seconds of waiting.
+        `check` raises `ClusterError` if the writers hang; it is called after each `every` seconds of waiting.
         """
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 
     def poll(self) -> None:
-        """Raise `CheckpointError` if a checkpoint could not be written; does not wait for one in progress."""
+        """Raise `CheckpointError` if a checkpoint could not be written; do not wait for one in progress."""
         if self._last is not None and self._last.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the current checkpoint; raises `CheckpointError` once if it cannot be written, or as `check`."""
+        """Wait for the current checkpoint. Raises `CheckpointError` once if it failed, or as `check` does."""
         last, self._last = self._last, None
         if last is not None:
             while not wait([last], self._every).done:
@@ -507,7 +507,7 @@ class CheckpointWriter:
 
 
 def writers(config: Config, process: int) -> list[int]:
-    """The processes that write a checkpoint together: the ranks of a worker, that of `process`, or this one alone."""
+    """Return the processes that write a checkpoint together: all ranks of the worker of `process`, or it alone."""
     if not config.lockstep:
         return [process]
     ranks = config.cluster.ranks_per_worker
@@ -516,8 +516,8 @@ def writers(config: Config, process: int) -> list[int]:
 
 
 def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step: int) -> Held:
-    """Let processes keep their parts of the state after `step`, and train while these are written."""
-    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # these import diffusers
+    """Let processes hold their parts of the state after `step`, to train while these are written."""
+    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # they import diffusers
 
     pending = [workers.submit(process, hold_state, step) for process in members]
     numbers = [call.result() for call in pending]
@@ -526,7 +526,7 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
         for process in processes:
             while True:
                 call = workers.submit(process, written)
-                call.wait()  # for however long: the steps that it trains meanwhile come first
+                call.wait()  # without timeout, since training steps submitted earlier run first
                 if call.ended():
                     break
                 time.sleep(POLL_S)
@@ -555,17 +555,17 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
     return Held(numbers[0], write, check, at_once=False)
 
 
-# --- functions of a worker
+# --- Functions that run on a worker
 
 
 def check(worker: PolicyWorker, joined: bool) -> None:
-    """Check the model before its weights are loaded, and import what loads it.
+    """Check the model before its weights are loaded, and import the modules that load it.
 
-    On one machine the first process does so for all, on a cluster that is `joined` each process on its machine, which
-    its error names. Raises `ModelError` or `ConfigError`.
+    On one machine the first process checks for all, on a cluster (`joined`) each process, with its machine in the
+    error. Raises `ModelError` or `ConfigError`.
     """
     with importing():
-        from gerl.workers.setup import check_start  # in here: it takes seconds, and the driver does without
+        from gerl.workers.setup import check_start  # imported lazily: it takes seconds, and the driver does not need it
     if worker.rank and not joined:
         return
     try:
@@ -578,42 +578,42 @@ def check(worker: PolicyWorker, joined: bool) -> None:
 
 
 def open_address(worker: PolicyWorker) -> str:
-    """An address at which processes can meet for their collective calls."""
+    """Open an address at which processes can join for their collective calls."""
     return worker.meeting.open()
 
 
 def sample_copy(worker: PolicyWorker, task: RolloutTask, kept: int) -> None:
-    """Sample a task of another process in lockstep with it; only the trajectory is kept, under the id `kept`."""
+    """Sample a task in lockstep with another process, keeping only the trajectory, under the id `kept`."""
     seed_everything("rollout", worker.config.trainer.seed, task.samples[0].step, task.id)
     worker.trajectories[kept] = worker.rollout.generate(task, worker.algorithm, worker.rank)[1]
 
 
 def release(worker: PolicyWorker, task_id: int) -> Trajectory:
-    """Hand over a trajectory that this worker sampled and another trains on."""
+    """Return and drop a trajectory sampled by this worker for training on another."""
     return worker.trajectories.pop(task_id)
 
 
 def receive(worker: PolicyWorker, trajectory: Trajectory, task_id: int) -> None:
-    """Keep a trajectory that another worker sampled."""
+    """Store a trajectory sampled by another worker."""
     worker.trajectories[task_id] = trajectory
 
 
 def copy_weights(worker: PolicyWorker, earlier: bool) -> Weights:
-    """The weights of a trainer for samplers; `earlier`: with those of earlier steps, after a run was resumed."""
-    from gerl.workers.state import weights_of  # in here: the driver does without diffusers
+    """Return a trainer's weights for samplers; `earlier`: including those of earlier steps, after a run was resumed."""
+    from gerl.workers.state import weights_of  # imported lazily: the driver does not need diffusers
 
     return weights_of(worker.policy, earlier)
 
 
 def load_weights(worker: PolicyWorker, weights: Weights) -> None:
-    """Sample with the `weights` of a trainer from here on."""
-    from gerl.workers.state import take_weights  # in here: the driver does without diffusers
+    """Load the `weights` of a trainer, for sampling."""
+    from gerl.workers.state import take_weights  # imported lazily: the driver does not need diffusers
 
     take_weights(worker.policy, weights)
 
 
 def gradient(worker: PolicyWorker) -> torch.Tensor:
-    """A worker's gradient as one vector on the CPU, where those of several devices meet."""
+    """Return a worker's gradient as one vector on the CPU, to sum those of several devices."""
     return worker.actor.flat_gradient().cpu()
 
 
@@ -623,6 +623,6 @@ def set_gradient(worker: PolicyWorker, flat: torch.Tensor) -> None:
 
 
 def fleet_of(config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> LocalFleet:
-    """The fleet of a run's `workers`, by cluster.layout and cluster.launcher."""
+    """Return the fleet of a run's `workers` for cluster.layout and cluster.launcher."""
     kind = SplitFleet if config.cluster.layout == "split" else RayFleet if workers.remote else LocalFleet
     return kind(config, cluster, workers, timeline)

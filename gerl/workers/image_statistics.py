@@ -1,4 +1,4 @@
-"""Statistics of images that need no model, by which the guard compares them with the base model's."""
+"""Statistics of images that need no model, by which the guard compares them with the base model's images."""
 
 from collections.abc import Sequence
 
@@ -7,17 +7,18 @@ from PIL import Image
 
 from gerl.rewards.scorers.simple import LUMA, colourfulness, jpeg_kilobytes, sharpness
 
-SIDE = 512  # pixels: of larger images only the centre is measured
-THUMBNAIL = 16  # pixels, in which images are compared with each other
-COMPARED = 1000  # most images that are compared with each other; the guard uses the mean
-RINGS = 16  # of the spectrum, from no change to one every second pixel
+SIDE = 512  # pixels: larger images are measured in the centre only
+THUMBNAIL = 16  # pixels: size at which images are compared with each other
+COMPARED = 1000  # maximum number of images compared with each other; the guard uses the mean
+RINGS = 16  # of the spectrum, from constant to a period of two pixels
 
 
 def image_statistics(pixels: Sequence[np.ndarray] | np.ndarray) -> dict[str, np.ndarray]:
-    """Statistic -> its value for each of B images `[H, W, 3]` uint8 `[B]`, and `thumbnail` `[B, 16, 16, 3]` uint8.
+    """Return statistic -> its values for B images `[H, W, 3]` uint8, `[B]`, and `thumbnail` `[B, 16, 16, 3]` uint8.
 
-    Of a video `[F, H, W, 3]` the middle frame. `sharpness`, `colourfulness` and `jpeg_kilobytes` are as the scorers of
-    these names have them; `red`, `green` and `blue` means in [0, 1]; `high_frequency` and `grid` see `spectrum`.
+    For a video `[F, H, W, 3]` its middle frame is used. `sharpness`, `colourfulness` and `jpeg_kilobytes` are those of
+    the scorers with these names; `red`, `green` and `blue` are means in [0, 1]; `high_frequency` and `grid`: see
+    `spectrum`.
     """
     stills = [image[len(image) // 2] if image.ndim == 4 else image for image in pixels]
     rows = [_statistics(still) for still in stills]
@@ -45,16 +46,16 @@ def _statistics(still: np.ndarray) -> dict[str, float]:
 
 
 def spectrum(luma: np.ndarray) -> tuple[float, float]:
-    """Two statistics of the power spectrum of a luminance `[H, W]` in [0, 1], with a Hann window.
+    """Return two statistics of the power spectrum of a luminance `[H, W]` in [0, 1], with a Hann window.
 
-    `high_frequency`: the share of the power, but for the mean, that lies beyond half of the highest frequency: noise
-    raises it. `grid`: the common logarithm of the largest power of a single frequency beyond a quarter of the highest
-    over the mean of its ring: a pattern that repeats every few pixels raises it, and neither noise nor edges do.
+    `high_frequency`: the share of the power, excluding the mean, above half of the highest frequency; noise raises it.
+    `grid`: the common logarithm of the largest power of a single frequency above a quarter of the highest, relative to
+    the mean of its ring; a pattern that repeats every few pixels raises it, noise and edges do not.
     """
     height, width = luma.shape
     window = np.outer(np.hanning(height + 2)[1:-1], np.hanning(width + 2)[1:-1])
     power = np.abs(np.fft.rfft2((luma - luma.mean()) * window)) ** 2
-    radius = 2 * np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])  # 1: every second pixel
+    radius = 2 * np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])  # 1: a period of two pixels
     ring = np.minimum((radius * RINGS).astype(int), RINGS).ravel()
     flat, total = power.ravel(), power.sum()
     if total < 1e-12:  # a single colour
@@ -66,7 +67,7 @@ def spectrum(luma: np.ndarray) -> tuple[float, float]:
 
 
 def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Dissimilarity of each image to others of its prompt, and to those of other prompts, `[B]`; NaN without others.
+    """Return each image's dissimilarity to images of its prompt and of other prompts, `[B]`; NaN without others.
 
     Root mean square differences of `thumbnails` `[B, 16, 16, 3]` uint8, relative to the range of a pixel. All pairs of
     at most `COMPARED` images of evenly spaced prompts are compared; other images have NaN.
@@ -79,7 +80,7 @@ def unlikeness(thumbnails: np.ndarray, ids: Sequence[int]) -> tuple[np.ndarray, 
 
 
 def _spread(ids: np.ndarray) -> np.ndarray:
-    """Indices of at most `COMPARED` images, of evenly spaced prompts."""
+    """Return the indices of at most `COMPARED` images, of evenly spaced prompts."""
     prompts = np.unique(ids)
     count = max(1, min(len(prompts), COMPARED * len(prompts) // max(len(ids), 1)))
     kept = prompts[np.arange(count) * len(prompts) // count]

@@ -1,6 +1,6 @@
-"""Replace workers that die or hang, and give all of them the state of the last finished step.
+"""Replacement of workers that die or hang, and restoration of the last finished step on all of them.
 
-Everything sampled derives from the seed, the step and the task, so what is repeated is bitwise what it was.
+Everything sampled derives from the seed, the step and the task, so repeated steps are bitwise equal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
-RETRY_S = 1.0  # before a worker that died as it began is started once more
-POLL_S = 0.5  # between checks whether a copy is still wanted
-LARGEST = 2**30  # bytes of a LoRA and its optimizer that are kept outside of the workers as well
-BYTES = 16  # of a trained parameter: its value, two moments and an average, in fp32
+RETRY_S = 1.0  # pause before restarting a worker that died at start
+POLL_S = 0.5  # between checks whether a copy is still needed
+LARGEST = 2**30  # maximum size in bytes of a LoRA and its optimizer that are also kept outside the workers
+BYTES = 16  # per trained parameter: its value, two moments and an average, in fp32
 
 
 def _died(call: Pending[None]) -> bool:
@@ -39,19 +39,19 @@ def _died(call: Pending[None]) -> bool:
 
 
 class NoCapacity(ClusterError):
-    """No worker can take the place of those that died."""
+    """No room for workers to replace those that died."""
 
 
 class Recovery:
-    """Replaces workers, and counts replacements and lost time.
+    """Replacement of workers, with counts of replacements and lost time.
 
-    A new worker has to be set up: it meets the others, loads the model, and all load the same state.
+    A new worker has to be set up: it joins the others and loads the model, and then all load the same state.
     """
 
     def __init__(self, config: Config, fleet: RayFleet) -> None:
         self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
         self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
-        # processes that share weights end together: all are restarted
+        # processes that share weights end together, so all are restarted
         self.together = config.lockstep or config.model.train != "lora"
         self.restarts, self.seconds = 0, 0.0  # since the last call of `metrics`
         self._times: deque[float] = deque()  # of replacements within an hour
@@ -63,37 +63,37 @@ class Recovery:
         """Keep the checkpoint of `step`, the last finished one, in this process, in case all workers die."""
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
             call = self.workers.submit(0, PolicyWorker.checkpoint, step)
-            self._copy = step, self._executor.submit(self._fetch, call)  # beside what comes next
+            self._copy = step, self._executor.submit(self._fetch, call)  # while the run continues
 
     def _fetch(self, call: Pending[State]) -> State | None:
         until = time.monotonic() + self.settings.hang_after
-        with contextlib.suppress(Exception):  # of a worker that died: others have the state
+        with contextlib.suppress(Exception):  # of a worker that died: the others have the state
             while not self._over.is_set() and time.monotonic() < until:
                 if call.wait(POLL_S):
                     return call.ended()
         return None
 
     def copy_of(self, step: int) -> State | None:
-        """The checkpoint of `step` as remembered."""
+        """Return the checkpoint of `step` if it was kept in this process, else None."""
         return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
 
     def close(self) -> None:
-        """Stop fetching, before Ray ends; the copy stays."""
+        """Stop fetching before Ray ends; the copy remains available."""
         self._over.set()
         if self._copy is not None:
             self._copy[1].result()
 
     def forget_workers(self) -> None:
-        """Forget everything of a Ray that died and is about to be restarted."""
+        """Forget the workers of a Ray that died and is about to be restarted."""
         self.close()
         self._over = threading.Event()
         self._late.clear()
 
     def lost(self, error: Exception | None = None) -> list[int]:
-        """The workers that died or do not answer; the others abandon the current step.
+        """Return the workers that died or do not answer; let the others abandon the current step.
 
-        Empty if Ray itself died, which may also be raised (`RayDied`). `error`: the consequence; if it is not about a
-        lost worker, none is lost unless one died.
+        Empty if Ray itself died, which may also be raised (`RayDied`). `error`: the error that ended the step; if it is
+        not about a lost worker, the result is empty unless one died.
         """
         if not self.workers.remote or isinstance(error, RayDied):
             return []
@@ -103,7 +103,7 @@ class Recovery:
         until, found = time.monotonic() + self.settings.hang_after, list[int]()
         for call, i in asked.items():
             if not call.wait(max(0.0, until - time.monotonic())):
-                self.workers.end(i)  # unblocks whoever waits for it, such as a checkpoint
+                self.workers.end(i)  # unblocks processes that wait for it, for example for a checkpoint
                 found.append(i)
             elif _died(call):
                 found.append(i)
@@ -119,10 +119,10 @@ class Recovery:
         return False
 
     def state(self, step: int, lost: Collection[int]) -> State | None:
-        """The checkpoint of `step`, the last finished one, as remembered, or from a worker that lives; else None."""
+        """Return the checkpoint of `step`, the last finished one, from this process or a live worker; else None."""
         if state := self.copy_of(step):
             return state
-        training = self.fleet.trainers  # the first of all, and so numbered as these
+        training = self.fleet.trainers  # trainers come first, so their numbers are the same
         calls = [training.submit(i, PolicyWorker.checkpoint, step) for i in range(len(training)) if i not in lost]
         for call in calls:
             with contextlib.suppress(ClusterError):
@@ -131,7 +131,7 @@ class Recovery:
         return None
 
     def allow(self, lost: Sequence[int], error: Exception, deaths: int) -> None:
-        """Count the replacement of workers after so many `deaths`; raises `error` if these were too many."""
+        """Count the replacement of workers after `deaths`. Raises `error` if there were too many within an hour."""
         now, most = time.monotonic(), self.settings.max_restarts
         while self._times and self._times[0] < now - HOUR_S:
             self._times.popleft()
@@ -143,9 +143,9 @@ class Recovery:
         self.restarts += len(lost)
 
     def restart(self, lost: Sequence[int]) -> list[int]:
-        """Restart the workers `lost`, or all; returns those that have to be set up.
+        """Restart the workers `lost`, or all; return those that have to be set up.
 
-        Those without room are left out. Raises `NoCapacity` if no worker remains.
+        Workers without room are left out. Raises `NoCapacity` if no worker remains.
         """
         workers = self.workers
         chosen = list(range(len(workers))) if self.together else list(lost)
@@ -153,14 +153,14 @@ class Recovery:
         until = time.monotonic() + self.settings.patience
         for i in chosen:
             while (left := until - time.monotonic()) > 0 and asked[i].wait(left) and _died(asked[i]):
-                time.sleep(RETRY_S)  # its node died too, which Ray does not know yet
+                time.sleep(RETRY_S)  # its node died too, which Ray has not noticed yet
                 asked[i] = self._anew(i)
         for i in chosen:
             if not asked[i].wait(0.0) and workers.has_room(i):
                 logger.info("worker %d has been scheduled but not started yet: waiting", workers.numbers[i])
                 asked[i].wait(self.settings.hang_after)
         late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
-        out = [i for i in chosen if i // self.ranks in late]  # a worker does nothing without one of its ranks
+        out = [i for i in chosen if i // self.ranks in late]  # a worker cannot run without one of its ranks
         gone = {workers.numbers[i] for i in out}
         if any(gone.issuperset(group.numbers) for group in (self.fleet.trainers, self.fleet.samplers)):
             raise NoCapacity(
@@ -179,7 +179,7 @@ class Recovery:
         return self.workers.submit(index, PolicyWorker.leave)
 
     def admit(self, ask: bool = True) -> list[int]:
-        """Let workers that were left out join again where there is room now; returns those to be set up.
+        """Let workers that were left out join again if there is room; return those to be set up.
 
         `ask`: request room for those without a request.
         """
@@ -197,13 +197,13 @@ class Recovery:
         return [self.workers.numbers.index(number) for number in chosen]
 
     def count_again(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Count the lost workers and seconds in `rows` of the metrics, of steps to be repeated."""
+        """Add the lost workers and seconds in the metrics `rows` of steps that will be repeated."""
         for row in rows:
             self.restarts += int(row.get("cluster/restarts") or 0)
             self.seconds += row.get("cluster/lost_s") or 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Workers replaced and seconds lost since the last call; empty if there were none."""
+        """Return workers replaced and seconds lost since the last call; empty if there were none."""
         found = {"cluster/restarts": float(self.restarts), "cluster/lost_s": self.seconds} if self.restarts else {}
         self.restarts, self.seconds = 0, 0.0
         return found

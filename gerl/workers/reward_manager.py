@@ -1,3 +1,3 @@
-"""The reward manager under the name that MM-GRPO's users import."""
+"""Alias of the reward manager for users of MM-GRPO."""
 
 from gerl.rewards.manager import RewardManager as RewardManager

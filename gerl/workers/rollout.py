@@ -1,6 +1,6 @@
-"""The rollout of a worker: prompts in, images and trajectories out."""
+"""The rollout of a worker: generates images and trajectories from prompts."""
 
-from __future__ import annotations  # of diffusers, which the driver of a run does without
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import logging
@@ -37,31 +37,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# --- Whether a pipeline accepts a list of prompts, one prompt per call, or one prompt as a plain string.
+# --- Call formats: a list of prompts, one prompt per call, or one prompt as a plain string.
 #
-# Pipelines disagree, and tell only by an error: the formats are tried in this order on the first call. Where memory
-# does not hold a batch, later calls have half as many samples.
+# Pipelines differ, and show it only by an error: the formats are tried in this order on the first call. If a batch does
+# not fit into memory, later calls have half as many samples.
 
-# what pipelines raise for arguments that they do not take, also where gerl calls on their behalf
+# errors of pipelines for unsupported arguments, also in gerl's calls on their behalf
 REFUSALS = (CallRefused, ValueError, RuntimeError, IndexError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How samples are passed to a pipeline.
+    """Format in which samples are passed to a pipeline.
 
     Example: `CallFormat(most=1, text=True)` calls it once per sample, with the prompt as a string.
     """
 
     most: int | None = None  # samples per call; None: all
-    text: bool = False  # the prompt as a string, for a pipeline that takes no list
+    text: bool = False  # prompt as a string, for a pipeline that takes no list
 
     def of(self, count: int) -> int:
-        """Number of samples per call, of `count` in all."""
+        """Return the number of samples per call, of `count` in total."""
         return min(self.most or count, count)
 
     def arguments(self, call: Mapping[str, object]) -> dict[str, object]:
-        """The keyword arguments `call`, whose prompts are lists, in this format."""
+        """Return the keyword arguments `call`, with prompts as lists, in this format."""
         if not self.text:
             return dict(call)
         return {
@@ -76,27 +76,28 @@ Smaller = Callable[[int], int]
 
 
 def half(size: int) -> int:
-    """Half of `size`, rounded up."""
+    """Return half of `size`, rounded up."""
     return -(-size // 2)
 
 
 @dataclass
 class CallFormatFinder:
-    """Finds the format that a pipeline accepts, and a batch size that fits into memory.
+    """Search for the call format that a pipeline accepts, and a batch size that fits into memory.
 
-    They are kept per purpose (rollout, validation): guidance may be on in one of them only, and change the format.
+    The results are kept by purpose (rollout, validation), since guidance may be on in only one of them, and change the
+    format.
     """
 
     pipe: DiffusionPipeline
-    say: Callable[[str], None] = logger.warning  # called when a batch is split because memory is full
+    say: Callable[[str], None] = logger.warning  # reports that a batch was split because memory is full
     divides: bool = True  # whether batches may be split
     found: dict[str, CallFormat] = field(default_factory=dict)
 
     def attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T], smaller: Smaller | None = half) -> T:
         """Call `sample` for `count` samples in the first format that the pipeline accepts.
 
-        Raises the first refusal if it accepts none. `smaller`: maps a batch size that does not fit into memory to the
-        next one to try; None: there is none.
+        Raises the first error if it accepts none. `smaller`: maps a batch size that does not fit into memory to the
+        next one to try; None: do not retry.
         """
         while True:
             try:
@@ -127,7 +128,7 @@ class CallFormatFinder:
                     logger.info("%s, one prompt per call: %s", type(self.pipe).__name__, error)
                 refused = refused or error
                 continue
-            if count > 1 or form.text:  # success with one sample does not show it for several
+            if count > 1 or form.text:  # success with a single sample proves nothing for several
                 self.found[purpose] = form
             if form.most is not None:
                 logger.info("%s takes one prompt per call: samples are generated one by one", type(self.pipe).__name__)
@@ -137,7 +138,7 @@ class CallFormatFinder:
 
 
 def divided(task: RolloutTask, most: int | None) -> RolloutTask:
-    """Split the segments of `task` into ones of at most `most` rows, in the same order; a tree's into single rows."""
+    """Split the segments of `task` to at most `most` rows each, in the same order, those of a tree to single rows."""
     if most is None or all(len(segment.seeds) <= most for segment in task.segments):
         return task
     if len(task.segments) == 1:
@@ -146,7 +147,7 @@ def divided(task: RolloutTask, most: int | None) -> RolloutTask:
         found = tuple(replace(whole, seeds=whole.seeds[part], leaves=whole.leaves[part]) for part in parts)
         return replace(task, segments=found)
     segments: list[Segment] = []
-    places: list[list[int]] = []  # by segment of `task`: where each of its rows is among the new ones
+    places: list[list[int]] = []  # by segment of `task`: the new segment and row of each of its rows
     for segment in task.segments:
         places.append([len(segments) + r for r in range(len(segment.seeds))])
         for r, (seed, leaf) in enumerate(zip(segment.seeds, segment.leaves, strict=True)):
@@ -157,14 +158,14 @@ def divided(task: RolloutTask, most: int | None) -> RolloutTask:
     return replace(task, segments=tuple(segments))
 
 
-# --- Rollout: prompts in, images and trajectories out
+# --- Rollout: images and trajectories from prompts
 
 
 def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
     """Find samples with the same prompt and initial noise: they share a prefix, which is computed once.
 
-    Returns the first sample of each distinct prefix, and for each sample the position of its own among these. Samples
-    with initial noise of their own (`init_seed` is None) share nothing.
+    Returns the first sample of each distinct prefix, and for each sample the index of its prefix among these. Samples
+    with individual initial noise (`init_seed` is None) share nothing.
     """
     kinds: dict[tuple[int, int | None], int] = {}
     first: list[int] = []
@@ -179,10 +180,10 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 
 
 class Rollout:
-    """Samples with the current weights (training) or their average (validation).
+    """Sampler with the current weights (training) or their average (validation).
 
-    `shares`: prefix sharing, see `shared_prefixes`. `lockstep`: other ranks have to make as many calls of the model,
-    whatever their samples share.
+    `shares`: prefix sharing, see `shared_prefixes`. `lockstep`: other ranks have to make the same number of model
+    calls, independent of what their samples share.
     """
 
     def __init__(
@@ -200,9 +201,9 @@ class Rollout:
         check_sigmas(policy.pipe.scheduler, sampling)
         self.sigmas = training_sigmas(sampling)
         self._picture_each = False
-        self._sizes: set[tuple[int | None, int | None]] = set()  # requested, but not sampled
+        self._sizes: set[tuple[int | None, int | None]] = set()  # sizes requested but not sampled
         self.format = CallFormatFinder(policy.pipe)
-        # the structure of a call is the same in every rollout: probed once for calls of several samples, once for one
+        # a call's structure is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
         self.branched_at: frozenset[int] = frozenset()  # steps of the current segment from which others branch
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
@@ -233,7 +234,7 @@ class Rollout:
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
-        # not before all is sampled: branches start from outputs that no replay reads
+        # compacted after all sampling, since branches start from outputs that no replay reads
         kept = tuple(compact(t, required_tensors(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
         return pixels, Trajectory(task, kept, version, owner)
@@ -241,10 +242,10 @@ class Rollout:
     def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
-        """Sample `task`: images `[B, H, W, 3]` uint8, the complete tape of each segment, and the task as sampled.
+        """Sample `task`; return images `[B, H, W, 3]` uint8, the tape of each segment, and the task as sampled.
 
-        Its segments are smaller where the pipeline takes one prompt per call, or where memory is full and the task is
-        `divisible`. `old`: with the old policy.
+        Its segments are smaller if the pipeline takes one prompt per call, or if memory is full and the task is
+        `divisible`. `old`: sample with the old policy.
         """
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
@@ -261,7 +262,7 @@ class Rollout:
             return np.concatenate(images), tapes, parts
 
         most = max(len(segment.seeds) for segment in task.segments)
-        smaller = half if len(task.segments) == 1 else lambda size: 1  # a tree is divided row by row
+        smaller = half if len(task.segments) == 1 else lambda size: 1  # trees are divided into single rows
         with self.policy.as_sampler(old, task.lag):
             return self.format.attempt("rollout", most, drawn, smaller if divisible else None)
 
@@ -296,7 +297,7 @@ class Rollout:
             return self._record(samples, segment, form)
 
     def _record(self, samples: Sequence[Sample], segment: Segment, form: CallFormat) -> tuple[BaseOutput | None, Tape]:
-        """Record `segment`, whose rows are `samples`, from the prompts on."""
+        """Record `segment`, with rows `samples`, from the prompts on."""
         seeds = [s.init_seed for s in samples if s.init_seed is not None]
         spread = self.sampling.init_noise_spread if seeds else 0.0
         several = len(samples) > 1
@@ -312,8 +313,8 @@ class Rollout:
         return output, tape
 
     def _read(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
-        """Read dataset images, and record a tape that ends at their latents."""
-        from diffusers import ImagePipelineOutput  # in here: the driver of a run does without diffusers
+        """Read dataset images, and record a tape that ends with their latents."""
+        from diffusers import ImagePipelineOutput  # imported lazily: the driver of a run does not need it
 
         pipe, several = self.policy.pipe, len(samples) > 1
         paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
@@ -325,7 +326,7 @@ class Rollout:
         return ImagePipelineOutput(images=pixels / 255), tape
 
     def _branch(self, tape: Tape, step: int, rows: Sequence[int], segment: Segment) -> tuple[BaseOutput | None, Tape]:
-        """Record `segment`, whose rows branch off at step `step` of the samples `rows` of `tape`."""
+        """Record `segment`, whose rows branch off at step `step` from the samples `rows` of `tape`."""
         generators = sample_generators(list(segment.seeds))
         found = branch_plan(self.policy.pipe, tape, step, rows, self._plan(segment), generators)
         if tape.probe is not None:
@@ -333,20 +334,20 @@ class Rollout:
         return found
 
     def _plan(self, segment: Segment) -> SamplingPlan:
-        """How the denoising steps of `segment` are taken."""
+        """Return how the denoising steps of `segment` are taken."""
         cache, window, noise = self.plan.cache, frozenset(segment.window), dict(segment.noise)
         if cache.name != "none":
             cache = replace(cache, exact=self.branched_at)
         return replace(self.plan, cache=cache, window=window, stop=segment.stop, noise_at=noise)
 
     def validate(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Sample with the plain pipeline (ODE) and the averaged weights: images `[B, H, W, 3]` uint8."""
+        """Sample with the plain pipeline (ODE) and the averaged weights; return images `[B, H, W, 3]` uint8."""
         names = ("height", "width", "num_inference_steps", "guidance_scale")
         overrides = {name: getattr(self.validation, name) for name in names}
 
         def drawn(form: CallFormat) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
-                # as in the report, so that plain diffusers samples the same images
+                # seeds as in the report, so that plain diffusers samples the same images
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
                 given = {"generator": generators[0] if form.text else generators}
 
@@ -365,7 +366,7 @@ class Rollout:
             return self.format.attempt("validation", len(samples), drawn)
 
     def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
-        """Warn once if images `[B, H, W, 3]` do not have the requested size; None: that of the rollout."""
+        """Warn once if images `[B, H, W, 3]` do not have the requested size; None: the rollout's size."""
         wanted = height or self.sampling.height, width or self.sampling.width
         drawn = images.shape[-3], images.shape[-2]
         if all(w in (None, d) for w, d in zip(wanted, drawn, strict=True)) or wanted in self._sizes:
@@ -379,10 +380,11 @@ class Rollout:
         )
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
-        """Which of `prompts` the tokenizers truncate. `like` has the images that a call needs; `folder`: where encoded
-        prompts are kept on disk.
+        """Return which of `prompts` the tokenizers truncate.
+
+        `like`: a prompt with the images that a call needs. `folder`: cache of encoded prompts on disk.
         """
-        # in here: the driver of a run does without transformers
+        # imported lazily: the driver of a run does not need transformers
         from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
         found = kept_readings(folder)
@@ -391,7 +393,7 @@ class Rollout:
 
             def read(form: CallFormat) -> list[Reading]:
                 def run(call: dict[str, object]) -> list[Reading]:
-                    own = {"generator": torch.Generator().manual_seed(0)}  # leaves the global generator as it is
+                    own = {"generator": torch.Generator().manual_seed(0)}  # does not change the global generator
                     pipe, given = self.policy.pipe, call | own
                     return readings(pipe, lambda: pipe(**given), call, list(self.policy.denoisers.values()))
 
@@ -409,9 +411,10 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments for samples of one call, which share their condition images.
+        """Call `draw` with the pipeline's arguments for the samples of one call, which share their condition images.
 
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if it refuses them.
+        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline rejects
+        them.
         """
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
@@ -420,7 +423,7 @@ class Rollout:
             return self._pictured(draw, call, samples)
         except PIPELINE_ERRORS as error:
             keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
-            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # a null is not given
+            keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # nulls are not passed
             keys |= {name: f"{block}.{name}" for name, value in overrides.items() if value is not None}
             raise_refusal(error, pipe, {key: call[name] for name, key in keys.items()})
             raise
@@ -428,9 +431,9 @@ class Rollout:
     def _pictured(
         self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
     ) -> T:
-        """Call `draw` with `call` and the images that the samples are conditioned on.
+        """Call `draw` with `call` and the condition images of the samples.
 
-        Some pipelines take a batch's image once, others once per prompt: where one is refused, the other is tried.
+        Some pipelines take a batch's image once, others once per prompt: if one form fails, the other is tried.
         """
         count, prompt = len(samples), samples[0].prompt
         if not prompt.metadata:
@@ -450,7 +453,7 @@ class Rollout:
 
 
 def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
-    """The tensors of the tape of `segment` that a replay for `algorithm` needs."""
+    """Return the tensors of the tape of `segment` that a replay for `algorithm` needs."""
     return RequiredTensors(
         frozenset(segment.trained),
         means=algorithm.needs.recorded_means,
@@ -464,8 +467,8 @@ def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
 def to_uint8(output: BaseOutput) -> np.ndarray:
     """Convert a pipeline output with `output_type="np"` to images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of uint8.
 
-    Rounds as diffusers does. A video of one frame is an image; the sound of a video is left out. Raises `ModelError`
-    where the output has no images, or several things that could be.
+    Rounds as diffusers does. A video of one frame becomes an image; the sound of a video is left out. Raises
+    `ModelError` if the output has no images, or several candidates.
     """
     pixels = find_images(output)
     if pixels.ndim == 5 and pixels.shape[1] == 1:
@@ -479,17 +482,17 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
 
 
 def count_blank(images: Sequence[np.ndarray] | np.ndarray) -> int:
-    """Number of images `[..., 3]` of a single colour, as a decoder makes them that overflowed."""
+    """Return the number of images `[..., 3]` with a single colour, as a decoder that overflowed produces."""
 
     def is_blank(colours: np.ndarray) -> bool:
-        some = colours[:: max(1, len(colours) // 256)]  # enough for all but the blank ones
+        some = colours[:: max(1, len(colours) // 256)]  # enough to rule out most images that are not blank
         return bool((some == some[0]).all() and (colours == colours[0]).all())
 
     return sum(is_blank(image.reshape(-1, image.shape[-1])) for image in images)
 
 
 def find_images(output: BaseOutput) -> np.ndarray:
-    """Find the array of an output that holds the images, whatever its name."""
+    """Return the array of an output that holds the images, under any name."""
     given = {name: np.asarray(value) for name, value in output.items() if value is not None}
     for name in ("images", "frames"):
         if name in given:

@@ -1,4 +1,4 @@
-"""Load the policy of a worker, and check it before its weights are loaded."""
+"""Loading of a worker's policy, and checks before its weights are loaded."""
 
 import inspect
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ from gerl.workers.collective import Ranks
 def check_start(config: Config, device: str) -> None:
     """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
 
-    Fetches a pipeline of the Hub into its cache. Raises `ClusterError` if torch cannot compute on the device.
+    Fetches a Hub pipeline into the cache. Raises `ClusterError` if torch cannot compute on the device.
     """
     start_device(device)
     check_quantisation(config.model, device)
@@ -60,7 +60,7 @@ def check_start(config: Config, device: str) -> None:
 
 
 def encoded_folder(config: Config, device: str) -> Path | None:
-    """The folder inside `data.cache` with the outputs of the text encoders; None without a cache."""
+    """Return the folder inside `data.cache` for text encoder outputs; None without a cache."""
     cache, model = config.data.cache, config.model
     return None if cache is None else folder_of(Path(cache), model, precision(model, device))
 
@@ -68,7 +68,7 @@ def encoded_folder(config: Config, device: str) -> Path | None:
 def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
     """Load the policy on `device`; `ranks`: those in lockstep with this one.
 
-    Ranks with sharded text encoders have to call them equally often, so encoded prompts are not cached.
+    Ranks with sharded text encoders have to call them equally often, so their encoded prompts are not cached.
     """
     model, data = config.model, config.data
     mesh = None if ranks is None or model.shard == "none" else ranks.mesh
@@ -94,7 +94,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
 
 
 def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
-    """Describe a loaded policy to the driver; `notes`: what was logged while it was loaded."""
+    """Describe a loaded policy to the driver; `notes`: messages logged while it was loaded."""
     unheeded = unguided(type(policy.pipe), config.sampling)
     replaced = replaced_scheduler(policy.pipe, config.model.path)
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
@@ -113,9 +113,9 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
 
 
 def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
-    """Give `algorithm` its differentiable reward, if it needs one; `functions`: scorers of the driver by name.
+    """Set the differentiable reward of `algorithm`, if it needs one; `functions`: scorers of the driver by name.
 
-    Scorers load their models when they are first called.
+    Scorers load their models on first use.
     """
     if not isinstance(algorithm, RewardGradient):
         return

@@ -1,4 +1,4 @@
-"""The state of a worker as files of a checkpoint, and as weights on their way to samplers."""
+"""The state of a worker as files of a checkpoint, and as weights to send to samplers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots
 if TYPE_CHECKING:
     from gerl.workers.worker import PolicyWorker, State
 
-PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for the files of a model
+PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for a model's files
 TRAINED = "trained"
 
 
-# --- checkpoints
+# --- Checkpoints
 
 
 def check_has(worker: PolicyWorker, step: int) -> None:
-    """Raise `ClusterError` unless the state after trainer step `step` is here."""
+    """Raise `ClusterError` unless this worker has the state after trainer step `step`."""
     if worker.ended is None or step not in (worker.ended, worker.snapshots.step):
         raise ClusterError(f"rank {worker.rank} was restarted and does not have the state of step {step}")
 
 
 def checkpoint_files(worker: PolicyWorker, step: int) -> State:
-    """The files of a LoRA's checkpoint after `step`, and its numbers; raises as `check_has`."""
-    check_has(worker, step)  # if there is no snapshot, nothing has changed since
+    """Return the files of a LoRA's checkpoint after `step`, and its counters. Raises as `check_has` does."""
+    check_has(worker, step)  # without a snapshot nothing has changed since
     assert isinstance(worker.snapshots, Snapshots)
     tensors, numbers = worker.snapshots.take(step)
     average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
@@ -50,9 +50,9 @@ def checkpoint_files(worker: PolicyWorker, step: int) -> State:
 
 
 def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState) -> None:
-    """Continue from the bytes of `state.safetensors`, or from the folder of a checkpoint of full fine-tuning.
+    """Resume from the bytes of `state.safetensors`, or from the folder of a checkpoint of full fine-tuning.
 
-    Raises `CheckpointError`, before anything is changed, unless it is exactly that of these weights and averages.
+    Raises `CheckpointError`, before anything is changed, unless it matches these weights and averages exactly.
     """
     worker.snapshots = snapshots_of(worker.actor)
     if isinstance(source, Path):
@@ -76,7 +76,7 @@ def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
 
 
 def frozen_parts(policy: Policy) -> dict[str, Part]:
-    """The parts that are here of weights that are sharded and not trained."""
+    """Return this rank's shards of the weights that are sharded but not trained."""
     return {
         f"{name}.{key}": part_of(value)
         for name, denoiser in policy.denoisers.items()
@@ -85,12 +85,12 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
     }
 
 
-# the calls that write a checkpoint of full fine-tuning: `hold_state` and then `start_state` on all processes that
-# write, `start_denoisers` on the first of them, and `written` until each has ended
+# calls that write a checkpoint of full fine-tuning: `hold_state` and then `start_state` on all writing processes,
+# `start_denoisers` on the first of them, and `written` until each has ended
 
 
 def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
-    """Keep what is here of the checkpoint of `step`, to be written beside the training; returns its numbers."""
+    """Hold this rank's shards of the checkpoint of `step`, to write while training goes on; return the counters."""
     check_has(worker, step)
     assert isinstance(worker.snapshots, PartSnapshots)
     parts, numbers = worker.snapshots.take(step)
@@ -99,48 +99,48 @@ def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
 
 
 def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
-    """Begin to write what is held into the `folder` of a checkpoint, as process `number` of those that do."""
+    """Start to write the held shards into the `folder` of a checkpoint, as writer `number`."""
     worker.writing.start(worker.writing.write_state, folder, number)
 
 
 def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
-    """Begin to write the averaged denoisers into `folder`, where all have written what they hold."""
+    """Start to write the averaged denoisers into `folder`, after all shards have been written."""
     worker.writing.start(worker.writing.write_denoisers, folder)
 
 
 def written(worker: PolicyWorker) -> bool:
-    """Whether the current write has ended; raises its error."""
+    """Whether the current write has ended. Raises its error."""
     return worker.writing.written()
 
 
 class Writing:
-    """A checkpoint that this process writes beside the training; `parts`: copies of what is here of the state."""
+    """Checkpoint that this process writes while training goes on; `parts`: copies of its shards of the state."""
 
     def __init__(self, policy: Policy, parts: dict[str, Part]) -> None:
         self._parts, self._frozen = parts, frozen_parts(policy)
-        # in the thread of the training: sharded weights must not be read while a call of the model runs
+        # in the training thread, since sharded weights must not be read during a model call
         self._denoisers = {name: _Stored.of(name, denoiser, policy) for name, denoiser in policy.denoisers.items()}
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None]
 
     def start(self, write: Callable[..., None], *arguments: object) -> None:
-        """Begin one of the two methods below."""
+        """Start one of the two methods below in a thread."""
         self._writing = self._executor.submit(write, *arguments)
 
     def written(self) -> bool:
-        """Whether the current write has ended; raises its error."""
+        """Whether the current write has ended. Raises its error."""
         return self._writing.done() and self._writing.result() is None
 
     def write_state(self, folder: Path, number: int) -> None:
-        """Write what is here of the checkpoint into its `folder`, as process `number` of those that write."""
-        # what is not sharded is the same everywhere: the first process writes it
+        """Write this process's shards of the checkpoint into its `folder`, as writer `number`."""
+        # unsharded tensors are the same on all ranks: the first process writes them
         own = {name: part for name, part in self._parts.items() if number == 0 or any(part.offset)}
         write_parts(folder / PARTS, number, own)
         if self._frozen:
             write_parts(folder / FROZEN, number, self._frozen)
 
     def write_denoisers(self, folder: Path) -> None:
-        """Write the averaged denoisers into `folder`, where all processes have written their state."""
+        """Write the averaged denoisers into `folder`, after all processes have written their shards."""
         state = Shards(folder / PARTS)
         frozen = Shards(folder / FROZEN) if (folder / FROZEN).is_dir() else None
         for name, stored in self._denoisers.items():
@@ -149,11 +149,11 @@ class Writing:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A denoiser as it is stored: where each of its tensors is, and in which precision."""
+    """Denoiser in a checkpoint: source and precision of each of its tensors."""
 
     config: dict[str, Any]
-    places: dict[str, tuple[str, torch.Tensor | None]]  # by key: the name among the parts, or the tensor itself
-    trained: frozenset[str]  # names among the parts
+    places: dict[str, tuple[str, torch.Tensor | None]]  # by key: name among the shards; tensor if unsharded
+    trained: frozenset[str]  # names among the shards
     dtype: torch.dtype
     in_fp32: frozenset[str]  # keys
 
@@ -190,22 +190,21 @@ class _Stored:
         save_torch_state_dict(stored, folder, filename_pattern=PATTERN, max_shard_size="10GB")
 
 
-# --- weights for samplers
+# --- Weights for samplers
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights for rollouts: the trained ones and averages of them, each as one fp32 vector; of sharded weights the
-    part of one rank."""
+    """Weights for rollouts: the trained ones and their averages, each as one fp32 vector; of one rank if sharded."""
 
     flat: dict[str, np.ndarray]  # by name of the average
     version: int
-    updates: dict[str, int]  # of each average
+    updates: dict[str, int]  # of each average, their number
     old_is_current: bool
 
 
 def weights_of(policy: Policy, earlier: bool) -> Weights:
-    """A copy of the rollout weights of `policy`; `earlier`: with those of earlier steps."""
+    """Copy the rollout weights of `policy`; `earlier`: including those of earlier steps."""
     averages = {name: a for name, a in policy.averages().items() if earlier or not name.startswith("earlier")}
     averages.pop("reference", None)  # not used in rollouts
     flat = {name: _flat(average.average.values()) for name, average in averages.items()}
@@ -229,8 +228,8 @@ def _flat(tensors: Iterable[torch.Tensor]) -> np.ndarray:
 
 
 def _fill(tensors: Iterable[torch.Tensor], flat: np.ndarray) -> None:
-    """Write `flat` into `tensors`, whose sizes add up to its size."""
+    """Copy `flat` into `tensors`, which have the same total size."""
     places = [local(tensor) for tensor in tensors]
-    values = torch.from_numpy(flat.copy())  # memory of Ray's store is read-only
+    values = torch.from_numpy(flat.copy())  # the memory of Ray's store is read-only
     for place, part in zip(places, values.split([place.numel() for place in places]), strict=True):
         place.copy_(part.view_as(place))

@@ -1,6 +1,6 @@
-"""The worker: rollout and training over one pipeline on one device; where it does both, trajectories stay on it."""
+"""The worker: rollout and training with one pipeline on one device; if it does both, it keeps the trajectories."""
 
-from __future__ import annotations  # of what the driver, which only names this class, does without
+from __future__ import annotations  # annotations name classes that the driver does not import
 
 import logging
 import time
@@ -39,16 +39,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Credit = dict[int, torch.Tensor]  # by task id, [B, T]
 Groups = Sequence[Sequence[int]] | None  # ids of the tasks of each lockstep group
-State = tuple[dict[str, bytes], "WorkerState"]  # files and numbers of a checkpoint
+State = tuple[dict[str, bytes], "WorkerState"]  # files and counters of a checkpoint
 
 
 def padding_id(task_id: int) -> int:
-    """The id of a trajectory that a rank in lockstep samples only as padding."""
+    """Return the id of a trajectory that a rank in lockstep samples only as padding."""
     return ~task_id
 
 
 def peak_memory(device: str | torch.device) -> float | None:
-    """The most GPU memory in GB that torch has reserved on `device` since the last call; None on a CPU."""
+    """Return the peak GPU memory in GB reserved by torch on `device` since the last call; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     peak = torch.cuda.max_memory_reserved(device) / 1e9
@@ -57,10 +57,10 @@ def peak_memory(device: str | torch.device) -> float | None:
 
 
 class PolicyWorker:
-    """A process that holds the model: it samples, keeps trajectories and trains on them.
+    """Process that holds the model: it samples, stores trajectories and trains on them.
 
     All workers hold the same trained weights and optimizer state, and share the images of a step; with
-    cluster.layout=split some only sample and others only train. Of a worker's ranks each holds a part of the weights
+    cluster.layout=split some only sample and others only train. Each rank of a worker holds a shard of the weights
     (model.shard) or of the tokens of a call (cluster.context), so all of them make the same calls; of context-parallel
     ranks only the first reports. Rare requests are functions of a worker, see `call`.
     """
@@ -69,17 +69,17 @@ class PolicyWorker:
         self, config: Config, rank: int, device: str, threads: int, total_updates: int,
         functions: Mapping[str, Function] | None = None,
     ) -> None:  # fmt: skip
-        """`functions`: scorers of the driver's program by name, where rewards are differentiated."""
+        """Store the settings; `functions`: scorers of the driver's program by name, for differentiable rewards."""
         self.config, self.rank, self.device, self.threads = config, rank, device, threads
         self.functions = functions or {}
         self.total_updates = total_updates
         self.trajectories: dict[int, Trajectory] = {}  # by task id
-        self.ended: int | None = None  # the last finished trainer step; None: nothing is loaded
-        self.blank: Counter[int] = Counter()  # by step: images of a single colour
-        self.notes: list[str] = []  # sentences of this step for the run's log
+        self.ended: int | None = None  # last finished trainer step; None: nothing is loaded
+        self.blank: Counter[int] = Counter()  # by step: number of images of a single colour
+        self.notes: list[str] = []  # messages of this step for the run's log
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # in lockstep
-        self.leads = rank % config.cluster.context == 0  # the first of context-parallel ranks
+        self.leads = rank % config.cluster.context == 0  # whether this is the first of the context-parallel ranks
         self.policy: Policy
         self.rollout: Rollout
         self.actor: Actor
@@ -87,11 +87,11 @@ class PolicyWorker:
         self.algorithm: Algorithm
         self.writing: Writing
 
-    # --- start and end
+    # --- Start and end
 
     def setup(self, remote: bool = False) -> ModelFacts:
-        """Load the pipeline and what works on it; `remote`: the log of this process goes to the run's from here on."""
-        with importing():  # in here: the driver does without diffusers and what comes with it
+        """Load the pipeline, set up rollout and actor; `remote`: from now on forward the log to the run's."""
+        with importing():  # imported lazily: the driver needs neither diffusers nor its dependencies
             from torch.distributed.tensor import DTensor
 
             from gerl.model.denoisers import quiet_libraries
@@ -108,7 +108,7 @@ class PolicyWorker:
         guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
-        self.rollout.format.divides = self.ranks is None  # ranks in lockstep make the same calls
+        self.rollout.format.divides = self.ranks is None  # ranks in lockstep have to make the same calls
         self.rollout.format.say = self.notes.append
         self.algorithm = build_algorithm(self.config)
         give_reward(self.algorithm, self.device, self.functions)
@@ -131,22 +131,22 @@ class PolicyWorker:
             self.ranks = Ranks(self.device, self.config.lockstep_ranks, self.config.cluster.context)
 
     def leave(self) -> None:
-        """Abandon the current step, and leave the process group."""
+        """Abandon the current step and leave the process group."""
         self.meeting.leave()
         if hasattr(self, "actor"):
             self.clear()
 
     def call(self, function: Callable[Concatenate[PolicyWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call `function` with this worker, for requests that need no method of their own."""
+        """Call `function` with this worker, for requests without a method of their own."""
         return function(self, *args, **kwargs)
 
-    # --- sample
+    # --- Sampling
 
     def sample(self, task: RolloutTask) -> Images:
-        """Sample a micro-batch and keep its trajectory."""
+        """Sample a micro-batch and store its trajectory."""
         start, step = time.perf_counter(), task.samples[0].step
         if self.ended:
-            self.snapshots.begin(self.ended)  # all have finished that step, or nothing new was sampled
+            self.snapshots.begin(self.ended)  # all workers have finished that step, or nothing new was sampled
         seed_everything("rollout", self.config.trainer.seed, step, task.id)
         pixels, self.trajectories[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
         self.blank[step] += count_blank(pixels)
@@ -157,10 +157,10 @@ class PolicyWorker:
         start, pixels = time.perf_counter(), self.rollout.validate(samples)
         return Images(task_id, pixels, time.perf_counter() - start, image_statistics(pixels))
 
-    # --- train
+    # --- Training
 
     def pool(self, credit: Credit, groups: Groups = None, kl: KLWeight | None = None) -> Pooled:
-        """This worker's contribution to the group sums that the losses of other workers' samples need."""
+        """Return this worker's contribution to the group sums used in the losses of other workers' samples."""
         self.algorithm.set_kl_weight(kl)
         batches = list(chain(*self.batches(credit, groups).values()))
         with model_errors("update"):
@@ -175,10 +175,10 @@ class PolicyWorker:
         groups: Groups = None,
         kl: KLWeight | None = None,
     ) -> UpdateStats:
-        """Add the gradient of this worker's tasks among those of `credit`, task id -> `[B, T]`.
+        """Add the gradient of this worker's tasks among those in `credit`, task id -> `[B, T]`.
 
-        `pooled`: group sums from the `pool` of all workers, where the algorithm needs them. `groups`: in lockstep. The
-        gradient of the update's first task with a signal is measured by denoising step.
+        `pooled`: group sums from the `pool` of all workers, if the algorithm uses them. `groups`: lockstep groups.
+        Measures the gradient of the update's first task with a signal by denoising step.
         """
         self.algorithm.set_kl_weight(kl)
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
@@ -197,7 +197,7 @@ class PolicyWorker:
     def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
         """Take an optimizer step with the accumulated gradient; `finished`: the last finished trainer step.
 
-        `together`: with the sum of all workers' gradients, a collective call. `last`: then `finish_step`.
+        `together`: use the sum of all workers' gradients, a collective call. `last`: then call `finish_step`.
         """
         self.snapshots.take(finished)
         if together:
@@ -205,7 +205,7 @@ class PolicyWorker:
         return replace(self.actor.step(), end=self.finish_step(finished + 1, resets) if last else None)
 
     def finish_step(self, step: int, resets: bool = False) -> StepEnd:
-        """End trainer step `step`: update averages and drop trajectories; `resets`: move the reference as well."""
+        """End trainer step `step`: update averages and drop trajectories; `resets`: also move the reference."""
         self.snapshots.take(step - 1)
         self.actor.finish_step(step, resets)
         self.ended = step
@@ -216,7 +216,7 @@ class PolicyWorker:
         self.actor.all_reduce()
 
     def clear(self, step: int | None = None) -> None:
-        """Drop gradients, and the trajectories of a finished `step` or of all."""
+        """Drop gradients, and the trajectories up to a finished `step`, or all."""
         for i in [i for i, kept in self.trajectories.items() if step is None or kept.task.samples[0].step <= step]:
             del self.trajectories[i]
         self.blank = Counter({k: count for k, count in self.blank.items() if step is not None and k > step})
@@ -225,7 +225,7 @@ class PolicyWorker:
     def batches(
         self, credit: Credit, groups: Groups = None, pooled: Pooled | None = None, kl: KLWeight | None = None
     ) -> dict[int, list[Batch]]:
-        """What is trained of each task here; in lockstep of one task of each group, NaN where it has no credit."""
+        """Return the batches of each task here; in lockstep of one task of each group, with NaN as missing credit."""
         kept = self.trajectories
         if groups is not None:
             own = [i for members in groups for i in (*members, padding_id(members[0])) if i in kept]
@@ -234,23 +234,23 @@ class PolicyWorker:
         own_credit = {i: values for i, values in credit.items() if i in kept}
         return {i: batches_of(kept[i], v, pooled, kl.of(i) if kl else None) for i, v in own_credit.items()}
 
-    # --- state
+    # --- State
 
     def checkpoint(self, step: int) -> State:
-        """The checkpoint of a LoRA after trainer step `step`, the last that all finished; the same bytes on each.
+        """Return the checkpoint of a LoRA after trainer step `step`, the last that all finished; equal on all workers.
 
         Files: the exact state, and the averaged LoRA for plain diffusers. Raises `ClusterError` if it is not here.
         """
-        from gerl.workers.state import checkpoint_files  # in here, as in `setup`
+        from gerl.workers.state import checkpoint_files  # imported lazily, as in `setup`
 
         return checkpoint_files(self, step)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
-        """Continue from the state after trainer step `step`: bytes of a LoRA's, or the folder of a checkpoint.
+        """Resume from the state after trainer step `step`: bytes of a LoRA's state, or the folder of a checkpoint.
 
         Raises `CheckpointError` if it does not fit.
         """
-        from gerl.workers.state import load_state  # in here, as in `setup`
+        from gerl.workers.state import load_state  # imported lazily, as in `setup`
 
         self.ended = None
         load_state(self, source, numbers)
@@ -258,7 +258,7 @@ class PolicyWorker:
 
 
 def end_step(worker: PolicyWorker, step: int) -> StepEnd:
-    """End trainer step `step` of a worker, also of one that only samples."""
+    """End trainer step `step` of a worker, which may only sample, and return its report."""
     blank, notes = worker.blank[step], worker.notes.copy()
     worker.clear(step)
     worker.notes.clear()
