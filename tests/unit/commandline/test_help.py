@@ -21,7 +21,7 @@ def test_all_explains_every_key_and_says_who_reads_it() -> None:
         found = explanation(text, f"  {name}=")
         assert any(line.startswith(f.metadata["help"]) for line in found), name
         # those with a default for each family
-        several = "cfg beta teachers reference active bias rescale nested tau".split()
+        several = "cfg beta teachers reference active bias rescale nested tau path".split()
         assert len(found) == 1 or name.removeprefix("algorithm.") in several
         if 0 < len(who := readers(name.partition(".")[2])) < len(ALGORITHMS):
             assert name.split(".")[0] != "algorithm" or all(any(one in line for line in found) for one in who)
