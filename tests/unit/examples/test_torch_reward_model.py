@@ -31,7 +31,7 @@ def weights(tmp_path: Path) -> str:
 
 def worker(**kwargs: object) -> RewardWorker:
     made = RewardWorker({"mine": ScorerConfig(path=str(EXAMPLE), kwargs=kwargs)}, 0, os.getcwd())
-    made.ready()
+    made.build()
     return made
 
 
