@@ -8,7 +8,7 @@ noise of a trajectory. `algorithm.weighting` is W:
     uniform l    t  t l    t2  t^2 l    huber  t (sqrt(l + e) - sqrt(e))    ghuber  t ((l + e)^p - e^p) / p,  p = 1/4
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never

@@ -3,7 +3,7 @@
 The driver plans and credits, the workers train. An algorithm is independent of the model.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 import sys
 from abc import ABC, abstractmethod
@@ -265,7 +265,11 @@ class Algorithm(ABC):
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """Return what `rows` of `batch` contribute to the losses of the other samples of their groups."""
-        raise NotImplementedError(f"{type(self).__name__} has no first pass: use larger micro-batches")
+        raise self.undefined("pool")
+
+    def undefined(self, method: str) -> NotImplementedError:
+        """Return the error of a class whose `needs` require a method that it lacks."""
+        return NotImplementedError(f"{type(self).__name__} does not define {method}, which its needs require; add it")
 
     def set_kl_weight(self, kl: KLWeight | None) -> None:
         """Set the weight of the KL to the reference; None: the configured one."""
@@ -277,11 +281,11 @@ class Algorithm(ABC):
 
     def renews_old(self, step: int) -> bool:
         """Whether the old policy is updated at the end of trainer step `step`."""
-        raise NotImplementedError
+        raise self.undefined("renews_old")
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         """Return the log-ratio to the rollout's policy, [B], if `needs.ratio`; 0 on policy."""
-        raise NotImplementedError
+        raise self.undefined("log_ratio")
 
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
         """Return the weight of each of the `trained` steps (or noise levels) in the loss."""
@@ -290,7 +294,7 @@ class Algorithm(ABC):
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
         """Return the KL [R] of the rollout's policy to the base model from recorded values, mean over trained steps."""
-        raise NotImplementedError
+        raise self.undefined("kl_to_base")
 
     def micro_batches(self, batch: Batch, most: int | None = None) -> Iterator[list[int]]:
         """Split the rows of `batch` with credit into micro-batches of at most `most`."""
@@ -329,6 +333,12 @@ class Algorithm(ABC):
     def step_batch(self, meter: StepGradients[Any] | None) -> int:
         """Return the number of trained steps per denoiser call: one if `meter` measures each step."""
         return self.config.actor.step_batch if meter is None else 1
+
+    def replay_options(self, batch: Batch, rows: list[int], meter: StepGradients[Any] | None) -> dict[str, Any]:
+        """Return the arguments of the replay of `rows`; `index` is None for all rows of the tape."""
+        index = None if rows == list(range(batch.tape.batch_size)) else rows
+        step_batch = self.step_batch(meter)
+        return {"steps": batch.trained, "index": index, "cfg": self.settings.cfg, "step_batch": step_batch}
 
     def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
         """Replay the steps with the base model, switching to it once per micro-batch."""

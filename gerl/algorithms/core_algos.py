@@ -1,6 +1,6 @@
 """Mathematics of the update: advantages, credit, policy losses, KL. Pure functions that never modify inputs."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ that is too large for one backward pass. Unlike a policy gradient it has a fixed
 two centred rewards agree.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal

@@ -12,7 +12,7 @@ TDM-R1, arXiv 2603.07700, the old policy). As in PPO, a row whose ratio exp(d_ol
 direction of its advantage stops.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal

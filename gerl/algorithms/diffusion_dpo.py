@@ -9,7 +9,7 @@ published the pairs are those of a file (data.train_on=files), and the reference
 At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are beta / 4 and -beta / 4.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal

@@ -10,7 +10,7 @@ policy without likelihoods, guidance or a particular solver. At v = v_old the gr
 gradient of weighted flow matching, independent of b.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Distillation on the student's own trajectories: on-policy distillation (OPD) and distribution matching (DMDR)."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,8 +167,7 @@ class OPD(Algorithm):
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
-        options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
-        options["step_batch"] = self.step_batch(meter)
+        options = self.replay_options(batch, rows, meter) | {"index": rows}
         samples = [batch.samples[r] for r in rows]
         target = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}

@@ -3,7 +3,7 @@
 Sources, and differences from the publications: `configs/algorithm/` and `docs/algorithms.md`.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """Flow-GRPO and its variants that change the ratio or its bound: GRPO-Guard and Flow-DPPO."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """Forward-process algorithms: the likelihood-free family of DiffusionNFT, and regression to rewarded images."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 import functools
 from abc import abstractmethod
@@ -228,7 +228,7 @@ class ForwardProcess(Algorithm):
 
     def pooled(self, s: Noised) -> torch.Tensor:
         """Return what each row contributes to the group sums in the losses of its group, [B] or [B, n]."""
-        raise NotImplementedError
+        raise self.undefined("pooled")
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
         """Sum `pooled` of the rows at noise level `level`: here by group."""

@@ -9,7 +9,7 @@ z is a constant, the mean over all images and noise levels of the update. At the
 derivative by mse is y w beta / 4. The sigmoid bounds the contribution of an image, so some labels may be wrong.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 import math
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """Planning of the samples of a step: pure functions of configuration and step, independent of the workers."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 import heapq
 import math

@@ -4,7 +4,7 @@ A trajectory's stochastic steps are the actions of a Markov decision process (DD
 2505.05470); their log-probabilities under current and recorded weights give PPO's clipped surrogate.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 import math
 from collections.abc import Callable
@@ -188,9 +188,7 @@ class PolicyGradient(Algorithm):
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
-        index = None if rows == list(range(tape.batch_size)) else rows
-        options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
-        options["step_batch"] = self.step_batch(meter)
+        options = self.replay_options(batch, rows, meter)
         reference = self.base_steps(policy, tape, options) if self.adds_kl else {}
         proximal = self.proximal(policy, tape, options)
         further = self.further(policy, batch, rows, options)

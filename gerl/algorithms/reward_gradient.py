@@ -1,6 +1,6 @@
 """Reward gradients: backpropagation from the reward of decoded images to the weights, exact or by surrogates."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence

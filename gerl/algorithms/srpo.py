@@ -6,7 +6,7 @@ reward is relative: with a wanted word before the prompt less that with an unwan
 a step inverts. What moves both, as shifts in style that a reward model likes whatever the prompt, cancels.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
 """Credit per step from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

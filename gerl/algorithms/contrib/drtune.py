@@ -1,6 +1,6 @@
 """DRTune (arXiv 2405.00760): the reward gradient of the image predicted at one late step, through a few steps."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ For any parametrisation, w is the change of the transition's mean divided by -|J
 change of the flow-matching velocity, of the predicted noise, or of the predicted clean latents with opposite sign.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -104,9 +104,7 @@ class FDFO(Algorithm):
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
-        index = None if rows == list(range(tape.batch_size)) else rows
-        options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": settings.cfg}
-        options["step_batch"] = self.step_batch(meter)
+        options = self.replay_options(batch, rows, meter)
         base = self.base_steps(policy, tape, options) if self.needs_all_samples else {}
         final, overwritten = tape.steps[-1].x_next, tape.overwritten(len(tape.steps) - 1)
         towards = directions(final, partners(batch.samples), overwritten)[rows]

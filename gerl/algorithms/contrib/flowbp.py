@@ -1,6 +1,6 @@
 """Surrogate trajectories for reward gradients: LeapAlign (arXiv 2604.15311) and FlowBP (arXiv 2606.11075)."""
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -25,7 +25,7 @@ dimensions, like all log-probabilities in gerl; the papers use sums. Second-orde
 rollout, since the anchor's step that is compared with it is an Euler step.
 """
 
-from __future__ import annotations  # of torch, see `lazy`
+from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -111,8 +111,7 @@ class NeighborGRPO(Algorithm):
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
         settings, tape = self.settings, batch.tape
-        options: dict[str, Any] = {"steps": batch.trained, "index": rows, "cfg": settings.cfg}
-        options["step_batch"] = self.step_batch(meter)
+        options = self.replay_options(batch, rows, meter) | {"index": rows}
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
