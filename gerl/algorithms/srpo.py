@@ -3,7 +3,7 @@
 The noise is the one that the image was sampled from. One step denoises to a noise level from a higher one, another
 inverts to it from a lower one; both are undone by the known noise, so that early levels have a sharp image too. The
 reward is relative: with a wanted word before the prompt less that with an unwanted one, and the other way round where
-a step inverts. What moves both, as shifts in style that a reward model likes whatever the prompt, cancels.
+a step inverts. Effects common to both, such as a style that the reward model prefers for any prompt, cancel.
 """
 
 from __future__ import annotations  # torch is imported lazily

@@ -573,7 +573,7 @@ class ModelConfig(Block):
     train: str = key(
         "lora",
         "what to train: lora; full, all weights of the denoisers; or those whose name (denoiser.parameter) matches "
-        "this regular expression. Weights trained this way are float32, whatever model.dtype",
+        "this regular expression. Weights trained this way are float32, regardless of model.dtype",
     )
     lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)

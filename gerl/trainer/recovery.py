@@ -79,7 +79,7 @@ def lost_workers(run: Run, error: Exception) -> list[int]:
     if not lost:
         raise error
     recovery.allow(lost, error, deaths=1 if gone else len(lost))
-    why = str(error).removesuffix(f"; {AGAIN}")  # nobody has to
+    why = str(error).removesuffix(f"; {AGAIN}")  # the run resumes by itself
     logger.warning("%s; continuing from step %d with %d new process(es)", why, run.state.step, len(lost))
     if gone:
         restart_ray(run, recovery, error)

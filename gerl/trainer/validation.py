@@ -103,7 +103,7 @@ def shown_images(count: int, validation: ValidationConfig) -> list[int]:
     """Return which of `count` held-out images are saved: all of `validation.images` prompts; None: of all.
 
     The file is split into as many equal parts, and one prompt is chosen at random from each, the same ones at every
-    validation: they represent the file whatever its order.
+    validation: they represent the file regardless of its order.
     """
     each, wished = validation.images_per_prompt, validation.images
     prompts = range(count // each)

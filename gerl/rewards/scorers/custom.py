@@ -1,6 +1,6 @@
 """Custom scorers: functions from a file or from the calling program, on images or on tensors."""
 
-from __future__ import annotations  # of torch, which a run's driver may lack
+from __future__ import annotations  # torch is imported lazily
 
 import inspect
 import traceback
