@@ -69,7 +69,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(Interrupted):
-    """A stop after the current step was requested (`control/stop`); the run ends as after a signal, with exit code 0."""
+    """A stop after the current step was requested (`control/stop`); the run ends with exit code 0."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped after step {step}, as requested")
