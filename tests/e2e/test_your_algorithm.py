@@ -20,8 +20,10 @@ SUITS = "algorithm.width=0.5 checkpoint.every=1 reward.trial=false sampling.wind
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    """The example, as a file that may be changed."""
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example, as a file that may be changed; later tests do not find it in the registry."""
+    monkeypatch.setattr(ALGORITHMS, "_own", {})
+    monkeypatch.setattr(ALGORITHMS, "_by_path", {})
     file = tmp_path / "smooth.py"
     file.write_text(EXAMPLE.read_text())
     return file
