@@ -2,9 +2,17 @@
 
 from gerl.engine.feature_cache import FeatureCache
 from gerl.engine.latents import decoded
-from gerl.engine.record import branch, record, record_batch_probe, record_structure
+from gerl.engine.record import (
+    RequiredTensors,
+    Tape,
+    Trajectory,
+    branch,
+    compact,
+    record,
+    record_batch_probe,
+    record_structure,
+)
 from gerl.engine.replay import LatentsGradient, ReplayedStep, backprop_step, replay
-from gerl.engine.tape import RequiredTensors, Tape, Trajectory, compact
 
 __all__ = [
     "FeatureCache", "LatentsGradient", "ReplayedStep", "RequiredTensors", "Tape", "Trajectory", "backprop_step",

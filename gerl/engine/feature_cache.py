@@ -16,7 +16,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import FeatureCacheName
-from gerl.engine.tape import Tree, shapes
 from gerl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 NAMES: tuple[str, ...] = get_args(FeatureCacheName)
 Forward = Callable[..., object]
+Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _FirstBlock:
         if not self.skips:
             last = now.outputs.pop() if now.outputs else None
             now.added = _difference(last, now.first)
-            now.outputs.append(shapes(last))
+            now.outputs.append(_shapes(last))
             if not now.added:
                 self._take_next()
         return output
@@ -161,7 +161,7 @@ class _FirstBlock:
             return tree_map(lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) else v, like)
         output = forward(*args, **kwargs)
         if position > 0:
-            now.outputs[-1:] = [shapes(v) for v in now.outputs[-1:]]  # only the last one is needed with values
+            now.outputs[-1:] = [_shapes(v) for v in now.outputs[-1:]]  # only the last one is needed with values
             now.outputs.append(output)
             return output
         self.skips = bool(now.added) and _change(output, now.first) < self.cache.threshold
@@ -229,6 +229,10 @@ def _hooks(model: torch.nn.Module) -> set[str]:
     """Return the names of diffusers' hooks in `model`."""
     registries = [getattr(module, "_diffusers_hook", None) for module in model.modules()]
     return {name for registry in registries if registry is not None for name in registry.hooks}
+
+
+def _shapes(output: Tree) -> Tree:
+    return tree_map(lambda v: v.detach().to("meta") if torch.is_tensor(v) else v, output)
 
 
 def _tensors(output: Tree) -> list[torch.Tensor | None]:

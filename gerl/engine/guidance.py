@@ -16,20 +16,23 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import CfgMode
-from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
-from gerl.engine.tape import (
+from gerl.engine.record import (
     Arguments,
     ComponentCall,
     Nested,
+    StopPipeline,
     Structure,
     Tape,
+    TapeHead,
     Tree,
     call_structure,
     detached_copy,
     has_roles,
     leading,
     looped_calls,
+    rerun,
     take,
+    unguided,
 )
 from gerl.errors import ReplayError
 

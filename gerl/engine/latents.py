@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.hooks import StopPipeline, TapeHead, put, rerun
-from gerl.engine.record import DETERMINISTIC, Recorder, StructureOnly, fixed_generators
-from gerl.engine.tape import Tape, Tree, detached_copy, materialised
+from gerl.engine.record import (
+    DETERMINISTIC,
+    Recorder,
+    StopPipeline,
+    StructureOnly,
+    Tape,
+    TapeHead,
+    Tree,
+    detached_copy,
+    fixed_generators,
+    materialised,
+    put,
+    rerun,
+)
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:

@@ -1,38 +1,882 @@
-"""Recording and branching: rollouts through the pipeline's own `__call__`, recorded on tapes."""
+"""Recording: the tape of a pipeline's call, the hooks that route the call to a head, and rollouts recorded on tapes.
+
+Sub-batches of a tape are taken without knowledge of the values' meaning. The batch dimension of a value is found by
+comparing it with the same value of a call for one sample (the *probe*). A single shape is not enough: `[8, 77, 32]` may
+be 8 prompts, 4 with their negatives, or 8 layers of one.
+"""
 
 from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
+import functools
 import inspect
 import math
+import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from torch.utils._pytree import tree_any, tree_leaves
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from gerl.engine.feature_cache import NO_CACHE, CachedDenoisers, FeatureCache
-from gerl.engine.hooks import StopPipeline, routed
-from gerl.engine.tape import (
-    Answer,
-    ComponentCall,
-    SecondaryStep,
-    Tape,
-    TapeStep,
-    Tree,
-    detached_copy,
-    materialised,
-    select_call,
-    shapes,
-)  # fmt: skip
-from gerl.engine.transitions import ONE_STEP, SOLVERS, Span, Timestep, Transitions, advance, gaussian_log_prob
+from gerl.engine.transitions import (
+    COUNTS_STEPS,
+    GIVES_MODEL_DTYPE,
+    ONE_STEP,
+    SOLVERS,
+    Rule,
+    Span,
+    Timestep,
+    Transitions,
+    advance,
+    family,
+    gaussian_log_prob,
+    lcm_clean,
+    predicts_clean,
+    scm_clean,
+    step_index,
+)
 from gerl.errors import ModelError, ReplayError
+from gerl.protocol import RolloutTask
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
+    from diffusers.guiders.guider_utils import GuiderOutput
+    from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
+    from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
+    from diffusers.schedulers.scheduling_utils import SchedulerOutput
     from diffusers.utils import BaseOutput
+
+
+Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
+Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and keyword arguments
+Nested = TypeVar("Nested")
+
+
+def _copy(tree: Nested) -> Nested:
+    copied: Nested = tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
+def detached_copy(tree: Nested) -> Nested:
+    """Return `tree` with every tensor detached and cloned, so that later writes do not change the recording."""
+    copied: Nested = tree_map(lambda v: v.detach().clone() if torch.is_tensor(v) else v, tree)
+    return copied
+
+
+def shapes(tree: Nested) -> Nested:
+    """Return `tree` with its tensors on the `meta` device: shapes without values."""
+    emptied: Nested = tree_map(lambda v: v.detach().to("meta") if torch.is_tensor(v) else v, tree)
+    return emptied
+
+
+def num_elements(tree: Tree) -> int:
+    """Return the number of tensor elements in `tree`."""
+    return sum(v.numel() for v in tree_leaves(tree) if torch.is_tensor(v))
+
+
+def tensor_bytes(values: Iterable[Tree]) -> int:
+    """Return the bytes of the tensors in `values`; shared storage counts once, tensors without values do not count."""
+    tensors = (v for v in tree_leaves(list(values)) if torch.is_tensor(v) and not v.is_meta)
+    storages = (v.untyped_storage() for v in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def materialised(tree: Nested, device: torch.device | None) -> Nested:
+    """Return `tree` with zeros on `device` for tensors that were kept as shapes only."""
+    filled: Nested = tree_map(
+        lambda v: torch.zeros_like(v, device=device) if torch.is_tensor(v) and v.is_meta else v, tree
+    )
+    return filled
+
+
+def rows(tensor: torch.Tensor, index: Sequence[int], n: int) -> torch.Tensor:
+    """Select the samples `index` of a `[n, ...]` or `[n * r, ...]` tensor with consecutive rows of each sample."""
+    return tensor.unflatten(0, (n, -1))[list(index)].flatten(0, 1)
+
+
+def batch_size(call: Mapping[str, object]) -> int:
+    """Return the number of samples of a pipeline call: the length of its prompt list, or of its prompt embeddings.
+
+    A prompt that is a string, for pipelines that take no list, is one sample.
+    """
+    for name in ("prompt", "prompt_embeds"):
+        value = call.get(name)
+        if isinstance(value, list | torch.Tensor):
+            return len(value)
+    return 1
+
+
+def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, object]:
+    """Return the keyword arguments of a call for some samples: per-sample lists and tensors are indexed.
+
+    A list of numbers as long as the batch (`sigmas`, say) is a schedule, not a value per sample. Lists are copied.
+    """
+    n = batch_size(call)
+
+    def pick(value: object) -> object:
+        if isinstance(value, list) and len(value) == n and not isinstance(value[0], int | float):
+            return [value[i] for i in index]
+        if torch.is_tensor(value) and value.ndim and len(value) == n:
+            return value[list(index)]
+        return value
+
+    return {name: pick(value) for name, value in call.items()}
+
+
+def take(full: Any, probe_value: Any, index: Sequence[int], n: int, probed: int = 1, graph: bool = False) -> Any:
+    """Select the samples `index` of `full`, a value for `n` samples; `probe_value` is the same for `probed` samples.
+
+    Handles `[m * n, ...]` (negative and positive prompts, say), the batch in a later dimension, lists with an entry per
+    sample, and nested dictionaries and tuples. If `probe_value` has another structure (a mask that is None without
+    padding), the first dimension of size `n` is used. A value without batch dimension is copied completely, and so is
+    everything if `n` equals `probed` (1, or 2 if `n` is 1). `graph`: keep the gradient.
+    """
+    copied = _copy if graph else detached_copy
+
+    def rows_of(value: torch.Tensor, dim: int, _: torch.Tensor) -> torch.Tensor:
+        where = torch.as_tensor(list(index), device=value.device)
+        value = value if graph else value.detach()
+        return value.unflatten(dim, (-1, n)).index_select(dim + 1, where).flatten(dim, dim + 1)
+
+    def entries_of(value: list[Any], _: list[Any]) -> list[Any]:
+        return type(value)(copied(value[start + i]) for start in range(0, len(value), n) for i in index)
+
+    return copied(full) if n == probed else map_rows(full, full, probe_value, n, probed, rows_of, entries_of, copied)
+
+
+def entries(full: list[Any] | tuple[Any, ...], like: object, n: int, probed: int) -> int:
+    """Return how many entries of `full` each of `n` samples has, 0 if entries are not samples; `like`: see `take`."""
+    known = isinstance(like, list | tuple)
+    multiple = len(like) / probed if known else int(isinstance(full, list) and len(full) == n)  # type: ignore[arg-type]
+    return int(multiple) if multiple and len(full) == multiple * n else 0
+
+
+def batch_dim(full: torch.Tensor, like: object, n: int, probed: int) -> int | None:
+    """Return the first dimension of `full` that grows with the number of samples `n`; `like`: see `take`."""
+    multiples: list[float] = [int(size == n) for size in full.shape]
+    if isinstance(like, torch.Tensor) and like.ndim == full.ndim:
+        multiples = [size / probed for size in like.shape]
+    found = (dim for dim, multiple in enumerate(multiples) if multiple and full.shape[dim] == multiple * n)
+    return next(found, None)
+
+
+def map_rows(
+    value: Any,
+    recorded: Any,
+    like: Any,
+    n: int,
+    probed: int,
+    tensor: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    listed: Callable[[list[Any], list[Any]], list[Any]],
+    rest: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Map `value`, with the structure of the `recorded` value of `n` samples, to other rows; gradients flow.
+
+    `tensor(value, dim, recorded)` maps a tensor with rows in `dim`, `listed(value, recorded)` a list or tuple with
+    entries per sample, and `rest` values without rows; `like` and `probed`: see `take`.
+    """
+    if isinstance(value, torch.Tensor):
+        dim = batch_dim(recorded, like, n, probed)
+        return rest(value) if dim is None else tensor(value, dim, recorded)
+    if isinstance(value, list | tuple) and entries(recorded, like, n, probed):
+        return listed(value, recorded)  # type: ignore[arg-type]
+    if not isinstance(value, list | tuple | dict):
+        return rest(value)
+    values = value.values() if isinstance(value, dict) else value
+    matched = zip(values, pairs(recorded, like), strict=True)
+    parts = [map_rows(v, *pair, n, probed, tensor, listed, rest) for v, pair in matched]
+    if isinstance(value, dict):
+        named = dict(zip(value, parts, strict=True))
+        return named if type(value) is dict else type(value)(**named)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
+    """Pair the parts of a list, tuple or dictionary with those of `like`, or with None if the structures differ."""
+    if isinstance(value, dict):
+        named = like if isinstance(like, dict) else {}
+        return [(part, named.get(name)) for name, part in value.items()]
+    alike = isinstance(like, list | tuple) and len(like) == len(value)
+    return list(zip(value, like if alike else [None] * len(value), strict=True))
+
+
+def same(ours: Tree, theirs: Tree) -> bool:
+    """Whether two structures have equal tensors at the same positions."""
+    a, b = tree_leaves(ours), tree_leaves(theirs)
+    return len(a) == len(b) and all(
+        torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+# --- The tape: recorded calls
+
+
+@dataclass
+class TapeStep:
+    """Recording of one `scheduler.step` of the rollout."""
+
+    rule: Rule
+    x: torch.Tensor  # [B, ...] fp32 latents before the step
+    x_next: torch.Tensor  # [B, ...] fp32 latents after it
+    log_prob: torch.Tensor | None  # [B] fp32, None at deterministic steps
+    mean: torch.Tensor | None  # [B, ...] fp32 mean of x_next, None at deterministic steps
+    num_answers: int  # number of answers received by the pipeline before the step
+    written: torch.Tensor | None = None  # [B, ...] bool, part of x overwritten by the pipeline since the last step
+
+
+@dataclass
+class SecondaryStep:
+    """Step of a secondary modality, such as the sound of a video. Always deterministic.
+
+    It was taken after `step` steps of the trained modality.
+    """
+
+    step: int
+    x: torch.Tensor  # [B, ...] fp32 latents before the step
+    x_next: torch.Tensor  # [B, ...] fp32 latents after it
+
+
+@dataclass
+class Answer:
+    """Value returned by a method (`encode_prompt`, `prepare_latents`, ...)."""
+
+    method: str
+    value: Tree
+
+
+@dataclass
+class ComponentCall:
+    """Output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
+
+    `inputs`: its positional and keyword arguments as shapes, on the `meta` device.
+    """
+
+    step: int
+    component: str
+    output: Tree
+    inputs: Tree = None
+    elements: int = 0  # number of elements in the output, while recording
+
+
+def probed_call(
+    calls: Sequence[ComponentCall], recorded: ComponentCall, nth: int, n: int, probed: int
+) -> ComponentCall:
+    """Return the probe's call that reveals the rows of `recorded`, the `nth` call of its step.
+
+    The probe ends at the first step. An expert that is called only later is assumed to be like the other; an additional
+    call of later steps (skip-layer guidance) has its rows in the first dimension of its output.
+    """
+    like = [c for c in calls if c.component == recorded.component] or list(calls[-1:])
+    found = like[min(nth, len(like) - 1)] if like else ComponentCall(0, "", None)
+    full, shown = tree_leaves(recorded.output), tree_leaves(found.output)
+    whole = [value for value in full if torch.is_tensor(value)]
+    if not like or nth < len(like) or not whole:
+        return found
+    if len(full) == len(shown) and all(
+        batch_dim(v, s, n, probed) is not None for v, s in zip(full, shown, strict=True)
+    ):
+        return found
+    rows = whole[0].shape[0] if whole[0].ndim else 0
+
+    def fewer(value: object) -> object:
+        if not (torch.is_tensor(value) and value.ndim and value.shape[0] == rows and rows % n == 0):
+            return value
+        return torch.empty(rows // n * probed, *value.shape[1:], device="meta")
+
+    return replace(recorded, output=tree_map(fewer, recorded.output), inputs=tree_map(fewer, recorded.inputs))
+
+
+@dataclass(frozen=True)
+class RequiredTensors:
+    """Tensors of a tape that an algorithm needs; a compacted tape has only shapes of the others (`compact`)."""
+
+    steps: frozenset[int]  # trained steps, replayed all at once or the first of them
+    means: bool = True  # recorded means of the trained steps
+    outputs: bool = True  # denoiser outputs at guided trained steps, for replays with cfg other than joint
+    forward: bool = False  # the clean latents, to be noised again (`latents` of a replay)
+    finished: bool = False  # the clean latents, in addition to those of the trained steps
+    chain: bool = False  # any step, one at a time, and everything needed to decode the finished latents
+
+
+@dataclass
+class Tape:
+    """Recorded call of a pipeline.
+
+    A stopped tape has the component calls of the step before which it stopped, but not that step. `probe`: the tape of
+    the same call for one sample (for two, if this one has only one), stopped at the first step, which reveals the batch
+    dimension of each value; needed only to replay sub-batches and to branch. `reads` is set if the tape is compacted.
+    """
+
+    call: dict[str, object]
+    batch_size: int
+    steps: list[TapeStep] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    component_calls: list[ComponentCall] = field(default_factory=list)
+    companions: list[SecondaryStep] = field(default_factory=list)
+    probe: Tape | None = None
+    reads: RequiredTensors | None = None
+
+    @classmethod
+    def of(cls, call: Mapping[str, object], index: Sequence[int] | None = None) -> Tape:
+        """Return an empty tape of `call` for its samples `index` (None: all), without generators."""
+        chosen = range(batch_size(call)) if index is None else index
+        kept = {name: value for name, value in call.items() if name != "generator"}
+        return cls(select_call(kept, chosen), len(chosen))
+
+    def fresh_call(self) -> dict[str, object]:
+        """Return the call with copied lists, since some pipelines modify them."""
+        return select_call(self.call, range(self.batch_size))
+
+    def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
+        """Record a component's call after the steps so far."""
+        kept, elements = detached_copy(output), num_elements(output)
+        self.component_calls.append(ComponentCall(len(self.steps), component, kept, shapes(inputs), elements))
+
+    @property
+    def stochastic_steps(self) -> list[int]:
+        """Indices of the stochastic steps, which have a log-probability."""
+        return [k for k, step in enumerate(self.steps) if step.log_prob is not None]
+
+    def overwritten(self, k: int) -> torch.Tensor | None:
+        """Return a mask `[B, ...]` bool of the latents after step `k` that are overwritten and reach no image.
+
+        An inpainting pipeline sets the surround of its mask after each step; nothing is recorded after the last, for
+        which it is the mask before it. None: nothing, or all, as by a callback that scales the latents.
+        """
+        following = self.steps[min(k + 1, len(self.steps) - 1)].written
+        if following is not None and following.is_meta:
+            raise ReplayError(f"what the pipeline overwrote after step {k} was not kept in this compacted tape")
+        return None if following is None or bool(following.all()) else following
+
+    def looped_components(self) -> set[str]:
+        """Return the names of the components called in the denoising loop.
+
+        The last call before the first step counts: an expert for high noise may be called nowhere else.
+        """
+        inside = {c.component for c in self.component_calls if c.step > 0}
+        first = [c.component for c in self.component_calls if c.step == 0]
+        return inside | set(first[-1:]) if inside else set(first)
+
+    def live_at(self, steps: Iterable[int]) -> set[int]:
+        """Return the steps at which the denoiser has to run to train `steps`.
+
+        Two scheduler streams may share one denoiser call: a step uses the last call before it.
+        """
+        looped = self.looped_components()
+        called = {c.step for c in self.component_calls if c.component in looped}
+        return {max(before) for k in steps if (before := [c for c in called if c <= k])}
+
+    def companion(self, position: int, sample: torch.Tensor) -> SecondaryStep:
+        """Return step `position` of the secondary modality. Raises `ReplayError` if it does not start at `sample`."""
+        recorded = self.companions[position] if position < len(self.companions) else None
+        if recorded is None or recorded.x.shape != sample.shape:
+            raise ReplayError("the pipeline steps a second modality, which it did not in the rollout")
+        if not torch.equal(recorded.x.to(sample.dtype), sample):
+            raise ReplayError(
+                f"the latents of the second modality differ from the recorded ones after step {recorded.step - 1}: "
+                "the pipeline cannot be replayed"
+            )
+        return recorded
+
+    def rows(self, index: Sequence[int]) -> Tape:
+        """Select the samples `index`, repeats allowed; the result can be replayed, branched and pickled independently.
+
+        Latents shared by steps stay shared. Raises `ReplayError` without a probe that reveals the batch dimensions.
+        """
+        if tuple(index) == tuple(range(self.batch_size)):
+            return self
+        if self.probe is None or self.probe.batch_size == self.batch_size:
+            raise ReplayError("replaying a sub-batch needs a tape recorded with probe=True")
+        if self.batch_size == 1:
+            return self._rows(index, self.start())
+        # a tape of one sample needs a probe of another number of samples
+        alike = self.probe if len(index) > 1 else self.start()._rows([*index, *index], None)
+        return self._rows(index, alike)
+
+    def start(self) -> Tape:
+        """Return the shapes of everything recorded before the first step: the probe for other numbers of samples."""
+        answers = self.answers[: self.steps[0].num_answers] if self.steps else self.answers
+        calls = [c for c in self.component_calls if c.step == 0]
+        return Tape(
+            self.call,
+            self.batch_size,
+            answers=[Answer(a.method, shapes(a.value)) for a in answers],
+            component_calls=[replace(c, output=shapes(c.output)) for c in calls],
+            probe=self.probe,
+        )
+
+    def _rows(self, index: Sequence[int], probe: Tape | None) -> Tape:
+        assert self.probe is not None
+        n, probed, alike = self.batch_size, self.probe.batch_size, self.probe
+        picked: dict[int, torch.Tensor] = {}  # by id, since the latents after a step are those before the next
+
+        def pick(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in picked:
+                picked[id(tensor)] = rows(tensor, index, n)
+            return picked[id(tensor)]
+
+        def step(recorded: TapeStep) -> TapeStep:
+            log_prob = None if recorded.log_prob is None else pick(recorded.log_prob)
+            mean = None if recorded.mean is None else pick(recorded.mean)
+            written = None if recorded.written is None else pick(recorded.written)
+            x, x_next = pick(recorded.x), pick(recorded.x_next)
+            return replace(recorded, x=x, x_next=x_next, log_prob=log_prob, mean=mean, written=written)
+
+        def answer(position: int, recorded: Answer) -> Answer:
+            # beyond the probe's end (later loops of a long pipeline) the last value of that name reveals the rows
+            like = alike.answers[position : position + 1] or [a for a in alike.answers if a.method == recorded.method]
+            return replace(recorded, value=take(recorded.value, like[-1].value if like else None, index, n, probed))
+
+        def component_call(recorded: ComponentCall, nth: int) -> ComponentCall:
+            shown = probed_call(alike.component_calls, recorded, nth, n, probed)
+            output = take(recorded.output, shown.output, index, n, probed)
+            return replace(recorded, output=output, inputs=take(recorded.inputs, shown.inputs, index, n, probed))
+
+        seen: Counter[tuple[int, str]] = Counter()
+        calls = []
+        for c in self.component_calls:
+            calls.append(component_call(c, seen[c.step, c.component]))
+            seen[c.step, c.component] += 1
+        return replace(
+            self,
+            call=select_call(self.call, index),
+            batch_size=len(index),
+            steps=[step(s) for s in self.steps],
+            answers=[answer(i, a) for i, a in enumerate(self.answers)],
+            component_calls=calls,
+            companions=[replace(c, x=pick(c.x), x_next=pick(c.x_next)) for c in self.companions],
+            probe=probe,
+        )
+
+
+# --- Structure of the denoiser calls
+
+Structure = tuple[tuple[str, float], ...]  # component and rows per row of latents, for each call of a step
+
+
+def leading(output: Tree) -> torch.Tensor | list[object]:
+    """Return the first tensor or list of an output, which has its rows; an empty list if there is none."""
+    values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
+    return next((v for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim)), [])
+
+
+def looped_calls(tape: Tape) -> dict[int, list[ComponentCall]]:
+    """Return the calls in the denoising loop, by step."""
+    looped, calls = tape.looped_components(), dict[int, list[ComponentCall]]()
+    for call in tape.component_calls:
+        if call.component in looped:
+            calls.setdefault(call.step, []).append(call)
+    return calls
+
+
+def call_structure(tape: Tape, calls: list[ComponentCall]) -> Structure:
+    return tuple((c.component, len(leading(c.output)) / len(tape.steps[c.step].x)) for c in calls)
+
+
+def has_roles(structure: Structure) -> bool:
+    """Whether a step has other calls than a single one with one row per row of latents, as guidance does."""
+    return [rows for _, rows in structure] != [1.0]
+
+
+def is_guided(tape: Tape, steps: Iterable[int]) -> bool:
+    """Whether the roles of the denoiser calls at `steps` have to be found, which needs their outputs."""
+    calls = looped_calls(tape)
+    return any(has_roles(call_structure(tape, calls[k])) for k in steps)
+
+
+# --- Trajectories: recordings of tasks, as small as the algorithm allows, which can be stored, split or sent
+
+
+def compact(tape: Tape, reads: RequiredTensors) -> Tape:
+    """Compact `tape`: replace tensors that a replay of `reads` does not need by their shapes (device `meta`).
+
+    A replay ends at the last trained step, runs the denoiser at the trained ones and answers from the tape elsewhere.
+    It can train all of `reads.steps`, or the first of them, with `reads.chain` any of them; anything else raises
+    `ReplayError`, and so does a branch. The result shares its tensors with `tape`.
+    """
+    final = len(tape.steps) - 1
+    last = max((k for k in reads.steps if k <= final), default=-1)  # a replay raises an error for other steps
+    looped, live = tape.looped_components(), tape.live_at(reads.steps)
+    num_answers = tape.steps[last].num_answers if last >= 0 else 0
+    if reads.chain:  # at any step all others answer from the tape, and the pipeline runs to its end to decode
+        live, num_answers = set(), len(tape.answers)
+    outputs = reads.outputs and is_guided(tape, live)
+    # the caller's latents replace those of trained steps, but finding guidance roles uses the recorded ones
+    given = reads.steps if reads.forward and not outputs else frozenset()
+
+    # gradients pass through the rules of untrained steps, and leaps use their latents
+    end = final if reads.chain else last
+
+    def is_left(k: int) -> bool:
+        return k < last and k + 1 not in given if reads.forward else k <= end
+
+    # the step after a trained one shows which of its latents reach the images
+    after = frozenset() if reads.forward else {min(k + 1, final) for k in (*reads.steps, final)}
+    steps = [
+        replace(
+            step,
+            # the initial latents are identified by their values, as are later ones that a pipeline overwrites
+            x=step.x if k <= end and (k == 0 or k not in given or step.written is not None) else shapes(step.x),
+            written=step.written
+            if k in {*given, *after} or (given and k == 1) or reads.chain
+            else shapes(step.written),
+            x_next=step.x_next
+            if is_left(k) or ((reads.forward or reads.finished) and k == final)
+            else shapes(step.x_next),
+            mean=step.mean if reads.means and not reads.forward and k in reads.steps else shapes(step.mean),
+        )
+        for k, step in enumerate(tape.steps)
+    ]
+    calls = [
+        c
+        if c.component in looped and c.step <= last and (outputs or c.step not in live)
+        else replace(c, output=shapes(c.output))
+        for c in tape.component_calls
+    ]
+    answers = [a if i < num_answers else replace(a, value=shapes(a.value)) for i, a in enumerate(tape.answers)]
+    kept = final + 1 if reads.chain else last
+    companions = [c if c.step <= kept else replace(c, x=shapes(c.x), x_next=shapes(c.x_next)) for c in tape.companions]
+    return replace(tape, steps=steps, answers=answers, component_calls=calls, companions=companions, reads=reads)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Recorded task: everything needed to train on it except the pipeline and the credit.
+
+    `tapes`: compacted, one per segment of the task. `policy_version`: number of optimizer steps before its rollout.
+    `owner`: rank of the worker that sampled it.
+    """
+
+    task: RolloutTask
+    tapes: tuple[Tape, ...]
+    policy_version: int
+    owner: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded tensors; the probe, shared by all trajectories, has shapes only."""
+        steps = ([s.x, s.x_next, s.mean, s.log_prob, s.written] for tape in self.tapes for s in tape.steps)
+        companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
+        answers = (a.value for tape in self.tapes for a in tape.answers)
+        outputs = (c.output for tape in self.tapes for c in tape.component_calls)
+        return tensor_bytes([*steps, *companions, *answers, *outputs])
+
+    def rows(self, index: Sequence[int]) -> Trajectory:
+        """Select the samples `index`. Raises `ReplayError` for a tree."""
+        if any(segment.parent is not None for segment in self.task.segments):
+            raise ReplayError(f"task {self.task.id} is a tree, whose samples share their trunk: it cannot be split")
+        if len(self.task.segments) > 1:  # sampled in several calls
+            places = {leaf: (i, r) for i, s in enumerate(self.task.segments) for r, leaf in enumerate(s.leaves)}
+            found = [(self.task.segments[i], self.tapes[i], r) for i, r in (places[i] for i in index)]
+            segments = [replace(s, seeds=(s.seeds[r],), leaves=(n,)) for n, (s, _, r) in enumerate(found)]
+            tapes = [tape if tape.batch_size == 1 else tape.rows([r]) for _, tape, r in found]
+        else:
+            (s,), (tape,) = self.task.segments, self.tapes
+            segments = [replace(s, seeds=tuple(s.seeds[i] for i in index), leaves=tuple(range(len(index))))]
+            tapes = [tape.rows(index)]
+        task = replace(self.task, samples=[self.task.samples[i] for i in index], segments=tuple(segments))
+        return replace(self, task=task, tapes=tuple(tapes))
+
+
+# --- Hooks that route a pipeline's calls to a head that records or replays: gerl's only patches, always undone
+
+# methods that compute or sample outside the denoiser: embeddings, latents, ids, rewritten prompts, prior tokens.
+# `prepare_extra_step_kwargs` inspects the scheduler's signature and must run, as must the method that writes noisier
+# conditions into the latents of each step (LTX), since a replay may have other latents; its noise is answered.
+ANSWERED = re.compile(
+    r"_?(encode|prepare(?!_extra_step)|generate|enhance|upsample_prompt|rewire|expand_prompts"
+    r"|add_noise(?!_to_image_cond)|get_image_caption)(_|$)"
+)
+
+
+class StopPipeline(BaseException):
+    """Early exit from a pipeline's `__call__`; a `BaseException` so that no pipeline catches it."""
+
+
+class Head(Protocol):
+    """Receiver of routed calls in a rollout or a branch; see `TapeHead` for those that answer from a tape."""
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object: ...
+
+    def on_scheduler_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def on_secondary_step(
+        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class TapeHead:
+    """Head that answers from a tape in the recorded order; subclasses override what differs in their kind of pass.
+
+    Every answer is compared with the recording: a pipeline that deviates, because of a cache, random numbers or a
+    changed argument, would give plausible but wrong numbers.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.device = tape.steps[0].x.device if tape.steps else torch.device("cpu")
+        self.step = self.answered = self.accompanied = 0  # counts of scheduler steps, methods and secondary steps
+        self.start: dict[int, Tree] = {}  # answers that replace recorded ones, by position
+        self.looped = tape.looped_components()
+        self.calls = iter([c for c in tape.component_calls if c.component in self.looped])
+
+    def next_answer(self, name: str) -> Tree:
+        """Return the recorded value of the next method call `name`. Raises `ReplayError` if the recording differs."""
+        if self.answered == len(self.tape.answers) or self.tape.answers[self.answered].method != name:
+            raise ReplayError(f"the replay calls {name}, which the rollout did not call at this point")
+        self.answered += 1
+        return self.start.get(self.answered - 1, self.tape.answers[self.answered - 1].value)
+
+    def recorded(self, call: ComponentCall) -> Tree:
+        """Return the output of a recorded call, with zeros if only the shape was kept."""
+        return materialised(detached_copy(call.output), self.device)
+
+    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+        """Return the latents after a scheduler step, fp32."""
+        raise NotImplementedError
+
+    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
+        del method, args, kwargs
+        return detached_copy(self.next_answer(name))
+
+    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        call = next(self.calls, None) if name in self.looped else None
+        return forward(*args, **kwargs) if call is None else self.recorded(call)
+
+    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+        """Return the latents after a secondary step. Raises `ReplayError` if it starts at other latents."""
+        self.accompanied += 1
+        return self.tape.companion(self.accompanied - 1, sample).x_next
+
+
+def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:
+    """Run the call of `head.tape` again, with gradient if enabled; return its output, None if the head stopped it."""
+    undecorated = inspect.unwrap(type(pipe).__call__)  # diffusers decorates it with torch.no_grad
+    with routed(pipe, head), contextlib.suppress(StopPipeline):
+        return undecorated(pipe, **head.tape.fresh_call() | overrides)
+    return None
+
+
+class _Step:
+    """`scheduler.step` routed to a head.
+
+    Pipelines with two modalities (video and sound) deep-copy their scheduler; the copy has a copy of this object, bound
+    to the copied scheduler and the same head. If the pipeline's own scheduler steps first, the steps of its copies
+    belong to the secondary modality.
+    """
+
+    def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
+        self.head, self.scheduler = head, scheduler
+        self.own = scheduler
+        self.family = family(scheduler)
+        self.first: list[SchedulerMixin] = []  # the scheduler that stepped first, shared by all copies
+        functools.update_wrapper(self, scheduler.step)  # pipelines inspect its signature
+
+    def __deepcopy__(self, memo: dict[int, SchedulerMixin]) -> _Step:
+        copied = object.__new__(_Step)
+        copied.__dict__.update(self.__dict__)
+        copied.scheduler = memo.get(id(self.scheduler), self.scheduler)
+        return copied
+
+    def __call__(
+        self,
+        model_output: torch.Tensor,
+        timestep: Timestep,
+        sample: torch.Tensor,
+        *_: object,
+        return_dict: bool = True,
+        per_token_timesteps: torch.Tensor | None = None,
+        pred_original_sample: torch.Tensor | None = None,
+        r_timestep: Timestep | None = None,
+        **__: object,
+    ) -> SchedulerOutput | SCMSchedulerOutput | LCMSchedulerOutput | tuple[torch.Tensor, ...] | LazySchedulerOutput:
+        # imported lazily: the driver of a run does not need diffusers
+        from diffusers.schedulers.scheduling_lcm import LCMSchedulerOutput
+        from diffusers.schedulers.scheduling_scm import SCMSchedulerOutput
+        from diffusers.schedulers.scheduling_utils import SchedulerOutput
+
+        scheduler = self.scheduler
+        if r_timestep is not None:
+            raise ModelError(
+                "the pipeline jumps to noise levels of its own choice (r_timestep), which are not in the schedule: "
+                "gerl takes the steps of the schedule"
+            )
+        if per_token_timesteps is not None:
+            # tokens have individual noise levels, and the output is the negative velocity (LTX). Tokens that the
+            # pipeline keeps are all at the level of the step; it resets the others
+            model_output = -model_output
+        if self.family == "edm":
+            return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
+        x_next = self._next_of(model_output, timestep, sample)
+        dtype = model_output.dtype if self.family in GIVES_MODEL_DTYPE else sample.dtype
+        dtype = torch.float32 if per_token_timesteps is not None else dtype
+        x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
+        decoding = getattr(self.head, "hands_out_clean", False)
+        # pipelines of consistency models decode the clean latents of the last step
+        if self.family == "trigflow":
+            clean = x_next if decoding else scm_clean(timestep, model_output, sample)
+            return SCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
+        if self.family == "lcm":
+            clean = x_next if decoding else lcm_clean(scheduler, timestep, model_output, sample)
+            return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
+        return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+
+    def _next_of(self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor) -> torch.Tensor:
+        """Return the head's next latents, fp32."""
+        if not self.first:
+            self.first.append(self.scheduler)
+        goes_along = self.first[0] is self.own is not self.scheduler
+        if isinstance(self.head, TapeHead):
+            # pipelines that noise an image for the next step (inpainting) look up its sigma by the step index
+            if self.family in COUNTS_STEPS:
+                if self.scheduler.step_index is None:
+                    self.scheduler._init_step_index(timestep)
+                self.scheduler._step_index += 1
+            return self.head.next_secondary(sample) if goes_along else self.head.next_latents(model_output, sample)
+        step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
+        return step(self.scheduler, model_output, timestep, sample)
+
+
+class LazySchedulerOutput:
+    """Result of `EDMEulerScheduler.step`, with next and clean latents computed on access.
+
+    Cosmos 1 steps twice: it reads the clean latents of a first step, on a batch that may be doubled for guidance, takes
+    the step back, guides them and steps with them (`known`). Reading the next latents makes it a step of the rollout.
+    """
+
+    def __init__(
+        self,
+        next_of: Callable[[torch.Tensor, Timestep, torch.Tensor], torch.Tensor],
+        scheduler: SchedulerMixin,
+        given: tuple[torch.Tensor, Timestep, torch.Tensor],
+        known: torch.Tensor | None,
+    ) -> None:
+        self.next_of, self.scheduler, self.given, self.known = next_of, scheduler, given, known
+        self.index = step_index(scheduler, given[1])
+        self.taken: torch.Tensor | None = None
+        scheduler._step_index = self.index + 1
+
+    @property
+    def prev_sample(self) -> torch.Tensor:
+        """Next latents."""
+        if self.taken is None:
+            model_output, timestep, sample = self.given
+            self.scheduler._step_index = self.index
+            with predicts_clean(self.scheduler, self.known is not None):
+                output = model_output if self.known is None else self.known
+                self.taken = self.next_of(output, timestep, sample).to(model_output.dtype, copy=True)
+        return self.taken
+
+    @property
+    def pred_original_sample(self) -> torch.Tensor:
+        """Clean latents predicted by the model output, by the scheduler's own arithmetic."""
+        if self.known is not None:
+            return self.known
+        model_output, _, sample = self.given
+        clean: torch.Tensor = self.scheduler.precondition_outputs(
+            sample.float(), model_output, self.scheduler.sigmas[self.index]
+        )
+        return clean
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.prev_sample, self.pred_original_sample))
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self.prev_sample if range(2)[place] == 0 else self.pred_original_sample
+
+    def __len__(self) -> int:
+        return 2
+
+
+@contextlib.contextmanager
+def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
+    """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
+
+    Attributes are set on the instances only, except `randn_tensor`, which is a name in the pipeline's modules and in
+    diffusers' VAE module: pipelines that sample noise inline have no method to route.
+    """
+    # imported lazily: the driver of a run does not need diffusers
+    from diffusers.models.autoencoders import vae as vae_module
+    from torch.distributed.fsdp import FSDPModule
+
+    with contextlib.ExitStack() as undo:
+
+        def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
+            original = getattr(target, name)
+            put(undo, target, name, functools.update_wrapper(functools.partial(route, label, original), original))
+
+        put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
+        for name in dir(type(pipe)):
+            if ANSWERED.match(name) and callable(getattr(type(pipe), name)):
+                put_routed(pipe, name, head.on_method, name)
+        for module in {sys.modules[cls.__module__] for cls in type(pipe).__mro__} | {vae_module}:
+            if "randn_tensor" in module.__dict__:
+                put_routed(module, "randn_tensor", head.on_method, "randn_tensor")
+        for name, component in pipe.components.items():
+            if isinstance(component, torch.nn.Module):
+                call = "forward"
+                if component._compiled_call_impl is not None:  # module.compile() bypasses forward
+                    call = "_compiled_call_impl"
+                elif isinstance(component, FSDPModule):
+                    # outside its hooks, which gather the weights: neither the cut of the graph nor the pending backward
+                    # pass of the previous step may come between them and the forward pass
+                    call = "_compiled_call_impl"
+                    put(undo, component, call, component._call_impl)
+                put_routed(component, call, head.on_component, name)
+        yield
+
+
+@contextlib.contextmanager
+def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[torch.Generator]) -> Iterator[None]:
+    """Let a consistency model's scheduler use `generator` (one, or one per sample) if its pipeline passes none.
+
+    Flow-matching pipelines expect no scheduler that samples noise, and would use the global generator.
+    """
+    with contextlib.ExitStack() as undo:
+        if family(scheduler) == "flow_lcm":
+            put(undo, scheduler, "step", functools.partial(scheduler.step, generator=generator))
+        yield
+
+
+@contextlib.contextmanager
+def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Let the guiders among the components of `pipe` return the conditional output unchanged.
+
+    Adaptive projected guidance, for example, divides by the norm of the two outputs' difference, which has no
+    derivative at 0, and adds differences of earlier steps.
+    """
+    # imported lazily: the driver of a run does not need diffusers
+    from diffusers.guiders import BaseGuidance
+    from diffusers.guiders.guider_utils import GuiderOutput
+
+    def hand_on(pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None, **_: torch.Tensor) -> GuiderOutput:
+        return GuiderOutput(pred=pred_cond, pred_cond=pred_cond, pred_uncond=pred_uncond)
+
+    with contextlib.ExitStack() as undo:
+        for component in pipe.components.values():
+            if isinstance(component, BaseGuidance):
+                put(undo, component, "forward", hand_on)
+        yield
+
+
+def put(undo: contextlib.ExitStack, target: object, name: str, value: object) -> None:
+    """Set an attribute on this instance only, until `undo` exits."""
+    attributes = target.__dict__
+    if name in attributes:
+        undo.callback(attributes.__setitem__, name, attributes[name])
+    else:
+        undo.callback(attributes.pop, name)
+    attributes[name] = value
 
 
 # --- Recording: the pipeline's own `__call__`, with its scheduler steps sampled and recorded on a tape
@@ -202,7 +1046,7 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
 
 
 class Recorder:
-    """Head of a rollout, see `hooks.Head`."""
+    """Head of a rollout, see `Head`."""
 
     def __init__(
         self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
@@ -622,7 +1466,7 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
 
 
 class BranchRecorder(Recorder):
-    """Head of a branch: the parents' answers up to step `fork`, then a rollout, see `hooks.Head`."""
+    """Head of a branch: the parents' answers up to step `fork`, then a rollout, see `Head`."""
 
     def __init__(
         self, parents: Tape, fork: int, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None

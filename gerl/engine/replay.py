@@ -14,13 +14,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
-from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
 from gerl.engine.latents import started_at
-from gerl.engine.record import record_batch_probe
-from gerl.engine.tape import (
+from gerl.engine.record import (
     Arguments,
     ComponentCall,
+    StopPipeline,
     Tape,
+    TapeHead,
     TapeStep,
     Tree,
     batch_dim,
@@ -29,8 +29,11 @@ from gerl.engine.tape import (
     map_rows,
     pairs,
     probed_call,
+    record_batch_probe,
+    rerun,
     same,
     take,
+    unguided,
 )  # fmt: skip
 from gerl.engine.transitions import Rule, gaussian_log_prob, unwritten
 from gerl.errors import ReplayError

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
 from gerl.config.blocks import DrawingPrecision, Offload
-from gerl.engine.tape import Arguments
+from gerl.engine.record import Arguments
 from gerl.errors import ConfigError, ModelError
 from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedTokenizerBase
 
 from gerl.config import ModelConfig
-from gerl.engine.tape import Tree, detached_copy, tensor_bytes
+from gerl.engine.record import Tree, detached_copy, tensor_bytes
 from gerl.model.hub import fetch
 from gerl.model.paths import resolve
 from gerl.protocol import CutPrompts

@@ -16,10 +16,8 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, RequiredTensors, Tape, Trajectory, compact, record_batch_probe
-from gerl.engine.hooks import noise_from
 from gerl.engine.latents import record_decoding
-from gerl.engine.record import InitialNoise, SamplingPlan, branch_plan, record_plan
-from gerl.engine.tape import select_call
+from gerl.engine.record import InitialNoise, SamplingPlan, branch_plan, noise_from, record_plan, select_call
 from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.call import check_sigmas, pipeline_call, training_sigmas

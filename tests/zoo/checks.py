@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from zoo.base import CheckName, Entry
 
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, compact, record, replay
-from gerl.engine.tape import select_call
+from gerl.engine.record import select_call
 from gerl.errors import GerlError, ReplayError
 from gerl.model.denoisers import find_denoisers
 from gerl.model.lora import add_lora

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from gerl.engine.tape import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
+from gerl.engine.record import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
 
 Layout = Callable[[Sequence[int]], Any]
 Pair = namedtuple("Pair", ["hidden", "pooled"])

@@ -7,8 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.hooks import LazySchedulerOutput, _Step, noise_from
-from gerl.engine.record import SamplingPlan
+from gerl.engine.record import LazySchedulerOutput, SamplingPlan, _Step, noise_from
 from gerl.engine.transitions import Transitions, output_is_clean
 from gerl.errors import ModelError
 

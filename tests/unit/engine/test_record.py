@@ -50,8 +50,7 @@ from zoo.checks import build, call_for
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, hooks, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
-from gerl.engine.record import Caches
-from gerl.engine.tape import num_elements, select_call, tensor_bytes
+from gerl.engine.record import Caches, num_elements, select_call, tensor_bytes
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 

@@ -35,8 +35,8 @@ from replaying import (
 )
 
 from gerl.engine import RequiredTensors, backprop_step, compact, decoded, record, replay
+from gerl.engine.record import Tape, select_call
 from gerl.engine.replay import first_of_duplicates, loss_scale, unscaled
-from gerl.engine.tape import Tape, select_call
 from gerl.errors import ReplayError
 
 # --- replay: ratio 1 and the gradient
