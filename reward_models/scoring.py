@@ -16,8 +16,9 @@ from typing import Protocol
 from PIL import Image
 
 from gerl.errors import DataError, GerlError, RewardError
-from gerl.rewards.scorers import Scorer, columns_of, number_of
+from gerl.rewards.scorers import Scorer
 from gerl.rewards.scorers.base import JSON, Columns, Metadata, ReturnError
+from gerl.rewards.worker import columns_of, number_of
 from gerl.utils.condition_images import BROKEN
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,8 @@
 """
 
 from gerl.algorithms.base import Algorithm, Batch, KLWeight, Rewards, batches_of, count_pairs, row_credit
+from gerl.algorithms.flow_grpo import PolicyGradient
 from gerl.algorithms.forward_process import SFT, ForwardProcess, regularising
-from gerl.algorithms.policy_gradient import PolicyGradient
 from gerl.config import Config
 from gerl.config.exclusions import EXCLUSIONS, MODEL, SAMPLING, Exclusion
 from gerl.config.registry import ALGORITHMS

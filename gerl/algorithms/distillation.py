@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, assert_never
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
-from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
+from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.planning import any_steps, sampled_steps
-from gerl.algorithms.policy_gradient import ExtraLoss
 from gerl.config import Config
 from gerl.config.algorithms import NAME, AlgorithmConfig, Needs, Teacher, teachers
 from gerl.config.blocks import SamplingConfig, StepDistance

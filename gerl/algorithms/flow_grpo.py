@@ -1,32 +1,263 @@
-"""Flow-GRPO and its variants that change the ratio or its bound: GRPO-Guard and Flow-DPPO."""
+"""Policy gradients over denoising trajectories: Flow-GRPO, and its variants GRPO-Guard and Flow-DPPO.
+
+A trajectory's stochastic steps are the actions of a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv
+2505.05470); their log-probabilities under current and recorded weights give PPO's clipped surrogate.
+"""
 
 from __future__ import annotations  # torch is imported lazily
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.algorithms.base import Batch, DownSampledConfig, Rewards
-from gerl.algorithms.core_algos import gaussian_kl, guard_log_ratio, masked_policy_loss, ratio_spread
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, DownSampledConfig, Rewards, StepGradients
+from gerl.algorithms.core_algos import (
+    RELATIVE_WEIGHTS,
+    clipped_policy_loss,
+    gaussian_kl,
+    guard_log_ratio,
+    kl_divergence,
+    masked_policy_loss,
+    ratio_spread,
+    step_weights,
+)
 from gerl.algorithms.planning import sampled_steps
-from gerl.algorithms.policy_gradient import PolicyGradient, TrajectoryClipConfig, WeightedConfig
 from gerl.config import Config
-from gerl.config.algorithms import Needs
-from gerl.config.blocks import StepLikelihood
+from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.blocks import KLKind, SamplingConfig, StepLikelihood, StepWeighting
 from gerl.config.schema import key, main_key
 from gerl.errors import CheckpointError, ConfigError
+from gerl.protocol import StepFacts, UpdateStats
 from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
     import torch
 
     from gerl import engine
-    from gerl.engine import ReplayedStep, Tape
+    from gerl.engine import ReplayedStep, Tape, transitions
     from gerl.engine.transitions import Rule
     from gerl.model.policy import Policy
 else:
-    torch, engine = lazy("torch"), lazy("gerl.engine")
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
+
+
+@dataclass(frozen=True)
+class TrajectoryClipConfig(ClippedConfig):
+    """Clip range for log-probabilities that are means over the D dimensions of the latents.
+
+    Their difference is a mean of D independent terms and spreads as 1 / sqrt(D), so the range depends on the image
+    size.
+    """
+
+    clip_dimensions: int | None = key(
+        65536,
+        "latent dimensions for which clip_low and clip_high are meant (SD3 at 512 x 512: 65536): with D dimensions "
+        "they are scaled by sqrt(this / D); null: unscaled",
+        low=1,
+    )
+
+    def clip_range(self, dimensions: int) -> tuple[float, float]:
+        scale = 1.0 if self.clip_dimensions is None else math.sqrt(self.clip_dimensions / dimensions)
+        return scale * self.clip_low, scale * self.clip_high
+
+
+@dataclass(frozen=True)
+class PolicyGradientConfig(AlgorithmConfig):
+    """Keys of policy gradients on the stochastic steps of trajectories."""
+
+    kl_type: KLKind = key("gaussian", "the true KL of a step; |dt| times it; squared velocity; or sampled estimators")
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, trajectory=True, ratio=True, noise=True)
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        """Name of the weighting of the steps' losses."""
+        return "uniform"
+
+    @property
+    def step_likelihood(self) -> StepLikelihood:
+        """Name of the log-likelihood in the ratio."""
+        return "gaussian"
+
+    def check(self) -> None:
+        super().check()
+        if self.kl_type == "k1" and not self.subtracts_kl:
+            raise ConfigError(
+                "algorithm.kl_type=k1: on policy its gradient is 0 on average, so in the loss it has no effect; "
+                f"use gaussian or k2{'' if self.needs.tree else ', or algorithm.kl_in_reward=true'}"
+            )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if sampling.noise_level == 0 or sampling.kernel == "ode":
+            name = "kernel=ode" if sampling.kernel == "ode" else "noise_level=0"
+            raise ConfigError(
+                f"sampling.{name}: {self.name} is a policy gradient and needs stochastic steps: "
+                "a deterministic one has no log-probability; use kernel=flow_sde with noise_level=0.7, or "
+                "algorithm=diffusion_nft"
+            )
+
+
+@dataclass(frozen=True)
+class WeightedConfig(PolicyGradientConfig):
+    """Keys for weighting the timesteps."""
+
+    timestep_weights: StepWeighting = key(
+        "uniform",
+        "factor of each step's loss, whose gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, std |dt| / "
+        "|J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+    )
+
+    @property
+    def step_weighting(self) -> StepWeighting:
+        return self.timestep_weights
+
+
+# an additional loss and its metrics, as a function of each trained step
+ExtraLoss = Callable[[int, "ReplayedStep"], "tuple[torch.Tensor, dict[str, float]]"]
+
+
+class PolicyGradient(Algorithm):
+    """PPO's clipped surrogate on every trained step, and a KL to the base model."""
+
+    settings: PolicyGradientConfig
+
+    @property
+    def adds_kl(self) -> bool:
+        """Whether the KL to the base model is in the loss."""
+        return self.kl_coef > 0 and not self.settings.subtracts_kl
+
+    @property
+    def needs_all_samples(self) -> bool:
+        return self.adds_kl  # a sample without advantage still has a KL
+
+    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
+        # without guidance the recorded log-probability belongs to another (the guided) policy
+        unguided = self.settings.cfg == "off"
+        old = step.log_prob.detach() if unguided else step.recorded_log_prob
+        assert old is not None
+        return self._as_configured(step, step.log_prob - old)
+
+    def _as_configured(self, step: ReplayedStep, difference: torch.Tensor) -> torch.Tensor:
+        """Convert a difference of Gaussian log-likelihoods to the configured likelihood."""
+        # -(x' - mean)^2 is 2 std^2 times the Gaussian's log-likelihood, up to a constant
+        return 2 * step.std**2 * difference if self.settings.step_likelihood == "squared_error" else difference
+
+    def proximal(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, torch.Tensor] | None:
+        """Return log-probabilities [B] by step under the weights that the ratio is clipped to.
+
+        For missing steps, the current ones. None: the ratio is clipped to the rollout's policy.
+        """
+        del policy, tape, options
+        return None
+
+    def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss | None:
+        """Return an additional loss with metrics, as a function of each trained step; None: no such loss.
+
+        `options`: arguments of the replay.
+        """
+        del policy, batch, rows, options
+        return None
+
+    def gain(self, rule: Rule) -> float:
+        """Return the factor of the sampled noise in the gradient of `log_ratio` with respect to the model output."""
+        gaussian = rule.jacobian / rule.std
+        return 2 * rule.std**2 * gaussian if self.settings.step_likelihood == "squared_error" else gaussian
+
+    def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
+        weighted = zip(trained, self._weights(tape, trained), strict=True)
+        rules = [(k, weight, _stochastic(self.config, tape, k)) for k, weight in weighted]
+        return [StepFacts(k, r.sigma, r.dt, r.std, r.jacobian, w, w * self.gain(r)) for k, w, r in rules]
+
+    def policy_loss(
+        self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the losses [B] of a step, with the metrics of `clipped_policy_loss` and `ratio_spread`.
+
+        `proximal`: log-probabilities [B] of the policy to clip to, if not the rollout's; the loss is then weighted by
+        its ratio to the rollout's policy (decoupled PPO: AReaL, arXiv 2505.24298, equation 5).
+        """
+        log_ratio, bounds = self.log_ratio(step), self.settings.clip_range(step.x[0].numel())
+        assert bounds is not None
+        moved = log_ratio if proximal is None else self._as_configured(step, step.log_prob - proximal)
+        losses, metrics = clipped_policy_loss(moved, torch.zeros_like(moved), advantages, *bounds)
+        if proximal is not None:
+            losses = losses * (log_ratio - moved).detach().exp()
+        off = moved.detach().expm1()
+        return losses, metrics | ratio_spread(log_ratio, (off > bounds[1]) | (off < -bounds[0]))
+
+    def train(
+        self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
+    ) -> UpdateStats:
+        settings, tape = self.settings, batch.tape
+        options = self.replay_options(batch, rows, meter)
+        reference = self.base_steps(policy, tape, options) if self.adds_kl else {}
+        proximal = self.proximal(policy, tape, options)
+        further = self.further(policy, batch, rows, options)
+        weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
+        credit = batch.credit[rows].to(tape.steps[0].x.device)
+        compared = settings.cfg != "off"  # else the ratio is to the same forward pass, 1 by construction
+        found: list[UpdateStats] = []
+
+        def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+            if meter is not None:
+                meter.begin(k)
+            clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
+            reached = step if step.overwritten is None else step.reached()
+            losses, metrics = self.policy_loss(reached, credit[:, k], clipped_to)
+            deviation = metrics.pop("ratio_deviation")
+            total, measured = weights[k] * losses.mean(), metrics if compared else {}
+            if reference:
+                kl = self.distance(reference[k], step)
+                total = total + self.kl_coef * self.weighted_kl(kl, batch, rows).mean()
+                measured = measured | {"kl": float(kl.detach().mean())}
+            if further is not None:
+                value, named = further(k, step)
+                total, measured = total + value, measured | named
+            measured = {"loss": float(total.detach())} | measured
+            sums = {name: value * len(rows) for name, value in measured.items()}
+            found.append(UpdateStats(len(rows), sums, deviation if compared else None))
+            return total * (len(rows) / num_pairs)
+
+        engine.replay(policy.pipe, tape, on_step, **options)
+        return sum(found, UpdateStats())
+
+    def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
+        """Return the KL [B] of a step to that of the base model, over the latents that reach the images."""
+        reached = step.reached()
+        return self._kl(base.reached(), reached.mean, reached.log_prob, reached.model_output)
+
+    def _kl(
+        self, base: ReplayedStep, mean: torch.Tensor, log_prob: torch.Tensor, output: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the KL [B] of a policy's step to that of the base model."""
+        return kl_divergence(
+            self.settings.kl_type, std=base.std, dt=base.rule.dt, mean=mean, ref_mean=base.mean, output=output,
+            ref_output=base.model_output, log_prob=log_prob, ref_log_prob=base.log_prob,
+        )  # fmt: skip
+
+    def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
+        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps."""
+        kind, steps = self.settings.step_weighting, trained
+        if kind in RELATIVE_WEIGHTS:
+            # steps skipped by the compression after the window have no weight
+            lengths = [step.rule.dt for step in tape.steps]
+            steps = tuple([k for k in range(*self.config.sampling.steps_range) if lengths[k]])
+        rules = [_stochastic(self.config, tape, k) for k in steps]
+        weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
+        return [weights[steps.index(k)] for k in trained]
+
+
+def _stochastic(config: Config, tape: Tape, k: int) -> Rule:
+    """Return the transition rule of step `k`, as if it were stochastic."""
+    rule, sampling = tape.steps[k].rule, config.sampling
+    if rule.std > 0:
+        return rule
+    return transitions.with_noise(rule, sampling.kernel, sampling.noise_level, tape.steps[0].rule.sigma_next)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from gerl.algorithms.base import NormalisedConfig, Rewards
 from gerl.algorithms.core_algos import tree_advantages
-from gerl.algorithms.planning import group_ids, micro_batches
-from gerl.algorithms.policy_gradient import (
+from gerl.algorithms.flow_grpo import (
     PolicyGradient,
     PolicyGradientConfig,
     TrajectoryClipConfig,
     WeightedConfig,
 )
+from gerl.algorithms.planning import group_ids, micro_batches
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import NodeStdKind, SamplingConfig
 from gerl.config.schema import key, main_key

@@ -359,14 +359,23 @@ class RewardManager:
         """Whether scorers run in separate processes."""
         return any(pool.workers.remote for pool in self.distinct_pools)
 
-    def awaited(self) -> tuple[list[Pending[Any]], float | None]:
-        """Return the starts and calls to wait for, and the seconds until one hangs or is due again."""
+    def serve(self, others: Sequence[Pending[Any]] = (), most: float | None = None) -> set[Pending[Any]]:
+        """Submit queued calls, wait until a call or one of `others` ends, at most `most` seconds, and store scores.
+
+        Returns the calls that have ended. Raises as `collect` does.
+        """
+        self.submit()
         starting = [pending for pool in self.distinct_pools for pending in pool.starting]
         deadlines = [call.started + call.pool.timeout for call in self.running.values()]
         deadlines += [job.wake for job in self.feedback_queue]
         starts = [start for pool in self.distinct_pools for start in pool.without_room.values()]
         deadlines += [start.until for start in starts if start.until and start.until < math.inf]
-        return [*starting, *self.running], max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+        limits = [] if most is None else [most]
+        limits += [max(0.0, min(deadlines) - time.perf_counter())] if deadlines else []
+        ended = wait([*others, *starting, *self.running], min(limits, default=None))
+        self.timeline.ended(ended)
+        self.collect(ended)
+        return ended
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
         """Process the `ended` calls and starts, and restart processes whose call timed out.
@@ -375,7 +384,6 @@ class RewardManager:
         """
         if self.failure is not None:
             raise self.failure
-        self.timeline.ended(ended)
         for pool in self.distinct_pools:
             for pending in [p for p in pool.starting if p in ended]:
                 pool.started(pending)
@@ -499,9 +507,7 @@ class ScoringRound:
         Raises the errors of the manager's `collect`.
         """
         while self.left:
-            self.manager.submit()
-            awaited, seconds = self.manager.awaited()
-            self.manager.collect(wait(awaited, seconds))
+            self.manager.serve()
         return self.scores()
 
     def scores(self) -> list[Scores]:

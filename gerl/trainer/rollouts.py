@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gerl.cluster import Pending, silence
 from gerl.protocol import Images, Sample, Scores
-from gerl.rewards.manager import RewardManager, wait
+from gerl.rewards.manager import RewardManager
 from gerl.workers.fleet import Dispatch
 
 POLL_S = 0.1  # interval at which the thread checks whether the block has ended
@@ -88,7 +88,6 @@ class PendingRollout:
 
     def take(self, ended: Collection[Pending[Any]]) -> None:
         """Pass the images of finished calls `ended` to the scorers."""
-        self.manager.timeline.ended(ended)
         for i, image in [(i, image) for i, image in self.running.items() if image in ended]:
             del self.running[i]
             self.busy[self.processes[i]] -= 1
@@ -114,19 +113,14 @@ def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> No
         each.submit()
         if len(each.images) < each.count:
             break
-    manager.submit()
     sampling = [image for each in rollouts for image in each.running.values()]
-    awaited, seconds = manager.awaited()
-    hang_after = [each.hang_after for each in rollouts if each.running]
-    limits = [limit for limit in (seconds, most, *hang_after) if limit is not None]
+    limits = [limit for limit in (most, *(each.hang_after for each in rollouts if each.running)) if limit is not None]
     started = time.monotonic()
-    ended = wait([*sampling, *awaited], min(limits, default=None))
+    ended = manager.serve(sampling, min(limits, default=None))
     heard = not ended.isdisjoint(sampling) if manager.feedback_queue else bool(ended)  # people vote at any time
     for each in rollouts:
         each.check_silence(heard, time.monotonic() - started)
-    for each in rollouts:
         each.take(ended)
-    manager.collect(ended)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class Update:
         stats, off_policy = UpdateStats(), UpdateStats()
         deviation, started = None, self.state.policy_version
         late = step.lag > 0 or config.rollout.quantize != "none"  # sampled with other weights than the trained ones
-        parts = list(update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups))
+        parts = list(update_parts(tasks, config.actor.updates_per_step, self.algorithm.needs.whole_groups))
         credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
         learned = [n for n, own in enumerate(credit_of) if self.has_signal(torch.cat(list(own.values())))]
@@ -72,8 +72,9 @@ class Update:
         results: list[StepResult] = []  # of an optimizer step, by worker
         for turn, number in enumerate(learned, start=1):
             own = credit_of[number]
-            pairs = count_pairs((task, own[task.id]) for task in parts[number])
-            own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
+            pairs = count_pairs([(task, own[task.id]) for task in parts[number]])
+            if images:
+                own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
             new = fleet.accumulate(own, pairs, kl)
             stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
@@ -195,8 +196,10 @@ def split_rollout_and_dataset(
     tasks: Sequence[RolloutTask], algorithm: Algorithm
 ) -> tuple[list[RolloutTask], list[RolloutTask]]:
     """Split tasks into those of the rollout and those of dataset images (data.regularise)."""
-    sampled = [task for task in tasks if algorithm.of(task.samples) is algorithm]
-    return sampled, [task for task in tasks if algorithm.of(task.samples) is not algorithm]
+    sampled, images = list[RolloutTask](), list[RolloutTask]()
+    for task in tasks:
+        (sampled if algorithm.of(task.samples) is algorithm else images).append(task)
+    return sampled, images
 
 
 def dataset_credit(
@@ -208,7 +211,7 @@ def dataset_credit(
     so their credit is that coefficient times the ratio of the two numbers.
     """
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
-    own = count_pairs((task, ones[task.id]) for task in tasks)
+    own = count_pairs([(task, ones[task.id]) for task in tasks])
     return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gerl.algorithms import Algorithm
-from gerl.algorithms.policy_gradient import PolicyGradient
+from gerl.algorithms.flow_grpo import PolicyGradient
 from gerl.engine import ReplayedStep, Trajectory, replay
 from gerl.engine.transitions import EDMRule, FlowRule
 from gerl.model.errors import model_errors

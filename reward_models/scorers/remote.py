@@ -9,7 +9,8 @@ from PIL import Image
 from pydantic import Field
 
 from gerl.errors import DataError, RewardError
-from gerl.rewards.scorers.base import JSON, VERSION, Columns, Metadata, number_of
+from gerl.rewards.scorers.base import JSON, VERSION, Columns, Metadata
+from gerl.rewards.worker import number_of
 from reward_models.scorers.http import Client, HttpScorer, at_most, check_url, png_base64
 
 # --- gerl's reward services: scorers with separate packages, GPU or machine

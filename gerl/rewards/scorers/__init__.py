@@ -9,7 +9,7 @@ from gerl.commandline.form import either, near_names
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
-from gerl.rewards.scorers.base import PeopleScorer, RemoteOnlyScorer, Scorer, columns_of, number_of, require
+from gerl.rewards.scorers.base import PeopleScorer, RemoteOnlyScorer, Scorer, require
 from gerl.rewards.scorers.custom import CustomScorer, FunctionScorer
 
 __all__ = [
@@ -18,9 +18,7 @@ __all__ = [
     "Scorer",
     "asks_people",
     "build_scorer",
-    "columns_of",
     "known_scorer",
-    "number_of",
     "require",
     "scorer_class",
 ]

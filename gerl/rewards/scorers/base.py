@@ -2,9 +2,8 @@
 
 import base64
 import importlib
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -120,61 +119,6 @@ class RemoteOnlyScorer(Scorer):
 
 class ReturnError(TypeError):
     """Error for a scorer's return value that is neither a list of numbers nor a dict of such lists."""
-
-
-def columns_of(returned: object, name: str) -> dict[str, list[object]]:
-    """Convert the return value of the scorer `name` to lists by column; a single list is the column `name`.
-
-    Raises `ReturnError` for anything but a list or a dict of lists.
-    """
-    columns: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {name: returned}
-    wrong = next((f"{kind}{_of(column, returned)}" for column, v in columns.items() if (kind := _no_list(v))), None)
-    if wrong or not columns:
-        raise ReturnError(
-            f"returned {wrong or 'an empty dict'}, expected a list with one number per image, or a dict of such "
-            f"lists by name{_idea(returned)}"
-        )
-    return {str(column): list(values) for column, values in columns.items()}
-
-
-def _no_list(values: object) -> str | None:
-    """Describe `values` if they are not a list with a number per image; None if they are."""
-    shape = getattr(values, "shape", None)
-    if isinstance(values, str | bytes | bytearray | Mapping | Set):
-        return f"a {type(values).__name__}"
-    if shape is not None and len(shape) != 1:
-        return f"a {type(values).__name__} of shape {list(shape)}"
-    if isinstance(values, tuple) and any(isinstance(v, list | Mapping) or getattr(v, "shape", ()) for v in values):
-        return f"a tuple of {', '.join(type(part).__name__ for part in values[:4])}"
-    return None if isinstance(values, Iterable) else f"{values!r:.80}"
-
-
-def _of(column: object, returned: object) -> str:
-    return f" as {str(column)!r}" if isinstance(returned, Mapping) else ""
-
-
-def _idea(returned: object) -> str:
-    """Suggest a fix for a return value that is not a list; "" if none is known."""
-    shape = getattr(returned, "shape", ())
-    if returned is None:
-        return ": is a return missing?"
-    if isinstance(returned, tuple):
-        return ": return only the scores, such as its first part"
-    if isinstance(returned, Awaitable):
-        if inspect.iscoroutine(returned):
-            returned.close()  # otherwise Python warns that it was never awaited
-        return ": it must be awaited, which gerl does not do: use asyncio.run inside"
-    if len(shape) == 2 and 1 in shape:
-        return ": return its .reshape(-1)"
-    return ": images are a list, return one number per image" if number_of(returned) is not None else ""
-
-
-def number_of(score: object) -> float | None:
-    """Convert a score to float; None for text, which float() would parse, and for anything but a single number."""
-    try:
-        return None if isinstance(score, str | bytes) else float(score)  # type: ignore[arg-type]  # it is tried
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
 
 
 def require(module: str, extra: str) -> ModuleType:
