@@ -7,8 +7,8 @@ from typing import Any
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
+from gerl.progress import Stopwatch
 from gerl.protocol import Prompt, ScorerFailure, Scores
-from gerl.timeline import Stopwatch
 from gerl.trainer.credit import credit_of, usable_rewards
 from gerl.trainer.extensions import Extension, build_extensions
 from gerl.trainer.step import ScoreTable, Step

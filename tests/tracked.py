@@ -7,8 +7,8 @@ from typing import Any
 from PIL import Image
 
 from gerl.config import Config, LoggerConfig
+from gerl.progress import Stopwatch
 from gerl.run.tracking import MetricsLog
-from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.trackers import Trackers
 from gerl.trainer.step import Step
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
+from gerl.progress import Span
 from gerl.run.live import LiveImage, append_spans, save_live
 from gerl.run.validation import save_validation
-from gerl.timeline import Span
 from gerl.web.site import Folders, Site, build_site
 
 PROMPTS = ['a sign that reads "<img src=x onerror=alert(1)>"', "a sign that reads 12", "a red fox"]

@@ -25,10 +25,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 from PIL import Image
 
-from gerl.commandline.progress import waiting
 from gerl.config.blocks import HubParts, hub_parts
 from gerl.data.tables import MOST_ROWS, Row, split_row
 from gerl.errors import DataError, causes
+from gerl.progress import waiting
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import BROKEN
 from gerl.utils.files import reason, write_file

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment
-from gerl.commandline.progress import Progress
 from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
 from gerl.evaluate.loras import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
 from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
+from gerl.progress import Progress
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, with_all_active

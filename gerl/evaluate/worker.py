@@ -10,7 +10,6 @@ import torch
 
 from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Cluster, Pending, WorkerGroup
-from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
 from gerl.evaluate.loras import BASE
@@ -21,6 +20,7 @@ from gerl.model.hub import Downloads
 from gerl.model.loading import load_pipeline
 from gerl.model.placement import compile_blocks
 from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
+from gerl.progress import waiting
 from gerl.protocol import CutPrompts, Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
 from gerl.run.checkpoint import models_in

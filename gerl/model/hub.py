@@ -15,9 +15,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
-from gerl.commandline.progress import waiting
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.paths import INDEX
+from gerl.progress import waiting
 from gerl.utils.files import reason
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples
 from gerl.cluster import Cluster
-from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.config.blocks import StepWeighting
 from gerl.errors import ConfigError, TrainingError
@@ -23,9 +22,9 @@ from gerl.model.errors import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.preflight.findings import wrapped, write_json
+from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.timeline import Stopwatch
 from gerl.trainer.credit import credit_of, usable_rewards
 from gerl.trainer.launch import start_cluster
 from gerl.trainer.rollouts import PendingRollout

@@ -20,12 +20,12 @@ from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, no_room, wait_any
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
+from gerl.progress import Timeline
 from gerl.protocol import FeedbackRequest, Group, Images, Prompt, Sample, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import active_scorers, applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
-from gerl.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 

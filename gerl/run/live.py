@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.timeline import DRIVER, Span
+from gerl.progress import DRIVER, Span
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import still
 

@@ -15,11 +15,11 @@ from PIL import Image
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import make_folder, run_command
 from gerl.commandline.composition import compose_run
-from gerl.commandline.progress import Progress
 from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
+from gerl.progress import Progress
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.checks import check_reward
 from gerl.rewards.scorers import SCORERS

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.command import PAGE, importing, watching
-from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
+from gerl.progress import waiting
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient

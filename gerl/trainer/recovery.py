@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from gerl.algorithms import build_algorithm
 from gerl.cluster import AGAIN, rescuing, wait_any
 from gerl.commandline import signals
-from gerl.commandline.progress import waiting
 from gerl.config.reading import typed
 from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, RayDied
+from gerl.progress import waiting
 from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside

@@ -21,13 +21,13 @@ from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, pr
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
-from gerl.commandline.progress import MOMENT, REMINDER, waiting
 from gerl.config import Config
 from gerl.config.changes import settings_of
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
+from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import RewardManager, functions_of, try_scorers
@@ -35,7 +35,6 @@ from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
-from gerl.timeline import Stopwatch, Timeline
 from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from gerl.algorithms import Rewards
     from gerl.cluster import Pending
     from gerl.config import RewardConfig
+    from gerl.progress import Stopwatch
     from gerl.protocol import Images
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
-    from gerl.timeline import Stopwatch
 
 Metrics = dict[str, float]
 NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric names, and the slash

@@ -42,9 +42,9 @@ from gerl.commandline.composition import (
     sentences,
     set_hydra,
 )
-from gerl.commandline.progress import duration
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
+from gerl.progress import duration
 from gerl.run.card import CARD, read_sessions
 from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics

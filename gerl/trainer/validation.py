@@ -13,9 +13,9 @@ from PIL import Image
 
 from gerl.algorithms.planning import VALIDATION_SEED, plan_validation, sampled_steps
 from gerl.cluster import Pending
-from gerl.commandline.progress import Progress, waiting
 from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
+from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample
 from gerl.rewards.total import check_failures, failure_text
 from gerl.run.validation import (

@@ -22,13 +22,12 @@ from gerl.algorithms import KLWeight, build_algorithm
 from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
 from gerl.commandline.command import importing
-from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
+from gerl.progress import Timeline, waiting
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepEnd, StepResult, UpdateStats
 from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
-from gerl.timeline import Timeline
 from gerl.utils.seeding import seed_everything
 from gerl.workers.recovery import Recovery
 from gerl.workers.rollout import shared_prefixes

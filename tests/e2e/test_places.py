@@ -59,7 +59,7 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Images, Prompt, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.timeline import Timeline
+from gerl.progress import Timeline
 from gerl.workers.fleet import RayFleet
 
 class Rank:

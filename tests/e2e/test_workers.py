@@ -17,9 +17,9 @@ import pytest
 from gerl.cluster import Cluster, Pending, wait_all
 from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
+from gerl.progress import Timeline
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
 from gerl.rewards.manager import RewardManager
-from gerl.timeline import Timeline
 from gerl.trainer.rollouts import PendingRollout, serve_in_background
 from gerl.workers.fleet import Placement, RoundRobin, fleet_of
 

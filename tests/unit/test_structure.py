@@ -15,7 +15,7 @@ LAYERS = (
     ("errors",),
     ("protocol",),
     ("config",),
-    ("objects", "timeline", "utils"),
+    ("objects", "progress", "utils"),
     ("commandline", "engine", "web.pages"),
     ("data", "cluster"),
     ("model", "rewards", "run"),

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import requests
 
-from gerl.commandline.progress import waiting
 from gerl.errors import GerlError
+from gerl.progress import waiting
 from gerl.run.card import redact
 from gerl.utils.files import reason, write_file
 

@@ -2,7 +2,7 @@
 
 import math
 
-from gerl.commandline.progress import Progress
+from gerl.progress import Progress
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step

@@ -3,9 +3,9 @@
 import logging
 
 from gerl.commandline import signals
-from gerl.commandline.progress import waiting
 from gerl.config import Config
 from gerl.errors import GerlError
+from gerl.progress import waiting
 from gerl.run.report import write_report
 from gerl.run.session import has_results
 from gerl.trainer.extensions import Extension

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gerl.commandline.command import WhenRead, importing
-from gerl.commandline.progress import duration, waiting
+from gerl.progress import duration, waiting
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTS = """

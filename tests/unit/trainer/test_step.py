@@ -6,8 +6,8 @@ from dataclasses import replace
 from crediting import PROMPTS, config, scored
 
 from gerl.algorithms.planning import plan_samples
+from gerl.progress import Stopwatch
 from gerl.protocol import ScorerFailure, Scores
-from gerl.timeline import Stopwatch
 from gerl.trainer.step import ScoreTable, Step
 
 

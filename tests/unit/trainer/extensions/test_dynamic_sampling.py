@@ -7,8 +7,8 @@ from crediting import PROMPTS, Crediting, config, scored
 
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
+from gerl.progress import Stopwatch
 from gerl.protocol import Group, Scores
-from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.dynamic_sampling import DynamicSampling
 from gerl.trainer.step import Step
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from gerl.algorithms import build_algorithm
 from gerl.config import Config, algorithm_config
+from gerl.progress import Stopwatch
 from gerl.protocol import UpdateStats
-from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.moving_reference import MovingReference
 from gerl.trainer.step import Step
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gerl.config import Config, TrainerConfig
+from gerl.progress import Stopwatch
 from gerl.run.validation import Estimate
-from gerl.timeline import Stopwatch
 from gerl.trainer.extensions import progress
 from gerl.trainer.extensions.progress import ProgressBar
 from gerl.trainer.step import Step

@@ -11,8 +11,8 @@ from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.cluster import Pending
 from gerl.config import Config, TrainerConfig, ValidationConfig
+from gerl.progress import Stopwatch
 from gerl.protocol import Images, Prompt, Scores
-from gerl.timeline import Stopwatch
 from gerl.trainer.extensions.training_images import TrainingImages
 from gerl.trainer.step import Step
 
