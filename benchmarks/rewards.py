@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from gerl.algorithms import build_algorithm
-from gerl.algorithms.planning import plan_prompts, plan_samples
+from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, ScorerConfig
@@ -34,7 +34,8 @@ def images_per_second(config: Config, scorers: dict[str, ScorerConfig], repetiti
     with Cluster(config.cluster) as cluster:
         worker = PolicyWorker(config, 0, cluster.worker_device(0), cluster.threads, 1)
         worker.setup()
-        samples = plan_samples(config, plan_prompts(config, load_prompts(config.data.train), 1), 1, 0)
+        pool = load_prompts(config.data.train)
+        samples = plan_samples(config, plan_prompts(prompt_schedule(config, pool), pool, 1), 1, 0)
         task = build_algorithm(config).plan(samples)[0]
         images = worker.sample(task)
     places = [(0, row) for row in range(len(task.samples))]

@@ -26,7 +26,7 @@ WAY = (
     ("sample", "gerl.workers.rollout:Rollout.generate"),
     ("record", "gerl.engine.record:record"),
     ("score", "gerl.rewards.worker:RewardWorker.score"),
-    ("credit", "gerl.trainer.credit:credit_of"),
+    ("credit", "gerl.trainer.step:credit_of"),
     ("train", "gerl.workers.actor:Actor.accumulate"),
     ("replay", "gerl.engine.replay:replay"),
     ("step", "gerl.workers.actor:Actor.step"),

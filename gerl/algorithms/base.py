@@ -159,6 +159,12 @@ class Algorithm(ABC):
     def __init__(self, config: Config) -> None:
         self.config, self.settings = config, config.algorithm
         self.needs = self.settings.needs
+        n, actor_size = config.rollout.n, config.actor.micro_batch_size or config.rollout.n
+        small = config.rollout.micro_batch_size < n or actor_size < self.needs.loss_images(n)
+        self.whole_groups = self.needs.whole_groups  # the loss of an image depends on others of its group
+        self.pools = self.whole_groups and small  # a group may span micro-batches: sums need a first pass (`pool`)
+        # the samples of a rollout's micro-batch must be on one tape
+        self.needs_whole_batches = self.needs.sampled_over != "image" or (self.whole_groups and not self.pools)
         self.kl_coef = self.settings.kl_coef  # may be raised by the guard
         self.reference_step = 0  # trainer step whose final weights are the reference of the KL
 
@@ -235,7 +241,7 @@ class Algorithm(ABC):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, as JSON."""
-        return {"reference_step": self.reference_step} if self.settings.moves_reference else {}
+        return {"reference_step": self.reference_step}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; raises `CheckpointError` for anything else."""
@@ -250,18 +256,6 @@ class Algorithm(ABC):
     def needs_all_samples(self) -> bool:
         """Whether samples with advantage 0 are trained on too."""
         return False
-
-    @property
-    def pools(self) -> bool:
-        """Whether a group may span micro-batches, so that group sums need a first pass (`pool`)."""
-        rollout, n = self.config.rollout.micro_batch_size, self.config.rollout.n
-        small = rollout < n or (self.config.actor.micro_batch_size or n) < self.needs.loss_images(n)
-        return self.needs.whole_groups and small
-
-    @property
-    def needs_whole_batches(self) -> bool:
-        """Whether the samples of a rollout's micro-batch must be on one tape."""
-        return self.needs.sampled_over != "image" or (self.needs.whole_groups and not self.pools)
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """Return what `rows` of `batch` contribute to the losses of the other samples of their groups."""
@@ -300,7 +294,7 @@ class Algorithm(ABC):
         """Split the rows of `batch` with credit into micro-batches of at most `most`."""
         size = min(self.config.actor.micro_batch_size or len(batch.samples), most or len(batch.samples))
         kept = self.kept_rows(batch)
-        if not self.needs.whole_groups or self.pools:
+        if not self.whole_groups or self.pools:
             yield from (kept[i : i + size] for i in range(0, len(kept), size))
             return
         ids, rows = group_ids(batch.samples).tolist(), list[int]()

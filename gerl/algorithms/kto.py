@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gerl.algorithms.base import Pooled, Rewards, Sums
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.protocol import Sample
@@ -50,10 +51,9 @@ class KTO(ForwardProcess):
     names = "kto"
     settings: KTOConfig
 
-    @property
-    def pools(self) -> bool:
-        """Whether a first pass is needed: it computes z."""
-        return True
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pools = True  # a first pass computes z
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Return the sign of the reward, relative to the mean of a group of several images; NaN for 0."""

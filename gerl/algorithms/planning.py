@@ -227,23 +227,23 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
     ]
 
 
-def plan_prompts(config: Config, prompts: Sequence[Prompt], step: int, attempt: int = 0) -> list[Prompt]:
+def plan_prompts(
+    schedule: PromptSchedule | MixtureSchedule, prompts: Sequence[Prompt], step: int, attempt: int = 0
+) -> list[Prompt]:
     """Return the prompts of trainer step `step` (from 1); the last batch of an epoch may be smaller.
 
     `attempt` > 0: further prompts for dynamic sampling, without repetition within the step while prompts are left.
     """
-    schedule = prompt_schedule(config, prompts)
     chosen = schedule.batch(step - 1)
     if attempt == 0:
         return [prompts[i] for i in chosen]
-    generator = torch.Generator().manual_seed(derive_seed("further", config.trainer.seed, step))
+    generator = torch.Generator().manual_seed(derive_seed("further", schedule.seed, step))
     taken = set(chosen)
     order = torch.randperm(len(prompts), generator=generator).tolist()
     others = [i for i in order if i not in taken]
     if isinstance(schedule, MixtureSchedule):
         others = schedule.mixed(others)
-    size = config.rollout.prompts_per_step
-    return [prompts[i] for i in others[(attempt - 1) * size : attempt * size]]
+    return [prompts[i] for i in others[(attempt - 1) * schedule.per_step : attempt * schedule.per_step]]
 
 
 def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Prompt]:

@@ -28,7 +28,7 @@ from gerl.config.suggestions import OPEN
 from gerl.config.suggestions import plain as spelt
 from gerl.errors import ConfigError, DataError, GerlError, Stopped
 from gerl.objects import PREFIX, offered
-from gerl.trainer.launch import launch_steps
+from gerl.trainer.launch import launched
 from gerl.trainer.run_folder import open_run
 from gerl.utils.files import write_file, writing
 
@@ -148,8 +148,8 @@ class Trainer:
                 if folder is None:  # already finished
                     return
                 board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
-                with folder, contextlib.closing(launch_steps(folder, arguments)) as trainers:
-                    for trainer in trainers:
+                with folder, launched(folder, arguments) as (trainer, steps):
+                    for _ in steps:
                         step = Step(trainer.state.step, dict(trainer.latest))
                         if board is not None:
                             board.update(step.number, step.metrics)

@@ -134,7 +134,7 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     assert run is not None and workers is not None
     own = {name: name for name in COLUMNS if bench.prompt.metadata.get(name)}
     made_up = [Prompt(i, TEXT, {name: f"{i}" for name in own}) for i in range(config.rollout.prompts_per_step)]
-    chosen = plan_prompts(config, prompts, 1) if prompts else made_up
+    chosen = plan_prompts(prompt_schedule(config, prompts), prompts, 1) if prompts else made_up
     algorithm = build_algorithm(config)
     tasks = algorithm.plan(plan_samples(config, chosen, 1, 0))
     report.seconds = forecast_seconds(config, tasks, workers, run, trained_share(algorithm, tasks))

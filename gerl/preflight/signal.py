@@ -13,7 +13,7 @@ import torch
 from gerl.algorithms import count_pairs
 from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import step_weights
-from gerl.algorithms.planning import plan_prompts, plan_samples
+from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.cluster import Cluster
 from gerl.config import Config
 from gerl.config.blocks import StepWeighting
@@ -25,11 +25,10 @@ from gerl.preflight.findings import wrapped, write_json
 from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.trainer.credit import credit_of, usable_rewards
 from gerl.trainer.launch import start_cluster
 from gerl.trainer.rollouts import PendingRollout
 from gerl.trainer.run import Run
-from gerl.trainer.step import Step
+from gerl.trainer.step import Step, credit_of, usable_rewards
 from gerl.utils.files import finite
 from gerl.workers.worker import Groups, PolicyWorker
 
@@ -283,7 +282,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
 def measure(run: Run, number: int) -> BatchGradients:
     """Measure batch `number` (from 1); the gradients are summed over the workers."""
     config, fleet, step = run.config, run.fleet, Step(number, Stopwatch())
-    samples = plan_samples(config, plan_prompts(config, run.prompts, number), number, 0)
+    samples = plan_samples(config, plan_prompts(prompt_schedule(config, run.prompts), run.prompts, number), number, 0)
     tasks = plan(run, samples)
     rollout = PendingRollout(run.rewards, [t.samples for t in tasks], fleet.sample(tasks), fleet.samplers.hang_after)
     run.score(rollout, step)

@@ -124,6 +124,8 @@ class Pool:
 
         Raises `RewardError` if no process was placed.
         """
+        if not self.starting:
+            return
         now, late, count = time.perf_counter(), self.without_room, len(self.workers)
         for pending, start in late.items():
             if start.until is None or start.until > now or self._starts_slowly(pending, start.process):

@@ -8,7 +8,7 @@ from typing import Protocol
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.config.blocks import RunPart
 from gerl.errors import ConfigError, DataError, RewardError
-from gerl.protocol import DATA_SOURCE, Group, Prompt, Sample, ScorerFailure, Scores
+from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure, Scores
 
 # --- Total reward of an image: applicable scorers, rescaling, weighted sum
 
@@ -153,58 +153,3 @@ def check_any_scored(rows: Sequence[Row]) -> None:
     """Raise `RewardError` if no row has a total."""
     if all(row.values[TOTAL] is None for row in rows):
         raise RewardError(f"no image has all its scores; the first failure: {rows[0].failure}; fix the scorer")
-
-
-# --- Images without a score in training: their groups are dropped, or the run stops
-
-
-def usable_groups(
-    samples: Sequence[Sample],
-    totals: Sequence[float | None],
-    failures: Sequence[Sequence[ScorerFailure]],
-    config: RewardConfig,
-) -> tuple[list[bool], list[str]]:
-    """Return which samples `[B]` can be trained on, and one sentence for each group that cannot.
-
-    A sample without a total drops its whole group, because mean and standard deviation of the group would change.
-    `samples`, `totals` and `failures` belong to one step, in the same order.
-
-    Raises:
-        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
-        no group is left.
-    """
-    dropped: dict[Group, str] = {}
-    for sample, total, causes in zip(samples, totals, failures, strict=True):
-        if total is None and sample.group not in dropped:
-            dropped[sample.group] = failure_text(f"image {sample.index} of {sample.prompt.text!r}", causes)
-    if dropped:
-        first = next(iter(dropped.values()))
-        check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
-    keep = [sample.group not in dropped for sample in samples]
-    if not any(keep):
-        raise RewardError(
-            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
-            f"failure: {next(iter(dropped.values()))}; fix the scorer"
-        )
-    return keep, [f"group dropped: {reason}" for reason in dropped.values()]
-
-
-def failure_text(image: str, causes: Sequence[ScorerFailure]) -> str:
-    """Describe the first failure that explains an image's missing total."""
-    return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
-
-
-def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
-    """Raise `RewardError` if too many of `totals` `[B]` are missing, or any is and `reward.on_error` is `stop`.
-
-    `first` is the first failure, `images` names the scored images, `instead` the effect of
-    `reward.on_error=drop_group`.
-    """
-    failed = sum(total is None for total in totals) / len(totals)
-    if failed and config.on_error == "stop":
-        raise RewardError(f"{first}; fix the scorer, or {instead} with reward.on_error=drop_group")
-    if failed > config.max_failed:
-        raise RewardError(
-            f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
-            f"first failure: {first}; fix the scorer and resume with checkpoint.resume=auto"
-        )

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from gerl.trainer.run_folder import RunFolder, identity
 if TYPE_CHECKING:
     from gerl.cluster import Cluster
     from gerl.trainer.run import Run
+    from gerl.trainer.step import Step
 
 logger = logging.getLogger("gerl")
 
@@ -37,13 +38,16 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
     `arguments`: the command line, recorded in the run card.
     """
-    for _ in launch_steps(folder, arguments):
-        pass
-    return folder.path
+    with launched(folder, arguments):
+        return folder.path
 
 
-def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator["Run"]:
-    """As `launch`, but yields the run after each step; closing the generator saves and ends it."""
+@contextlib.contextmanager
+def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
+    """As `launch`, but yields the run and its steps for iteration; those left at the end of the block are trained then.
+
+    An exception saves and ends the run.
+    """
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
         check_trackers(config.logger)
@@ -87,8 +91,9 @@ def launch_steps(folder: RunFolder, arguments: Sequence[str] = ()) -> Generator[
                 with start_cluster(machines) as cluster:
                     run = Run(config, run_dir, cluster, prompts, held_out, identity(config), regularising)
                     with contextlib.closing(run.train(folder)) as steps:
+                        yield run, steps
                         for _ in steps:
-                            yield run
+                            pass
                 logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
 
 

@@ -17,7 +17,14 @@ from typing import Any
 from PIL import Image
 
 from gerl.algorithms import Algorithm, build_algorithm
-from gerl.algorithms.planning import plan_images, plan_prompts, plan_samples, prompt_schedule
+from gerl.algorithms.planning import (
+    MixtureSchedule,
+    PromptSchedule,
+    plan_images,
+    plan_prompts,
+    plan_samples,
+    prompt_schedule,
+)
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster
 from gerl.commandline import signals
@@ -35,13 +42,12 @@ from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
-from gerl.trainer.credit import credit_of, scores_of, usable_rewards
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong
 from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, restart_lost, roll_back, save_last_step
 from gerl.trainer.rollouts import PendingRollout, serve_in_background
 from gerl.trainer.run_folder import RunFolder, check_identity
-from gerl.trainer.step import Metrics, Step
+from gerl.trainer.step import Metrics, Step, credit_of, scores_of, usable_rewards
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
@@ -181,6 +187,7 @@ class Run:
         self.rewards: RewardManager
         self.update: Update
         self.model: ModelFacts
+        self.schedule: PromptSchedule | MixtureSchedule
         self.metrics_log: MetricsLog
 
     def train(self, resume: RunFolder | None = None) -> Generator[Step]:
@@ -253,6 +260,7 @@ class Run:
         self.state.identity |= {"model.path": self.model.weights}
         ranks = cluster.ranks if config.lockstep else 1
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
+        self.schedule = prompt_schedule(config, self.prompts)
 
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
@@ -315,7 +323,7 @@ class Run:
         config, algorithm = self.config, self.algorithm
         if not algorithm.needs.ratio or config.algorithm.cfg == "off":
             return
-        samples = plan_samples(config, plan_prompts(config, self.prompts, 1), 1, self.state.policy_version)
+        samples = plan_samples(config, plan_prompts(self.schedule, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
             ranks = range(self.cluster.ranks if config.lockstep else 1)
@@ -379,7 +387,7 @@ class Run:
     def plan(self, number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
         """Plan the tasks of step `number` after the `begun` ones of earlier rounds, with ids unique in flight."""
         staleness = self.config.trainer.staleness
-        prompts = plan_prompts(self.config, self.prompts, number, attempt)
+        prompts = plan_prompts(self.schedule, self.prompts, number, attempt)
         samples = plan_samples(self.config, prompts, number, self.state.policy_version)
         tasks = self.algorithm.plan(samples, first_id=begun + number % (staleness + 1) * ID_STRIDE)
         if self.dataset_images and attempt == 0:

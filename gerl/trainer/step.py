@@ -1,26 +1,32 @@
-"""The value that moves through the training loop, and its table of scores."""
+"""The value that moves through the training loop, its table of scores, and the credit of its samples."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
+from gerl.algorithms import Algorithm, Rewards
+from gerl.algorithms.base import ShapedConfig
+from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
+from gerl.algorithms.planning import group_ids
+from gerl.config import Config, RewardConfig, ScorerConfig
+from gerl.errors import RewardError
 from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats
-from gerl.rewards.total import applies
+from gerl.rewards.total import applies, rescaled
 
 if TYPE_CHECKING:
-    import torch
-
-    from gerl.algorithms import Rewards
     from gerl.cluster import Pending
-    from gerl.config import RewardConfig
     from gerl.progress import Stopwatch
     from gerl.protocol import Images
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
 
+logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric names, and the slash
 
@@ -157,3 +163,137 @@ def mean(values: Sequence[float | bool | None]) -> float:
     """Return the mean of the values that are not None, NaN if all are."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else float("nan")
+
+
+# --- Credit of the samples
+
+
+def scores_of(samples: Sequence[Sample], scores: Scores) -> Scores:
+    """Return `scores`; dataset images have the scores of their files instead."""
+    given = [sample.dataset_image.score for sample in samples if sample.dataset_image is not None]
+    return Scores(list(given), {}, [[] for _ in given]) if given else scores
+
+
+def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics]:
+    """Return the rewards of the trainable samples and the metrics of the step's scores.
+
+    Raises `RewardError` as `usable_groups` does, or where a score that the algorithm needs is missing.
+    """
+    keep, report = usable_groups(scores.samples, scores.totals, scores.failures, config.reward)
+    for sentence in report:
+        logger.warning(sentence)
+    rows = [i for i, usable in enumerate(keep) if usable]
+    samples = [scores.samples[i] for i in rows]
+    ids = group_ids(samples)
+    weighted = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.weight != 0}
+    weighted = {} if scores.given else weighted
+    weights = torch.tensor([scorer.weight for scorer in weighted.values()])
+    parts = [_counted(s, [scores.by_scorer[n][i] for i in rows], ids) for n, s in weighted.items()]
+    columns = torch.stack(parts, 1) if parts else torch.empty(len(rows), 0)
+    totals = torch.tensor([total for i in rows if (total := scores.totals[i]) is not None])
+    if any(scorer.normalise != "none" for scorer in weighted.values()):
+        totals = columns @ weights
+    metrics = scores.metrics(config.reward) | {
+        "group/zero_std_fraction": zero_std_fraction(totals, ids),
+        "group/dropped": float(len(report)),
+    }
+    if not scores.given:
+        metrics |= {"reward/std": float(totals.std(correction=0)), "reward/failures": float(scores.unscored)}
+    diversity = None
+    if isinstance(config.algorithm, ShapedConfig) and config.algorithm.diversity != "none":
+        diversity = _diversity(config.algorithm, scores, rows)
+        metrics["group/diversity"] = float(diversity.mean())
+    return Rewards(samples, totals, columns, weights, diversity, rows), metrics
+
+
+def credit_of(config: Config, algorithm: Algorithm, scores: ScoreTable, rewards: Rewards) -> torch.Tensor:
+    """Compute the credit `[B, T]` of a step's samples, NaN where a sample is not trained on."""
+    credit = torch.full((len(scores.samples), config.sampling.num_inference_steps), torch.nan)
+    credit[list(rewards.rows)] = algorithm.credit(rewards)
+    return credit
+
+
+def column(scores: ScoreTable, name: str, rows: Sequence[int]) -> torch.Tensor:
+    """Return the scores `[B]` of a column, NaN where a score is missing."""
+    values = scores.by_scorer.get(name, [None] * len(scores.samples))
+    return torch.tensor([torch.nan if (value := values[i]) is None else value for i in rows], dtype=torch.float64)
+
+
+def _diversity(algorithm: ShapedConfig, scores: ScoreTable, rows: Sequence[int]) -> torch.Tensor:
+    """Return each image's dissimilarity to the rest of its group, `[B]`; raises `RewardError` if one is missing."""
+    found = column(scores, algorithm.diversity_scorer, rows)
+    if missing := int(found.isnan().sum()):
+        raise RewardError(
+            f"algorithm.diversity={algorithm.diversity}: {algorithm.diversity_scorer} has no score for {missing} "
+            f"of the step's {len(rows)} images; see the log for the reason, or use algorithm.diversity=none"
+        )
+    return found.float()
+
+
+def _counted(scorer: ScorerConfig, scores: Sequence[float | None], ids: torch.Tensor) -> torch.Tensor:
+    """A scorer's part of the total before its weight, `[B]`: shaped and normalised; 0 where it does not apply."""
+    known = torch.tensor([score is not None for score in scores])
+    values = torch.tensor([rescaled(scorer, score) for score in scores if score is not None])
+    match scorer.normalise:
+        case "group":
+            values = group_advantages(values, ids[known])
+        case "batch":
+            values = batch_advantages(values)
+        case "rank":
+            values = group_ranks(values, ids[known])
+    return torch.zeros(len(scores)).masked_scatter(known, values)
+
+
+# --- Images without a score in training: their groups are dropped, or the run stops
+
+
+def usable_groups(
+    samples: Sequence[Sample],
+    totals: Sequence[float | None],
+    failures: Sequence[Sequence[ScorerFailure]],
+    config: RewardConfig,
+) -> tuple[list[bool], list[str]]:
+    """Return which samples `[B]` can be trained on, and one sentence for each group that cannot.
+
+    A sample without a total drops its whole group, because mean and standard deviation of the group would change.
+    `samples`, `totals` and `failures` belong to one step, in the same order.
+
+    Raises:
+        RewardError: a sample failed and `reward.on_error` is `stop`, more than `reward.max_failed` of them failed, or
+        no group is left.
+    """
+    dropped: dict[Group, str] = {}
+    for sample, total, causes in zip(samples, totals, failures, strict=True):
+        if total is None and sample.group not in dropped:
+            dropped[sample.group] = failure_text(f"image {sample.index} of {sample.prompt.text!r}", causes)
+    if dropped:
+        first = next(iter(dropped.values()))
+        check_failures(totals, first, config, f"images of step {samples[0].step}", "let such groups be dropped")
+    keep = [sample.group not in dropped for sample in samples]
+    if not any(keep):
+        raise RewardError(
+            f"no group of step {samples[0].step} has all its scores, so there is nothing to train on; the first "
+            f"failure: {next(iter(dropped.values()))}; fix the scorer"
+        )
+    return keep, [f"group dropped: {reason}" for reason in dropped.values()]
+
+
+def failure_text(image: str, causes: Sequence[ScorerFailure]) -> str:
+    """Describe the first failure that explains an image's missing total."""
+    return f"scorer {causes[0].scorer} has no score for {image}: {causes[0].reason}"
+
+
+def check_failures(totals: Sequence[float | None], first: str, config: RewardConfig, images: str, instead: str) -> None:
+    """Raise `RewardError` if too many of `totals` `[B]` are missing, or any is and `reward.on_error` is `stop`.
+
+    `first` is the first failure, `images` names the scored images, `instead` the effect of
+    `reward.on_error=drop_group`.
+    """
+    failed = sum(total is None for total in totals) / len(totals)
+    if failed and config.on_error == "stop":
+        raise RewardError(f"{first}; fix the scorer, or {instead} with reward.on_error=drop_group")
+    if failed > config.max_failed:
+        raise RewardError(
+            f"{failed:.0%} of the {images} have no reward, more than reward.max_failed={config.max_failed:g}; the "
+            f"first failure: {first}; fix the scorer and resume with checkpoint.resume=auto"
+        )

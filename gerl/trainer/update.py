@@ -64,7 +64,7 @@ class Update:
         stats, off_policy = UpdateStats(), UpdateStats()
         deviation, started = None, self.state.policy_version
         late = step.lag > 0 or config.rollout.quantize != "none"  # sampled with other weights than the trained ones
-        parts = list(update_parts(tasks, config.actor.updates_per_step, self.algorithm.needs.whole_groups))
+        parts = list(update_parts(tasks, config.actor.updates_per_step, self.algorithm.whole_groups))
         credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
         learned = [n for n, own in enumerate(credit_of) if self.has_signal(torch.cat(list(own.values())))]

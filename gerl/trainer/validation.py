@@ -17,7 +17,6 @@ from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample
-from gerl.rewards.total import check_failures, failure_text
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
@@ -30,7 +29,7 @@ from gerl.run.validation import (
     validation_steps,
 )
 from gerl.trainer.rollouts import PendingRollout
-from gerl.trainer.step import Metrics, ScoreTable, Step, mean
+from gerl.trainer.step import Metrics, ScoreTable, Step, check_failures, failure_text, mean
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
 from gerl.web.pages import grid, still

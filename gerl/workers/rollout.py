@@ -226,7 +226,7 @@ class Rollout:
                     f"algorithm.name={algorithm.settings.name} compares images of a prompt in its update: choose "
                     "another algorithm"
                 )
-            if algorithm.needs.whole_groups and not algorithm.pools:
+            if algorithm.whole_groups and not algorithm.pools:
                 raise ModelError(
                     f"{type(self.policy.pipe).__name__} takes one prompt per call, but "
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "

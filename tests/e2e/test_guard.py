@@ -1,6 +1,5 @@
 """The guard in whole runs: a reward that takes from a watched scorer is said, and ends the run where that is wanted."""
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
 from gerl.run.validation import load_validation
-from gerl.trainer.launch import launch_steps
+from gerl.trainer.launch import launched
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.run_folder import open_run
 
@@ -92,9 +91,11 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     folder = open_run(stopped)
     assert folder is not None
     seen = list[int]()
-    with folder, contextlib.closing(launch_steps(folder)) as steps:
+    with pytest.raises(GeneratorExit), folder, launched(folder) as (trainer, steps):
         while seen == sorted(set(seen)):  # until it has gone back, and trained a step
-            seen.append(next(steps).state.step)
+            next(steps)
+            seen.append(trainer.state.step)
+        raise GeneratorExit
     if seen[-1] > target:
         shutil.rmtree(tmp_path / "other" / "checkpoints" / f"step_{seen[-1]}")  # as if it was killed before that
     assert main([f"hydra.run.dir={tmp_path / 'other'}", "checkpoint.resume=auto"]) == 1

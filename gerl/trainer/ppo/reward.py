@@ -1,4 +1,4 @@
 """The checks of rewards, under the name that MM-GRPO's users import."""
 
 from gerl.rewards.checks import *  # noqa: F403
-from gerl.rewards.total import usable_groups as usable_groups
+from gerl.trainer.step import usable_groups as usable_groups

@@ -45,7 +45,7 @@ def config(micro: int = 4, seed: int = 0, **sampling: object) -> Config:
 
 
 def samples(c: Config, step: int, policy_version: int = 0) -> list[Sample]:
-    return plan_samples(c, plan_prompts(c, PROMPTS, step), step, policy_version)
+    return plan_samples(c, plan_prompts(prompt_schedule(c, PROMPTS), PROMPTS, step), step, policy_version)
 
 
 # --- windows
@@ -216,11 +216,11 @@ def test_every_epoch_visits_every_prompt_once() -> None:
 
 def test_further_prompts_repeat_none_of_the_step() -> None:
     c = config()
-    first = [p.id for p in plan_prompts(c, PROMPTS, 1)]
-    further = [[p.id for p in plan_prompts(c, PROMPTS, 1, attempt)] for attempt in (1, 2, 3)]
+    first = [p.id for p in plan_prompts(prompt_schedule(c, PROMPTS), PROMPTS, 1)]
+    further = [[p.id for p in plan_prompts(prompt_schedule(c, PROMPTS), PROMPTS, 1, attempt)] for attempt in (1, 2, 3)]
     assert [len(ids) for ids in further] == [4, 2, 0]
     assert sorted(first + further[0] + further[1]) == list(range(10))
-    assert further[0] == [p.id for p in plan_prompts(c, PROMPTS, 1, 1)]
+    assert further[0] == [p.id for p in plan_prompts(prompt_schedule(c, PROMPTS), PROMPTS, 1, 1)]
 
 
 def test_groups_are_the_prompt_and_what_else_a_state_has() -> None:
@@ -370,9 +370,9 @@ def test_the_plan_of_a_run() -> None:
     one_pool = Config(data=DataConfig(train=["a.txt", "b.txt"]), rollout=rollout)
     assert prompt_schedule(one_pool, prompts) == PromptSchedule(40, 4, True, 0)
     config = Config(data=DataConfig(train=["a.txt", {"path": "b.txt", "weight": 3}]), rollout=rollout)
-    steps = [plan_prompts(config, prompts, step) for step in (1, 2, 3)]
+    steps = [plan_prompts(prompt_schedule(config, prompts), prompts, step) for step in (1, 2, 3)]
     assert all(sum(prompt.source for prompt in step) == 3 for step in steps)
-    further = [plan_prompts(config, prompts, 1, attempt) for attempt in range(1, 10)]
+    further = [plan_prompts(prompt_schedule(config, prompts), prompts, 1, attempt) for attempt in range(1, 10)]
     assert sum(prompt.source for prompt in further[0]) == 3
     everything = [prompt.id for part in (steps[0], *further) for prompt in part]
     assert sorted(everything) == list(range(40))

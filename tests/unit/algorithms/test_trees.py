@@ -17,7 +17,7 @@ from gerl.algorithms.trees import DenseGRPO
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import ConfigError
 from gerl.protocol import Prompt, RolloutTask, Sample, ScorerFailure
-from gerl.rewards.total import usable_groups
+from gerl.trainer.step import usable_groups
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(2)]
 

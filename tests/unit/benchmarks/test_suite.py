@@ -13,7 +13,7 @@ from drills import ALL
 from suite import FINAL, TUNE, Candidate, Job, Suite
 
 from gerl.algorithms import build_algorithm
-from gerl.algorithms.planning import plan_prompts, plan_samples
+from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.commandline.composition import compose_run, shipped
 from gerl.config.algorithms import algorithm_config
 from gerl.utils.dataset import load_prompts
@@ -225,7 +225,8 @@ def test_every_candidate_has_the_same_budget(name: str, shipped_suite: Suite) ->
         if config.data.train_on == "files":
             assert candidate.images_before == config.trainer.steps * shipped_suite.images[name]
             continue
-        prompts = plan_prompts(config, load_prompts(config.data.train), 1)
+        pool = load_prompts(config.data.train)
+        prompts = plan_prompts(prompt_schedule(config, pool), pool, 1)
         tasks = build_algorithm(config).plan(plan_samples(config, prompts, 1, 0))
         assert sum(len(task.samples) for task in tasks) == shipped_suite.images[name], candidate.keys
 

@@ -8,7 +8,7 @@ from gerl.config import Config, RewardConfig, ScorerConfig, ValidationConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt, Sample, ScorerFailure
 from gerl.rewards.checks import check_reward, read_prompts
-from gerl.rewards.total import usable_groups
+from gerl.trainer.step import usable_groups
 
 PROMPTS = [Prompt(0, 'a "B"'), Prompt(1, "a cat"), Prompt(2, "a dog")]
 SAMPLES = [Sample(prompt, index, seed=0, step=7) for index in (0, 1) for prompt in PROMPTS]

@@ -13,8 +13,7 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Scores
-from gerl.trainer.credit import credit_of, usable_rewards
-from gerl.trainer.step import Metrics, ScoreTable
+from gerl.trainer.step import Metrics, ScoreTable, credit_of, usable_rewards
 
 
 def credited(c: Config, scores: ScoreTable) -> tuple[Metrics, torch.Tensor]:

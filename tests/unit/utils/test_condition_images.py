@@ -6,7 +6,7 @@ import pytest
 import tiny
 from PIL import Image
 
-from gerl.algorithms.planning import micro_batches, plan_prompts, plan_samples, plan_validation
+from gerl.algorithms.planning import micro_batches, plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.config import Config, RolloutConfig, ValidationConfig
 from gerl.errors import DataError
 from gerl.protocol import Prompt
@@ -76,7 +76,7 @@ def test_pictures_become_arguments_of_pipelines_that_take_them(folder: Path) -> 
 def test_no_micro_batch_mixes_prompts_with_pictures(folder: Path) -> None:
     prompts = load_prompts(str(rows(folder, {"image": "a.png"}, {"image": "b c.png"}, {}, {})))
     config = Config(rollout=RolloutConfig(4, 3, 2), validation=ValidationConfig(micro_batch_size=2))
-    samples = plan_samples(config, plan_prompts(config, prompts, 1), 1, 0)
+    samples = plan_samples(config, plan_prompts(prompt_schedule(config, prompts), prompts, 1), 1, 0)
     for batch in micro_batches(samples, 2):
         assert len(batch) <= 2 and len({pictures_of(sample.prompt) for sample in batch}) == 1
     assert [[s.prompt.id for s in batch] for batch in plan_validation(config, prompts, 0)] == [[0], [1], [2, 3]]
