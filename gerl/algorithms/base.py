@@ -161,6 +161,7 @@ class Algorithm(ABC):
         self.needs = self.settings.needs
         n, actor_size = config.rollout.n, config.actor.micro_batch_size or config.rollout.n
         small = config.rollout.micro_batch_size < n or actor_size < self.needs.loss_images(n)
+        self.together = self.needs.sampled_images(n)  # images of a group in one micro-batch of the rollout
         self.whole_groups = self.needs.whole_groups  # the loss of an image depends on others of its group
         self.pools = self.whole_groups and small  # a group may span micro-batches: sums need a first pass (`pool`)
         # the samples of a rollout's micro-batch must be on one tape
@@ -176,17 +177,14 @@ class Algorithm(ABC):
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         """Split `samples` into the micro-batches of the rollout, with ids from `first_id`."""
-        unit = self.needs.sampled_images(self.config.rollout.n)
-        size = max(1, self.config.rollout.micro_batch_size // unit) * unit
-        batches = micro_batches if self.needs.loss_over == "image" else group_chunks
+        size = max(1, self.config.rollout.micro_batch_size // self.together) * self.together
+        batches = group_chunks if self.whole_groups else micro_batches
         tasks: list[RolloutTask] = []
-        windows: dict[Group, tuple[int, ...]] = {}
-        for sample in samples:
-            if sample.group not in windows:
-                windows[sample.group] = self.window(sample)
-        by_window = sorted(samples, key=lambda sample: windows[sample.group])
-        for window, part in groupby(by_window, key=lambda sample: windows[sample.group]):
-            for chunk in batches(list(part), size):
+        groups = [sample.group for sample in samples]
+        windows = {group: self.window(sample) for group, sample in dict(zip(groups, samples, strict=True)).items()}
+        by_window = sorted(zip(groups, samples, strict=True), key=lambda pair: windows[pair[0]])
+        for window, part in groupby(by_window, key=lambda pair: windows[pair[0]]):
+            for chunk in batches([sample for _, sample in part], size):
                 rows = tuple(range(len(chunk)))
                 trained = self.trained_steps(window, chunk[0].step)
                 segment = Segment(tuple(s.seed for s in chunk), rows, window, trained)

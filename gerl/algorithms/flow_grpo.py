@@ -245,10 +245,9 @@ class PolicyGradient(Algorithm):
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
-            lengths = [step.rule.dt for step in tape.steps]
-            steps = tuple([k for k in range(*self.config.sampling.steps_range) if lengths[k]])
+            steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
         rules = [_stochastic(self.config, tape, k) for k in steps]
-        weights = step_weights(kind, [r.std for r in rules], [r.dt for r in rules], [r.jacobian for r in rules])
+        weights = step_weights(kind, *zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True))
         return [weights[steps.index(k)] for k in trained]
 
 

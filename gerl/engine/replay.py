@@ -355,6 +355,7 @@ class Replayer(TapeHead):
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
+        self.live_at = tape.live_at(self.trained)
         check_kept(tape, self.trained, latents, cfg)
         for k, given in latents.items():
             if given.shape != tape.steps[k].x.shape:
@@ -367,7 +368,6 @@ class Replayer(TapeHead):
             raise ReplayError(
                 "the pipeline called none of its components in the denoising loop: there is nothing to train"
             )
-        self.live_at = tape.live_at(self.trained)
         self.position = (-1, 0)  # (scheduler step, component calls within it)
         probe = tape.probe.component_calls if tape.probe else []
         self.probed = [c for c in probe if c.component in self.looped]

@@ -25,8 +25,8 @@ from gerl.preflight.findings import wrapped, write_json
 from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
+from gerl.rewards.manager import PendingRollout
 from gerl.trainer.launch import start_cluster
-from gerl.trainer.rollouts import PendingRollout
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step, credit_of, usable_rewards
 from gerl.utils.files import finite

@@ -37,7 +37,7 @@ from gerl.model.hub import Downloads
 from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_absolute_paths
-from gerl.rewards.manager import RewardManager, functions_of, try_scorers
+from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
 from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
 from gerl.run.tracking import MetricsLog
@@ -45,9 +45,8 @@ from gerl.run.validation import Estimate, Validation
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong
 from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, restart_lost, roll_back, save_last_step
-from gerl.trainer.rollouts import PendingRollout, serve_in_background
 from gerl.trainer.run_folder import RunFolder, check_identity
-from gerl.trainer.step import Metrics, Step, credit_of, scores_of, usable_rewards
+from gerl.trainer.step import Metrics, Step, credit_of, usable_rewards
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
@@ -428,18 +427,18 @@ class Run:
         """Wait until all images of a rollout are sampled; scoring continues meanwhile."""
         what = "sampling" if self.config.data.train_on == "drawn" else "reading"
         said = f"{what} {rollout.total} images"
-        with step.watch("rollout"), waiting(said, self.progress_of(rollout), self.patience):
+        with waiting(said, self.progress_of(rollout), self.patience), step.watch("rollout"):
             rollout.wait_until_sampled()
 
     def score(self, rollout: PendingRollout, step: Step) -> None:
         """Wait for the scores of a rollout and add both to the step."""
         said = f"scoring {rollout.total} images"
-        with step.watch("reward_wait"), waiting(said, self.progress_of(rollout), self.patience):
+        with waiting(said, self.progress_of(rollout), self.patience), step.watch("reward_wait"):
             found = rollout.finish(self.sampled_ahead)
         tasks = rollout.dispatch.finish()
         for task, scores in zip(tasks, found, strict=True):
             if not self.dataset_images or task.samples[0].dataset_image is None:
-                step.scores.add(task.samples, scores_of(task.samples, scores))
+                step.scores.add(task.samples, scores)
         if not step.rounds:
             step.images += rollout.images
         step.rounds, step.round = step.rounds + 1, tasks
@@ -453,10 +452,10 @@ class Run:
         """Take the step's optimizer steps while samplers and scorers work on later steps."""
         what = "LoRA" if self.config.model.train == "lora" else "weights"
         self.update.state = self.state
-        with step.watch("update"), waiting(f"updating the {what}", after=self.patience):
-            trained = self.timeline.span("update", *(f"worker {i}" for i in self.fleet.trainers.numbers))
-            with serve_in_background(self.rewards, self.sampled_ahead), trained:
-                return self.update.run(step)
+        trained = self.timeline.span("update", *[f"worker {i}" for i in self.fleet.trainers.numbers])
+        background = serve_in_background(self.rewards, self.sampled_ahead)
+        with background, waiting(f"updating the {what}", after=self.patience), step.watch("update"), trained:
+            return self.update.run(step)
 
     def finish(self, step: Step) -> None:
         """Mark the step as trained: `run.state` is now the state after it."""

@@ -78,11 +78,15 @@ class ScoreTable:
     given: bool = False  # ranks and labels of dataset images are not rewards
 
     def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Append a micro-batch; a column missing on one side (its scorer failed) is filled with None."""
+        """Append a micro-batch; a column missing on one side (its scorer failed) is filled with None.
+
+        Dataset images have the scores of their files.
+        """
+        if given := [sample.dataset_image.score for sample in samples if sample.dataset_image is not None]:
+            self.given, scores = True, Scores(list(given), {}, [[] for _ in given])  # their files have the scores
         for name in {**self.by_scorer, **scores.by_scorer}:
             known = self.by_scorer.setdefault(name, [None] * len(self.samples))
             known.extend(scores.by_scorer.get(name, [None] * len(samples)))
-        self.given = self.given or samples[0].dataset_image is not None
         self.samples += samples
         self.totals += scores.totals
         self.failures += scores.failures
@@ -166,12 +170,6 @@ def mean(values: Sequence[float | bool | None]) -> float:
 
 
 # --- Credit of the samples
-
-
-def scores_of(samples: Sequence[Sample], scores: Scores) -> Scores:
-    """Return `scores`; dataset images have the scores of their files instead."""
-    given = [sample.dataset_image.score for sample in samples if sample.dataset_image is not None]
-    return Scores(list(given), {}, [[] for _ in given]) if given else scores
 
 
 def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics]:

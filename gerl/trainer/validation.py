@@ -17,6 +17,7 @@ from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample
+from gerl.rewards.manager import PendingRollout
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
@@ -28,7 +29,6 @@ from gerl.run.validation import (
     save_validation,
     validation_steps,
 )
-from gerl.trainer.rollouts import PendingRollout
 from gerl.trainer.step import Metrics, ScoreTable, Step, check_failures, failure_text, mean
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite

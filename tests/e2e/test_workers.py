@@ -19,8 +19,7 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
 from gerl.progress import Timeline
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
-from gerl.rewards.manager import RewardManager
-from gerl.trainer.rollouts import PendingRollout, serve_in_background
+from gerl.rewards.manager import PendingRollout, RewardManager, serve_in_background
 from gerl.workers.fleet import Placement, RoundRobin, fleet_of
 
 STEPS = 2

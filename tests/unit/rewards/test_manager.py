@@ -28,8 +28,15 @@ from gerl.config import (
 from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.checks import without_people
-from gerl.rewards.manager import LATE, FeedbackQueue, RewardManager, feedback_requests, try_scorers
-from gerl.trainer.rollouts import PendingRollout, advance
+from gerl.rewards.manager import (
+    LATE,
+    FeedbackQueue,
+    PendingRollout,
+    RewardManager,
+    advance,
+    feedback_requests,
+    try_scorers,
+)
 from gerl.workers.fleet import RoundRobin
 
 SCORERS = """
