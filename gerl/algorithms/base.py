@@ -181,7 +181,7 @@ class Algorithm(ABC):
         batches = group_chunks if self.whole_groups else micro_batches
         tasks: list[RolloutTask] = []
         groups = [sample.group for sample in samples]
-        windows = {group: self.window(sample) for group, sample in dict(zip(groups, samples, strict=True)).items()}
+        windows = self.windows(samples[0].step, groups) if samples else {}
         by_window = sorted(zip(groups, samples, strict=True), key=lambda pair: windows[pair[0]])
         for window, part in groupby(by_window, key=lambda pair: windows[pair[0]]):
             for chunk in batches([sample for _, sample in part], size):
@@ -191,9 +191,11 @@ class Algorithm(ABC):
                 tasks.append(RolloutTask(first_id + len(tasks), chunk, (segment,)))
         return tasks
 
-    def window(self, sample: Sample) -> tuple[int, ...]:
-        """Return the stochastic steps of a sample's trajectory."""
-        return sde_window(self.config, sample.step, sample.group)
+    def windows(self, step: int, groups: Sequence[Group]) -> dict[Group, tuple[int, ...]]:
+        """Return the stochastic steps of the trajectories of each of `groups` at trainer step `step`."""
+        if self.config.sampling.window_per == "group":
+            return {group: sde_window(self.config, step, group) for group in dict.fromkeys(groups)}
+        return dict.fromkeys(groups, sde_window(self.config, step))
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         """Return the steps (or noise levels) that trainer step `step` trains: here, the stochastic ones."""

@@ -14,7 +14,7 @@ from gerl.algorithms.flow_grpo import (
     TrajectoryClipConfig,
     WeightedConfig,
 )
-from gerl.algorithms.planning import group_ids, micro_batches
+from gerl.algorithms.planning import group_ids, micro_batches, sde_window
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import NodeStdKind, SamplingConfig
 from gerl.config.schema import key, main_key
@@ -309,7 +309,7 @@ class DenseGRPO(PolicyGradient):
         totals = rewards.totals[order].view(len(found), count)
         by_scorer = rewards.by_scorer[order].view(len(found), count, -1)
         samples = [rewards.samples[i] for i in order[::count].tolist()]
-        first = torch.tensor([self.window(sample)[0] for sample in samples])
+        first = torch.tensor([sde_window(self.config, s.step, s.group)[0] for s in samples])
         credit = torch.full((len(found), self.config.sampling.num_inference_steps), torch.nan)
         for j in range(count - 1):
             gains, of_scorers = totals[:, j + 1] - totals[:, j], by_scorer[:, j + 1] - by_scorer[:, j]

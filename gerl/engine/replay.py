@@ -346,7 +346,6 @@ class Replayer(TapeHead):
         grad: bool,
         cfg: CfgMode,
     ) -> None:
-        super().__init__(tape)
         self.on_step, self.latents, self.grad, self.cfg = on_step, latents, grad, cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the denoiser calls by position, unless cfg is joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
@@ -356,6 +355,7 @@ class Replayer(TapeHead):
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
         self.live_at = tape.live_at(self.trained)
+        super().__init__(tape)
         check_kept(tape, self.trained, latents, cfg)
         for k, given in latents.items():
             if given.shape != tape.steps[k].x.shape:

@@ -309,6 +309,8 @@ class RewardManager:
                 pool.start(process)
             self.pools |= dict.fromkeys(names, pool)
         self.distinct_pools = list(dict.fromkeys(self.pools.values()))
+        # number of queued micro-batches at which the scorers are saturated
+        self.capacity = 2 * max([len(pool.workers) for pool in self.distinct_pools], default=1)
 
     def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False) -> "ScoringRound":
         """Start scoring the micro-batches of `samples`, whose images are added as they are sampled.
@@ -340,11 +342,6 @@ class RewardManager:
     def wants_room(self) -> bool:
         """Whether a process waits for Ray to place it."""
         return any(pool.without_room for pool in self.distinct_pools)
-
-    @property
-    def capacity(self) -> int:
-        """Number of queued micro-batches at which the scorers are saturated."""
-        return 2 * max((len(pool.workers) for pool in self.distinct_pools), default=1)
 
     def submit(self) -> None:
         """Assign queued calls to idle processes."""
