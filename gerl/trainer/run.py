@@ -106,16 +106,16 @@ def conclude(run: "Run", step: Step) -> bool:
             return False
     with signals.deferred():
         run.log(step)
-        directives = [directive for directive in run.notify("logged", step) if directive is not None]
+        run.notify("logged", step)
     run.writer.poll()
-    for directive in directives:
+    for directive in step.directives:
         if isinstance(directive, RollBack):
             roll_back(run, directive)
             return False
     regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
-    if (regular or Save() in directives) and not run.survives(lambda run, step: run.save(), step):
+    if (regular or Save() in step.directives) and not run.survives(lambda run, step: run.save(), step):
         return False
-    for directive in directives:
+    for directive in step.directives:
         if isinstance(directive, Stop):
             raise directive.error
     run.notify("concluded", step)

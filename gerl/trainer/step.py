@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gerl.protocol import Images
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
+    from gerl.trainer.extensions import Directive
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -54,6 +55,7 @@ class Step:
     taken: bool = False  # the run's state includes its update
     validation: Validation | None = None  # after it
     signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation
+    directives: list[Directive] = field(default_factory=list)  # of extensions, followed once the step is logged
     metrics: Metrics = field(default_factory=dict)
 
     def restart(self) -> None:

@@ -67,7 +67,8 @@ Directive = Save | Stop | RollBack
 class Extension:
     """An optional part of a run: override the events it needs.
 
-    A step calls the methods in the order of this class; `alerted`, `pictured` and `saved` are called at any time.
+    A step calls the methods in the order of this class; `alerted`, `pictured` and `saved` are called at any time. To
+    save a checkpoint, stop or roll back after a step, add a `Directive` to `step.directives` until its row is logged.
     """
 
     def __init__(self, config: Config) -> None:
@@ -108,10 +109,7 @@ class Extension:
     def validated(self, run: Run, step: Step) -> None:
         """The held-out prompts are sampled and scored: `step.validation`."""
 
-    def logging(self, run: Run, step: Step) -> None:
-        """The row of metrics is about to be written."""
-
-    def logged(self, run: Run, step: Step) -> Directive | None:
+    def logged(self, run: Run, step: Step) -> None:
         """The row of metrics is written: `run.latest`."""
 
     def concluded(self, run: Run, step: Step) -> None:

@@ -4,7 +4,7 @@ import logging
 
 from gerl.errors import Stopped
 from gerl.run.session import FOLDER, Command, take
-from gerl.trainer.extensions import Directive, Extension, Save
+from gerl.trainer.extensions import Extension, Save
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 
@@ -33,8 +33,7 @@ class ControlFiles(Extension):
             )
         return True
 
-    def logged(self, run: Run, step: Step) -> Directive | None:
-        if not self.requested(run, "save"):
-            return None
-        logger.info("step %d: saving a checkpoint, as requested", step.number)
-        return Save()
+    def logged(self, run: Run, step: Step) -> None:
+        if self.requested(run, "save"):
+            logger.info("step %d: saving a checkpoint, as requested", step.number)
+            step.directives.append(Save())

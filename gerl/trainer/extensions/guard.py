@@ -39,6 +39,8 @@ class HackingGuard(Extension):
         guard, found, first = self.config.guard, step.validation, run.first_validation
         if guard.action == "off" or first is None or found is None:
             return
+        if guard.action == "rollback":
+            step.directives.append(Save())  # a candidate to return to
         trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
         trends.add({"step": step.number, **step.metrics})
         trends.validated = [number for number in validation_steps(run.run_dir) if number <= step.number]
@@ -53,27 +55,23 @@ class HackingGuard(Extension):
             sentence = f"step {signal.step}: guard, {signal.key}: {signal.text}"
             logger.warning("%s", sentence)
             run.alert(signal.step, sentence)
+        step.metrics["guard/signals"] = float(len(step.signals))
         if step.signals and guard.action == "rollback":
             run.val_reward = None
-        step.metrics["guard/signals"] = float(len(step.signals))
+            step.directives.append(self._roll_back(run, step))
+        elif step.signals and guard.action == "stop":
+            step.directives.append(Stop(self._ended(step.signals)))
 
-    def logged(self, run: Run, step: Step) -> Directive | None:
-        action = self.config.guard.action
-        if action == "rollback" and step.validation is not None:
-            return self._roll_back(run, step) if step.signals else Save()  # candidates for a rollback
-        if action == "stop" and step.signals:
-            return Stop(self._ended(step.signals))
-        return None
-
-    def _roll_back(self, run: Run, step: Step) -> RollBack:
-        """Choose the checkpoint to return to; raises `GuardError` if there is none or the run rolled back too often."""
+    def _roll_back(self, run: Run, step: Step) -> Directive:
+        """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often."""
         guard = self.config.guard
         run.writer.finish()
         checkpoint = best_checkpoint(run.run_dir / "checkpoints", before=step.number)
         if checkpoint is None:
-            raise self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; ")
+            return Stop(self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; "))
         if run.state.rollbacks >= guard.rollbacks:
-            raise self._ended(step.signals, f"it has already rolled back guard.rollbacks={guard.rollbacks} times; ")
+            why = f"it has already rolled back guard.rollbacks={guard.rollbacks} times; "
+            return Stop(self._ended(step.signals, why))
         return RollBack(checkpoint, guard.raised(run.algorithm.kl_coef), tuple(step.signals))
 
     def rolled_back(self, run: Run, directive: RollBack) -> None:

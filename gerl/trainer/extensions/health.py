@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from gerl.run.health import Health
 from gerl.run.tracking import METRICS, read_metrics
-from gerl.trainer.extensions import Directive, Extension
+from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 
@@ -29,9 +29,8 @@ class HealthChecks(Extension):
         groups = [] if step.scores.given else list(step.scores.by_group().values())
         step.metrics |= self.health.measure(step.scores.by_scorer, signal, groups)
 
-    def logged(self, run: Run, step: Step) -> Directive | None:
+    def logged(self, run: Run, step: Step) -> None:
         if step.number:
             for sentence in self.health.observe({"step": step.number, **run.latest}):
                 logger.warning("%s", sentence)
                 run.alert(step.number, sentence)
-        return None

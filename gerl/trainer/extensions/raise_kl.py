@@ -3,7 +3,7 @@
 import logging
 
 from gerl.config import Config
-from gerl.trainer.extensions import Directive, Extension
+from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 
@@ -17,13 +17,12 @@ class RaiseKL(Extension):
     def wanted(cls, config: Config) -> bool:
         return config.guard.action == "kl"
 
-    def logged(self, run: Run, step: Step) -> Directive | None:
+    def logged(self, run: Run, step: Step) -> None:
         if not step.signals:
-            return None
+            return
         before, coef = run.algorithm.kl_coef, self.config.guard.raised(run.algorithm.kl_coef)
         run.set_kl_coef(coef)
         if coef > before:
             logger.warning("step %d: guard: the weight of the KL changes from %g to %g", step.number, before, coef)
         else:
             logger.warning("step %d: guard: the weight of the KL stays at %g (guard.kl_most)", step.number, before)
-        return None

@@ -11,7 +11,7 @@ from gerl.config import Config
 from gerl.errors import GerlError
 from gerl.run.trackers import Sink, open_sinks
 from gerl.run.tracking import METRICS, tracked_run
-from gerl.trainer.extensions import Directive, Extension
+from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 from gerl.utils.files import writing
@@ -27,12 +27,11 @@ class Trackers(Extension):
     def starting(self, run: Run) -> None:
         self.sinks = open_sinks(tracked_run(run.run_dir, self.config.logger, run.log_start), self.config.logger)
 
-    def logged(self, run: Run, step: Step) -> Directive | None:
+    def logged(self, run: Run, step: Step) -> None:
         finite = {name: float(value) for name, value in run.latest.items() if math.isfinite(value)}
         with writing(run.run_dir / METRICS):
             for sink in self.sinks:
                 sink.log(step.number, finite)
-        return None
 
     def pictured(self, run: Run, step: int, name: str, path: Path, image: Image.Image) -> None:
         with writing(path):
