@@ -686,7 +686,7 @@ def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollou
 
     Errors of the thread are raised by the next wait for a rollout.
     """
-    if not rollouts or not manager.remote:  # in one process they would compete with the block
+    if not manager.remote:  # in one process they would compete with the block
         yield
         return
     over = threading.Event()

@@ -252,16 +252,6 @@ class Health:
         return [("falling", text)]
 
 
-def weights_problem(largest: float, lr: float) -> str | None:
-    """Describe a largest LoRA weight that is not finite or absurdly large; None for any other."""
-    if largest <= ABSURD_WEIGHT:  # false for NaN
-        return None
-    return (
-        f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
-        f"{ABSURD_WEIGHT:g}, while typical ones are below 1: this step is discarded; lower actor.lr"
-    )
-
-
 def _below(rms: float) -> str:
     """Return a power of ten at least a thousand times smaller."""
     return f"1e{math.floor(math.log10(rms)) - 3}"

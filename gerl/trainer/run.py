@@ -10,6 +10,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,8 @@ class Run:
             self.load(checkpoint)
             resume.resume_run()
         self.update = Update(self.config, self.algorithm, self.fleet, self.state, self.model.half_precision)
-        self.update.resets_reference = lambda step: any(self.notify("updating", step))
+        if self.overriding("updating"):
+            self.update.resets_reference = lambda step: any(self.notify("updating", step))
         self.calibrate()
         self.open_log()
         self.remember()
@@ -453,7 +455,7 @@ class Run:
         what = "LoRA" if self.config.model.train == "lora" else "weights"
         self.update.state = self.state
         trained = self.timeline.span("update", *[f"worker {i}" for i in self.fleet.trainers.numbers])
-        background = serve_in_background(self.rewards, self.sampled_ahead)
+        background = serve_in_background(self.rewards, self.sampled_ahead) if self.ahead else nullcontext()
         with background, waiting(f"updating the {what}", after=self.patience), step.watch("update"), trained:
             return self.update.run(step)
 

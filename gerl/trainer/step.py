@@ -33,38 +33,6 @@ NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric 
 
 
 @dataclass
-class Step:
-    """One iteration of the trainer.
-
-    Example: step 12 of a run with 2 prompts x 3 images has 6 rows in `scores`, and `credit` of shape [6, 10] for 10
-    denoising steps, NaN where a sample or a denoising step is not trained. Step 0 is the validation before training.
-    """
-
-    number: int
-    watch: Stopwatch
-    tasks: list[RolloutTask] = field(default_factory=list)
-    images: list[Pending[Images]] = field(default_factory=list)  # of the first round
-    scores: ScoreTable = field(default_factory=lambda: ScoreTable())
-    round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
-    rounds: int = 0  # with dynamic sampling there may be several
-    rewards: Rewards | None = None  # of the trainable samples
-    credit: torch.Tensor | None = None  # [B, T]
-    kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1
-    stats: UpdateStats = field(default_factory=UpdateStats)  # of the optimizer steps
-    lag: int = 0  # finished steps between rollout and update; 0 is on-policy
-    taken: bool = False  # the run's state includes its update
-    validation: Validation | None = None  # after it
-    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation
-    directives: list[Directive] = field(default_factory=list)  # of extensions, followed once the step is logged
-    metrics: Metrics = field(default_factory=dict)
-
-    def restart(self) -> None:
-        """Reset the step to be repeated, unless its update is finished."""
-        if not self.taken:
-            self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
-
-
-@dataclass
 class ScoreTable:
     """The samples of a step or a validation in order, with their scores: one row per image.
 
@@ -163,6 +131,38 @@ class ScoreTable:
     def groups_with_signal(self) -> list[Group]:
         """Return the groups whose images all have a reward, not all equal."""
         return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
+
+
+@dataclass
+class Step:
+    """One iteration of the trainer.
+
+    Example: step 12 of a run with 2 prompts x 3 images has 6 rows in `scores`, and `credit` of shape [6, 10] for 10
+    denoising steps, NaN where a sample or a denoising step is not trained. Step 0 is the validation before training.
+    """
+
+    number: int
+    watch: Stopwatch
+    tasks: list[RolloutTask] = field(default_factory=list)
+    images: list[Pending[Images]] = field(default_factory=list)  # of the first round
+    scores: ScoreTable = field(default_factory=ScoreTable)
+    round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
+    rounds: int = 0  # with dynamic sampling there may be several
+    rewards: Rewards | None = None  # of the trainable samples
+    credit: torch.Tensor | None = None  # [B, T]
+    kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1
+    stats: UpdateStats = field(default_factory=UpdateStats)  # of the optimizer steps
+    lag: int = 0  # finished steps between rollout and update; 0 is on-policy
+    taken: bool = False  # the run's state includes its update
+    validation: Validation | None = None  # after it
+    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation
+    directives: list[Directive] = field(default_factory=list)  # of extensions, followed once the step is logged
+    metrics: Metrics = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Reset the step to be repeated, unless its update is finished."""
+        if not self.taken:
+            self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
 
 
 def mean(values: Sequence[float | bool | None]) -> float:

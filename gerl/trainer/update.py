@@ -15,7 +15,7 @@ from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepEnd, StepResult, UpdateStats
 from gerl.run.checkpoint import RunState
-from gerl.run.health import weights_problem
+from gerl.run.health import ABSURD_WEIGHT
 from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import PackedTensors
@@ -220,3 +220,13 @@ def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
     blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}
     return blank | ({"gpu/memory_gb": max(memory)} if memory else {})
+
+
+def weights_problem(largest: float, lr: float) -> str | None:
+    """Describe a largest LoRA weight that is not finite or absurdly large; None for any other."""
+    if largest <= ABSURD_WEIGHT:  # false for NaN
+        return None
+    return (
+        f"the largest weight of the LoRA is {largest:.3g} after an optimizer step at learning rate {lr:.3g}, above "
+        f"{ABSURD_WEIGHT:g}, while typical ones are below 1: this step is discarded; lower actor.lr"
+    )

@@ -180,9 +180,9 @@ class PolicyWorker:
         `pooled`: group sums from the `pool` of all workers, if the algorithm uses them. `groups`: lockstep groups.
         Measures the gradient of the update's first task with a signal by denoising step.
         """
-        self.algorithm.set_kl_weight(kl)
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         own = self.batches(credit, groups, pooled, kl)
+        self.algorithm.set_kl_weight(kl)
 
         def work() -> UpdateStats:
             return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())

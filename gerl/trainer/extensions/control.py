@@ -23,6 +23,9 @@ class ControlFiles(Extension):
             raise Stopped(run.state.step)
 
     def due(self, run: Run, step: Step) -> bool:
+        if self.requested(run, "save"):
+            logger.info("step %d: saving a checkpoint, as requested", step.number)
+            step.directives.append(Save())
         if not self.requested(run, "validate"):
             return False
         if run.held_out:
@@ -32,8 +35,3 @@ class ControlFiles(Extension):
                 "step %d: a validation was requested, but there are no held-out prompts (validation.data)", step.number
             )
         return True
-
-    def logged(self, run: Run, step: Step) -> None:
-        if self.requested(run, "save"):
-            logger.info("step %d: saving a checkpoint, as requested", step.number)
-            step.directives.append(Save())

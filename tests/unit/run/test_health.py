@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from gerl.run.health import ABSURD_WEIGHT, BLOCK, PATIENCE, Health, weights_problem
+from gerl.run.health import ABSURD_WEIGHT, BLOCK, PATIENCE, Health
+from gerl.trainer.update import weights_problem
 
 CONFIG: dict[str, Any] = {
     "reward": {"scorers": {"ocr": {"weight": 1.0}, "size": {"weight": 0.0}, "mine": {"weight": -0.5}}},
