@@ -10,8 +10,9 @@ import numpy as np
 import uvicorn
 
 from gerl.progress import Span
-from gerl.run.live import LiveImage, append_spans, save_live
 from gerl.run.validation import save_validation
+from gerl.trainer.extensions.timeline import append_spans
+from gerl.trainer.extensions.training_images import LiveImage, save_live
 from gerl.web.site import Folders, Site, build_site
 
 PROMPTS = ['a sign that reads "<img src=x onerror=alert(1)>"', "a sign that reads 12", "a red fox"]

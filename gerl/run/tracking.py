@@ -8,13 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from PIL import Image
 
-from gerl.config import LoggerConfig
 from gerl.errors import GerlError
-from gerl.run.card import redact, redacted
-from gerl.run.trackers import TrackedRun
 from gerl.utils.files import reason, write_file, writing
 
 METRICS = "metrics.jsonl"
@@ -80,31 +76,6 @@ class MetricsLog:
         except GerlError:
             if ending is None:
                 raise
-
-
-def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> TrackedRun:
-    """Describe the run to trackers: named after the last two folders of its path, with its `config.yaml`."""
-    with writing(run_dir):
-        file = run_dir / "config.yaml"
-        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
-        values = None
-    settings = redacted(values) if isinstance(values, dict) else {}
-    algorithm = settings.get("algorithm")
-    preset = settings.get("preset") or (algorithm.get("name") if isinstance(algorithm, dict) else None)
-    tags = [str(preset)] if preset else []
-    name = "-".join(part for part in run_dir.parts[-2:] if part != run_dir.anchor)
-    return TrackedRun(
-        folder=run_dir,
-        name=name or run_dir.resolve().name,
-        project=config.project,
-        tags=list(dict.fromkeys([*tags, *config.tags])),
-        config=settings,
-        text=redact(text),
-        start_step=start_step,
-    )
 
 
 def read_metrics(path: Path) -> Rows:

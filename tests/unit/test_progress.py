@@ -12,7 +12,8 @@ import pytest
 from gerl import progress
 from gerl.cluster import Pending
 from gerl.progress import MAX_SPANS, Progress, Span, Timeline, joined
-from gerl.run.live import append_spans, chrome_trace, lanes, read_spans
+from gerl.run.live import chrome_trace, lanes, read_spans
+from gerl.trainer.extensions.timeline import append_spans
 
 
 def test_calls_of_a_worker_follow_each_other() -> None:

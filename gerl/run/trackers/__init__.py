@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard in this process, the others in a process of their own each.
+"""Trackers of other packages, in a process of their own each (TensorBoard: `gerl.trainer.extensions.trackers`).
 
 So a package cannot cost a run a step, even if it hangs, blocks at exit, prompts for a password or catches signals. To
 add a tracker, write a class like `Wandb` and list it in `REMOTE`.
@@ -8,10 +8,10 @@ import importlib.util
 
 from gerl.config import LoggerConfig
 from gerl.errors import ConfigError
-from gerl.run.trackers.backends import Mlflow, Swanlab, TensorBoard, Trackio, Wandb
+from gerl.run.trackers.backends import Mlflow, Swanlab, Trackio, Wandb
 from gerl.run.trackers.process import Record, Remote, Sink, TrackedRun, TrackerProcess
 
-__all__ = ["REMOTE", "Sink", "TrackedRun", "check_trackers", "open_sinks"]
+__all__ = ["RECORD", "REMOTE", "Record", "Sink", "TrackedRun", "TrackerProcess", "check_trackers"]
 
 RECORD = "trackers.json"  # in the run folder: tracker -> its run
 REMOTE: dict[str, type[Remote]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow, "swanlab": Swanlab}
@@ -27,16 +27,3 @@ def check_trackers(config: LoggerConfig) -> None:
                 f"logger.trackers=[{', '.join(config.trackers)}]: the package {name} is not installed; pip install "
                 f"{install}, or remove {name}"
             )
-
-
-def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
-    """Open the configured trackers; they resume the runs recorded in `trackers.json`."""
-    check_trackers(config)
-    record = Record(run.folder / RECORD)
-    sinks: list[Sink] = []
-    for name in config.used_trackers:
-        if name == "tensorboard":
-            sinks.append(TensorBoard(run))
-        else:
-            sinks.append(TrackerProcess(name, record.for_resume(name, run), record.keeper(name)))
-    return sinks

@@ -5,12 +5,15 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
+import yaml
 from PIL import Image
 
-from gerl.config import Config
+from gerl.config import Config, LoggerConfig
 from gerl.errors import GerlError
-from gerl.run.trackers import Sink, open_sinks
-from gerl.run.tracking import METRICS, tracked_run
+from gerl.run.card import redact, redacted
+from gerl.run.trackers import RECORD, Record, Sink, TrackedRun, TrackerProcess, check_trackers
+from gerl.run.tracking import METRICS
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -68,3 +71,78 @@ class Trackers(Extension):
         except GerlError:
             if ending is None:
                 raise
+
+
+def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> TrackedRun:
+    """Describe the run to trackers: named after the last two folders of its path, with its `config.yaml`."""
+    with writing(run_dir):
+        file = run_dir / "config.yaml"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        values = None
+    settings = redacted(values) if isinstance(values, dict) else {}
+    algorithm = settings.get("algorithm")
+    preset = settings.get("preset") or (algorithm.get("name") if isinstance(algorithm, dict) else None)
+    tags = [str(preset)] if preset else []
+    name = "-".join(part for part in run_dir.parts[-2:] if part != run_dir.anchor)
+    return TrackedRun(
+        folder=run_dir,
+        name=name or run_dir.resolve().name,
+        project=config.project,
+        tags=list(dict.fromkeys([*tags, *config.tags])),
+        config=settings,
+        text=redact(text),
+        start_step=start_step,
+    )
+
+
+def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
+    """Open the configured trackers; they resume the runs recorded in `trackers.json`."""
+    check_trackers(config)
+    record = Record(run.folder / RECORD)
+    sinks: list[Sink] = []
+    for name in config.used_trackers:
+        if name == "tensorboard":
+            sinks.append(TensorBoard(run))
+        else:
+            sinks.append(TrackerProcess(name, record.for_resume(name, run), record.keeper(name)))
+    return sinks
+
+
+# --- TensorBoard's event files, written by this process: a full disk ends the run, as for its other files
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`; steps after `start_step`, which a resumed run repeats, are hidden."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        # imported here: it takes a second, and only this process needs it
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, start = run.folder / "tensorboard", run.start_step
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None, flush_secs=10)
+        if run.text:
+            self._text(max(start, 0), "config.yaml", run.text)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        with Image.open(path) as picture:
+            self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+    def lora(self, step: int, files: dict[str, bytes]) -> None:
+        """Do nothing: TensorBoard stores no files."""
+
+    def alert(self, step: int, sentence: str) -> None:
+        self._text(step, "alerts", sentence)
+
+    def close(self, failed: bool = False) -> None:
+        self._writer.close()
+
+    def _text(self, step: int, name: str, content: str) -> None:
+        self._writer.add_text(name, "".join(f"    {line}\n" for line in content.splitlines()), step)  # code in Markdown

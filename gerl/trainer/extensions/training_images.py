@@ -1,18 +1,36 @@
 """Save training images with their rewards: sheets in `samples/`, and those of the latest steps in `live/`."""
 
+import contextlib
+import io
+import json
 import logging
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from gerl.errors import GerlError
 from gerl.protocol import Group
-from gerl.run.live import MOST, LiveImage, remove_live, save_live
+from gerl.run.live import FOLDER
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
 from gerl.trainer.step import Step
 from gerl.trainer.validation import training_sheet
+from gerl.utils.files import finite, write_file, writing
+from gerl.web.pages import still
 
 logger = logging.getLogger(__name__)
+WIDTH = 256  # pixels, the longer side of an image on the sheet
+EXACT = 128  # pixels; smaller images are stored almost losslessly (PNG would take ten times as long)
+KEPT = 2  # latest steps
+MILESTONES = 24  # earlier steps, evenly spaced
+MAX_IMAGES = 64  # images
 
 
 class TrainingImages(Extension):
@@ -49,8 +67,8 @@ def save_live_images(run: Run, step: Step) -> None:
     scores, pixels = step.scores, list[object]()
     for images in step.images:
         found = list(images.result().pixels)
-        pixels += found[: MOST - len(pixels)]
-        if len(pixels) == MOST or found[0].ndim == 4:  # videos are large: those of one micro-batch are enough
+        pixels += found[: MAX_IMAGES - len(pixels)]
+        if len(pixels) == MAX_IMAGES or found[0].ndim == 4:  # videos are large: those of one micro-batch are enough
             break
     groups: dict[Group, int] = {}
     prompts, shown = list[str](), list[LiveImage]()
@@ -63,3 +81,71 @@ def save_live_images(run: Run, step: Step) -> None:
         by_scorer = {name: values[i] for name, values in scores.by_scorer.items()}
         shown.append(LiveImage(groups[sample.group], sample.index, scores.totals[i], by_scorer, advantage))
     save_live(run.run_dir, step.number, prompts, shown, pixels, len(scores.samples))  # type: ignore[arg-type]
+
+
+# --- `live/`: one sheet for each of the latest and some earlier steps, and its scores
+
+
+@dataclass(frozen=True)
+class LiveImage:
+    """Image `index` of group `group` of a step, with its scores; None: not scored."""
+
+    group: int
+    index: int
+    total: float | None
+    scores: dict[str, float | None]
+    advantage: float | None  # mean over the trained timesteps
+
+
+def save_live(
+    run_dir: Path, step: int, prompts: Sequence[str], images: Sequence[LiveImage], pixels: Sequence[np.ndarray], of: int
+) -> None:
+    """Write `live/step_N.json` and its sheet, and remove those of later and of most earlier steps.
+
+    prompts: one per group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: number of images of the step.
+    Raises `GerlError` if they cannot be written.
+    """
+    tiles = [_small(still(image) if image.ndim == 4 else image) for image in pixels]
+    width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
+    columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(tiles) / columns) * height))
+    for i, tile in enumerate(tiles):
+        sheet.paste(tile, (i % columns * width, i // columns * height))
+    buffer, exact = io.BytesIO(), max(width, height) <= EXACT
+    sheet.save(buffer, "jpeg", quality=95 if exact else 85, subsampling=0 if exact else 2)
+    path = run_dir / FOLDER / f"step_{step:06d}.json"
+    shown = [[i.group, i.index, i.total, i.advantage, i.scores] for i in images]
+    values: dict[str, Any] = {"step": step, "of": of, "prompts": list(prompts), "images": shown}
+    values |= {"width": width, "height": height, "columns": columns}
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+    # the JSON is written last: if it exists, the sheet is complete
+    write_file(path.with_suffix(".jpg"), buffer.getvalue())
+    write_file(path, json.dumps(finite(values)))
+    _thin(path.parent, step)
+
+
+def _thin(folder: Path, newest: int) -> None:
+    """Keep the last `KEPT` steps and at most `MILESTONES` earlier ones; later ones precede a rollback or resume."""
+    steps = sorted([int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.json")])
+    earlier, spacing = [step for step in steps if step <= newest][:-KEPT], 1
+    while newest // spacing > MILESTONES:
+        spacing *= 2
+    for step in [step for step in steps if step > newest] + [step for step in earlier if step % spacing]:
+        for kind in ("json", "jpg"):
+            with contextlib.suppress(OSError):
+                (folder / f"step_{step:06d}.{kind}").unlink(missing_ok=True)
+
+
+def remove_live(run_dir: Path) -> None:
+    """Remove the images of all steps."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def _small(image: np.ndarray) -> Image.Image:
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    factor = max(picture.size) / WIDTH
+    if factor > 1:
+        size = tuple(max(1, round(side / factor)) for side in picture.size)
+        picture = picture.resize((size[0], size[1]), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    return picture

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.run.live import KEPT, MILESTONES, LiveImage, live_steps, remove_live, save_live
+from gerl.run.live import live_steps
+from gerl.trainer.extensions.training_images import KEPT, MILESTONES, LiveImage, remove_live, save_live
 
 ONE = LiveImage(0, 0, 0.5, {"ocr": None}, None)
 
