@@ -389,7 +389,7 @@ class FlowGRPO(PolicyGradient):
         return torch.stack(result).to(rewards.totals.dtype)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"past": {str(prompt): values for prompt, values in self.past.items()}}
+        return super().state() | {"past": dict(zip(map(str, self.past), self.past.values(), strict=True))}
 
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
@@ -725,7 +726,7 @@ class SamplingConfig(Block):
                 f"{self.num_inference_steps}, which has no noise and no log-probability; end at {last} or before"
             )
 
-    @property
+    @cached_property
     def steps_range(self) -> tuple[int, int]:
         """Range [first, end) of the steps that may be stochastic, or of the noise levels that may be trained."""
         left_out = 2 if self.kernel in FADING_KERNELS else 1
@@ -740,7 +741,7 @@ class SamplingConfig(Block):
             return f"the last step is deterministic, the one before it has almost no noise with kernel={self.kernel}"
         return "the last step is deterministic"
 
-    @property
+    @cached_property
     def trained_steps(self) -> int:
         """Number of stochastic steps of a rollout."""
         first, end = self.steps_range

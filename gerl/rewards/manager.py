@@ -278,6 +278,9 @@ class RewardManager:
         cluster.send_by_value(functions_of(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
+        by_model = {name: scorer for name, scorer in config.scorers.items() if name not in self.people}
+        self.training = active_scorers(config.scorers, "training")
+        self.validation = active_scorers(by_model, "validation")  # people are not asked
         self.feedback_queue = FeedbackQueue()
         self.load = {name: ScorerLoad() for name in scorers}
         self.running: dict[Pending[Answer], Call] = {}
@@ -317,9 +320,7 @@ class RewardManager:
 
         `held_out`: images of a validation, for which people are not asked.
         """
-        part = active_scorers(self.config.scorers, "validation" if held_out else "training")
-        scorers = {name: scorer for name, scorer in part.items() if not (held_out and name in self.people)}
-        return ScoringRound(self, samples, scorers)
+        return ScoringRound(self, samples, self.validation if held_out else self.training)
 
     def give_up(self) -> None:
         """Drop all rounds; the results of running calls are discarded."""

@@ -133,7 +133,7 @@ class RewardWorker:
             return Answer([{name: failure} for _ in places], time.perf_counter() - start, [], [])
         if isinstance(answer, str):
             return Answer([], time.perf_counter() - start, [], [], answer)
-        rows: list[Row] = [{name: _validated(name, value, "")} for value in answer]
+        rows: list[Row] = [{name: _validated(name, value, scorer)} for value in answer]
         return Answer(rows, time.perf_counter() - start, [], [])
 
     def reach(self, name: str) -> str:
@@ -172,7 +172,7 @@ class RewardWorker:
         rows: list[Row] = [{} for _ in pixels]
         for number, (column, scores) in enumerate(columns.items()):
             label = f"{name}/{column}" if number else name
-            for i, value in enumerate(_by_image(name, scores, owners, len(pixels), scorer.place())):
+            for i, value in enumerate(_by_image(name, scores, owners, len(pixels), scorer)):
                 rows[i][label] = value
         return rows
 
@@ -197,15 +197,15 @@ def _to_pil(pixels: np.ndarray, whole: bool) -> list[Any]:
 
 
 def _by_image(
-    name: str, scores: list[object], owners: list[int], count: int, place: str
+    name: str, scores: list[object], owners: list[int], count: int, scorer: Scorer
 ) -> list[float | ScorerFailure]:
     """Return one value per image: the score, the mean over its frames, or the failure."""
     if len(scores) != len(owners):
-        reason = f"returned {len(scores)} scores for {len(owners)} images, expected one per image{place}"
+        reason = f"returned {len(scores)} scores for {len(owners)} images, expected one per image{scorer.place()}"
         return [ScorerFailure(name, reason)] * count
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):
-        values[owner].append(_validated(name, score, place))
+        values[owner].append(_validated(name, score, scorer))
     return [_mean_of_frames(parts) for parts in values]
 
 
@@ -214,14 +214,14 @@ def _mean_of_frames(parts: list[float | ScorerFailure]) -> float | ScorerFailure
     return failures[0] if failures else fmean(part for part in parts if isinstance(part, float))
 
 
-def _validated(name: str, score: object, place: str) -> float | ScorerFailure:
+def _validated(name: str, score: object, scorer: Scorer) -> float | ScorerFailure:
     number = number_of(score)
     if number is None:
-        return ScorerFailure(name, f"returned {score!r:.80}, which is not a number{place}")
+        return ScorerFailure(name, f"returned {score!r:.80}, which is not a number{scorer.place()}")
     if not math.isfinite(number):
-        return ScorerFailure(name, f"returned {number}, which is not finite{place}")
+        return ScorerFailure(name, f"returned {number}, which is not finite{scorer.place()}")
     if abs(number) > LARGEST:
-        return ScorerFailure(name, f"returned {number:g}, above the float32 limit {LARGEST:.2g}{place}")
+        return ScorerFailure(name, f"returned {number:g}, above the float32 limit {LARGEST:.2g}{scorer.place()}")
     return number
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -215,6 +216,16 @@ class Actor:
             for blank, rows in idle:
                 self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a zero gradient
         return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
+
+    def accumulate_tasks(
+        self, tasks: Mapping[int, Sequence[Batch]], num_pairs: int, measured: int | None
+    ) -> UpdateStats:
+        """Add the gradient of the batches of each task, by step for the task `measured`; retry if out of memory."""
+
+        def work() -> UpdateStats:
+            return sum([self.accumulate(b, num_pairs, by_step=i == measured) for i, b in tasks.items()], UpdateStats())
+
+        return self.retry_on_oom(list(chain(*tasks.values())), work)
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
         """Run `work`, which trains on or pools all `batches` of an update; retry with smaller replays if out of memory.

@@ -183,12 +183,8 @@ class PolicyWorker:
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         own = self.batches(credit, groups, pooled, kl)
         self.algorithm.set_kl_weight(kl)
-
-        def work() -> UpdateStats:
-            return sum((self.actor.accumulate(b, num_pairs, by_step=i == first) for i, b in own.items()), UpdateStats())
-
         try:
-            stats = self.actor.retry_on_oom(list(chain(*own.values())), work)
+            stats = self.actor.accumulate_tasks(own, num_pairs, first)
         except (MemoryError, RuntimeError) as error:
             raise_known(error, "update")
             raise

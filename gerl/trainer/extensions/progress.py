@@ -24,7 +24,8 @@ class ProgressBar(Extension):
         done = run.state.step - bool(run.state.unlogged)  # the last step may have been interrupted
         if self.bar is None:
             self.bar = Progress(self.config.trainer.steps, done, disable=not self.config.logger.progress)
-        self.bar.go_back(done)
+        if done != self.bar.done:
+            self.bar.go_back(done)
 
     def concluded(self, run: Run, step: Step) -> None:
         if self.bar is None or not step.number:
