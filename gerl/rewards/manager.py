@@ -651,7 +651,6 @@ class PendingRollout:
             self.busy[self.processes[i]] -= 1
             self.sampled.add(i)
             self.scoring.add(i, image)
-            self.dispatch.ended(i)
             self.progressed(self.sizes[i])
 
     def check_silence(self, heard: bool, seconds: float) -> None:

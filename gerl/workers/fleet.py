@@ -144,9 +144,6 @@ class Dispatch:
         """Submit a micro-batch."""
         raise NotImplementedError
 
-    def ended(self, number: int) -> None:
-        """Handle the end of a micro-batch."""
-
     def finish(self) -> Sequence[RolloutTask]:
         """Handle the end of all micro-batches; return the tasks that will be trained on."""
         return []
