@@ -22,11 +22,10 @@ from gerl.model.placement import compile_blocks
 from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
 from gerl.progress import waiting
 from gerl.protocol import CutPrompts, Images, Prompt, Sample
-from gerl.rewards.manager import PendingRollout, RewardManager
+from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin
 from gerl.run.checkpoint import models_in
 from gerl.trainer.overlong import sentences
 from gerl.utils.files import capture_logs, pass_on_logs
-from gerl.workers.fleet import RoundRobin
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger("gerl")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,14 +21,11 @@ from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
 from gerl.progress import Timeline
-from gerl.protocol import FeedbackRequest, Group, Images, Prompt, Sample, ScorerFailure, Scores
+from gerl.protocol import FeedbackRequest, Group, Images, Prompt, RolloutTask, Sample, ScorerFailure, Scores
 from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import active_scorers, applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
-
-if TYPE_CHECKING:
-    from gerl.workers.fleet import Dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -574,6 +571,30 @@ POLL_S = 0.1  # interval at which the thread checks whether the block has ended
 PREFETCH = 2  # micro-batches submitted to a process: the current one and the next
 
 
+class Dispatch:
+    """Micro-batches being sampled."""
+
+    processes: list[int]  # [M] the sampler of each
+
+    def submit(self, number: int) -> Pending[Images]:
+        """Submit a micro-batch."""
+        raise NotImplementedError
+
+    def finish(self) -> Sequence[RolloutTask]:
+        """Handle the end of all micro-batches; return the tasks that will be trained on."""
+        return []
+
+
+class RoundRobin(Dispatch):
+    """Micro-batches that `count` processes take in turn: `call(i)` submits the i-th of `total`."""
+
+    def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
+        self.call, self.processes = call, [number % count for number in range(total)]
+
+    def submit(self, number: int) -> Pending[Images]:
+        return self.call(number)
+
+
 class PendingRollout:
     """Micro-batches in flight through the samplers of `dispatch` and the scorers.
 
@@ -584,7 +605,7 @@ class PendingRollout:
         self,
         manager: RewardManager,
         samples: Sequence[Sequence[Sample]],
-        dispatch: "Dispatch",
+        dispatch: Dispatch,
         hang_after: float | None = None,
         ahead: int = 0,
         held_out: bool = False,

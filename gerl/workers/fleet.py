@@ -27,6 +27,7 @@ from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
 from gerl.progress import Timeline, waiting
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepEnd, StepResult, UpdateStats
+from gerl.rewards.manager import Dispatch
 from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
 from gerl.utils.seeding import seed_everything
 from gerl.workers.recovery import Recovery
@@ -133,30 +134,6 @@ def call_pattern(task: RolloutTask) -> Hashable:
 
 
 # --- Fleet of a run
-
-
-class Dispatch:
-    """Micro-batches being sampled."""
-
-    processes: list[int]  # [M] the sampler of each
-
-    def submit(self, number: int) -> Pending[Images]:
-        """Submit a micro-batch."""
-        raise NotImplementedError
-
-    def finish(self) -> Sequence[RolloutTask]:
-        """Handle the end of all micro-batches; return the tasks that will be trained on."""
-        return []
-
-
-class RoundRobin(Dispatch):
-    """Micro-batches that `count` processes take in turn: `call(i)` submits the i-th of `total`."""
-
-    def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
-        self.call, self.processes = call, [number % count for number in range(total)]
-
-    def submit(self, number: int) -> Pending[Images]:
-        return self.call(number)
 
 
 def kept_id(task: RolloutTask, padding: bool) -> int:

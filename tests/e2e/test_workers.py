@@ -19,8 +19,8 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
 from gerl.progress import Timeline
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
-from gerl.rewards.manager import PendingRollout, RewardManager, serve_in_background
-from gerl.workers.fleet import Placement, RoundRobin, fleet_of
+from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin, serve_in_background
+from gerl.workers.fleet import Placement, fleet_of
 
 STEPS = 2
 # Brightness, with a log of when it was called and what it saw.

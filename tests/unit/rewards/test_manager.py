@@ -33,11 +33,11 @@ from gerl.rewards.manager import (
     FeedbackQueue,
     PendingRollout,
     RewardManager,
+    RoundRobin,
     advance,
     feedback_requests,
     try_scorers,
 )
-from gerl.workers.fleet import RoundRobin
 
 SCORERS = """
 def compute_score(images, prompts, metadata):
