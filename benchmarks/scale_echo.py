@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.protocol import CutPrompts, Images, Prompt, RolloutTask, StepEnd, StepResult, UpdateStats
+from gerl.protocol import CutPrompts, Images, Prompt, RolloutTask, StepResult, UpdateStats
 
 STATISTICS = ("log_ratio_abs", "log_ratio_std", "clip_fraction_low", "clip_fraction_high", "loss")
 
@@ -43,9 +43,9 @@ class Echo:
     def step(self, finished: int, together: bool, last: bool, resets: bool) -> StepResult:
         return StepResult(1.0, 1e-4, True, 0.1, 1e-3, self.finish_step(finished + 1) if last else None)
 
-    def finish_step(self, step: int, resets: bool = False) -> StepEnd:
+    def finish_step(self, step: int, resets: bool = False) -> StepResult:
         self.images = 0
-        return StepEnd(0, [])
+        return StepResult(ended=True)
 
     def checkpoint(self, step: int) -> tuple[dict[str, bytes], None]:
         return {"state.safetensors": b""}, None

@@ -4,7 +4,8 @@
 the advantage of each (sample, timestep), `[B, T]` fp32, NaN if not trained.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -168,17 +169,64 @@ class ScorerFailure:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scores:
-    """Rewards of one micro-batch, in its order.
+    """The samples of a micro-batch, a step or a validation in order, with their scores: one row per image.
 
     A failed sample has no total and at least one failure; a scorer that does not apply to a sample has neither a score
     nor a failure.
+
+    Example: two prompts with three images each, scored by `ocr` and `aesthetic`, have six `samples`, six `totals` (the
+    weighted sums, None where a scorer failed) and six values in each of the columns `ocr` and `aesthetic` of
+    `by_scorer`.
     """
 
-    totals: list[float | None]  # [B] weighted sum over scorers
-    by_scorer: dict[str, list[float | None]]  # scorer -> [B]
-    failures: list[list[ScorerFailure]]  # [B]
+    samples: list[Sample] = field(default_factory=list)  # [B]
+    totals: list[float | None] = field(default_factory=list)  # [B] weighted sum over scorers
+    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)  # scorer or SCORER/COLUMN -> [B]
+    failures: list[list[ScorerFailure]] = field(default_factory=list)  # [B]
+    given: bool = False  # ranks and labels of dataset images are not rewards
+
+    def add(self, other: "Scores") -> None:
+        """Append a micro-batch; a column missing on one side (its scorer failed) is filled with None.
+
+        Dataset images have the scores of their files.
+        """
+        totals, columns, failures = other.totals, other.by_scorer, other.failures
+        if given := [sample.dataset_image.score for sample in other.samples if sample.dataset_image is not None]:
+            self.given, totals, columns, failures = True, list(given), {}, [[] for _ in given]
+        for name in {**self.by_scorer, **columns}:
+            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
+            known.extend(columns.get(name, [None] * len(other.samples)))
+        self.samples += other.samples
+        self.totals += totals
+        self.failures += failures
+
+    @property
+    def unscored(self) -> int:
+        """Return the samples whose total failed."""
+        return len(self.failed)
+
+    @property
+    def failed(self) -> list[int]:
+        """Return the rows whose total failed; a sample without scorers has neither a total nor a failure."""
+        return [i for i, total in enumerate(self.totals) if total is None and self.failures[i]]
+
+    @property
+    def measured(self) -> int:
+        """Return the samples that have or should have a total."""
+        return sum(total is not None for total in self.totals) + self.unscored
+
+    def by_group(self) -> dict[Group, list[float | None]]:
+        """Return the rewards of the images of each group."""
+        rewards: dict[Group, list[float | None]] = {}
+        for sample, total in zip(self.samples, self.totals, strict=True):
+            rewards.setdefault(sample.group, []).append(total)
+        return rewards
+
+    def groups_with_signal(self) -> list[Group]:
+        """Return the groups whose images all have a reward, not all equal."""
+        return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
 
 
 @dataclass(frozen=True)
@@ -195,15 +243,6 @@ class FeedbackRequest:
     prompt: int  # id of the prompt
     seeds: tuple[int, ...]  # [B]
     together: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StepEnd:
-    """Report of a worker at the end of a trainer step."""
-
-    blank: int  # number of images with a single colour
-    notes: list[str]  # messages for the run's log
-    memory_gb: float | None = None  # peak GPU memory reserved during the step; None on a CPU
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
@@ -243,19 +282,20 @@ class UpdateStats:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step.
+    """Result of an optimizer step, and the worker's report if it ended the trainer step."""
 
-    It has the gradient norm before clipping, the learning rate, whether the step was taken, the largest weight of the
-    LoRA after it (None if skipped), the root mean square of the gradient's elements before clipping, and the worker's
-    report if it was the last of the trainer step.
-    """
+    grad_norm: float = math.nan  # before clipping
+    lr: float = 0.0
+    applied: bool = False  # whether the step was taken
+    lora_max: float | None = None  # the largest weight of the LoRA after it; None if skipped
+    grad_rms: float | None = None  # of the gradient's elements before clipping
+    ended: bool = False  # the trainer step
+    blank: int = 0  # images of the trainer step with a single colour
+    notes: Sequence[str] = ()  # messages for the run's log
+    memory_gb: float | None = None  # peak GPU memory reserved during the trainer step; None on a CPU
 
-    grad_norm: float
-    lr: float
-    applied: bool
-    lora_max: float | None = None
-    grad_rms: float | None = None
-    end: StepEnd | None = None
+
+NO_UPDATE = StepResult()  # no optimizer step was taken
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, Sco
 from gerl.progress import Stopwatch
 from gerl.protocol import Prompt, ScorerFailure, Scores
 from gerl.trainer.extensions import Extension, build_extensions
-from gerl.trainer.step import ScoreTable, Step, credit_of, usable_rewards
+from gerl.trainer.step import Step, credit_of, usable_rewards
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 TAKING_PART = ("gardo:KLGate", "kl_in_reward:KLInReward", "dynamic_sampling:DynamicSampling")
@@ -26,15 +26,15 @@ def config(**algorithm: object) -> Config:
     )
 
 
-def scored(c: Config, totals: list[float | None]) -> ScoreTable:
-    found = ScoreTable()
+def scored(c: Config, totals: list[float | None]) -> Scores:
+    found = Scores()
     samples = plan_samples(c, PROMPTS, 1, 0)[: len(totals)]
     failures = [[] if t is not None else [ScorerFailure("a", "it broke")] for t in totals]
     columns = {"a": [None if t is None else t / 2 for t in totals], "b": [7.0] * len(totals), "c": [0.0] * len(totals)}
     half = len(totals) // 2
     for part in (slice(0, half), slice(half, None)):
         by_scorer = {name: values[part] for name, values in columns.items()}
-        found.add(samples[part], Scores(totals[part], by_scorer, failures[part]))  # type: ignore[arg-type]
+        found.add(Scores(samples[part], totals[part], by_scorer, failures[part]))  # type: ignore[arg-type]
     return found
 
 
@@ -45,7 +45,7 @@ class Crediting:
         self.config, self.algorithm = config, build_algorithm(config)
         self.extensions: list[Extension] = list(build_extensions(config, TAKING_PART).values())
 
-    def step(self, scores: ScoreTable, kl: Sequence[float] = ()) -> Step:
+    def step(self, scores: Scores, kl: Sequence[float] = ()) -> Step:
         """The step of `scores` when it is credited; `kl` `[B]` to the base model, as the workers would measure it."""
         step = Step(1, Stopwatch(), scores=scores)
         fleet = SimpleNamespace(on_trajectories=lambda _: [[value] for value in kl])

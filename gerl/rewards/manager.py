@@ -562,7 +562,7 @@ class ScoringRound:
         by_scorer = {
             label: [value if isinstance(value := row.get(label), float) else None for row in rows] for label in labels
         }
-        return Scores(totals, by_scorer, failures)
+        return Scores(list(batch), totals, by_scorer, failures)
 
 
 # --- Sampling and scoring at once: scorers score a micro-batch while the workers sample the next ones

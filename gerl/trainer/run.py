@@ -440,7 +440,7 @@ class Run:
         tasks = rollout.dispatch.finish()
         for task, scores in zip(tasks, found, strict=True):
             if not self.dataset_images or task.samples[0].dataset_image is None:
-                step.scores.add(task.samples, scores)
+                step.scores.add(scores)
         if not step.rounds:
             step.images += rollout.images
         step.rounds, step.round = step.rounds + 1, tasks

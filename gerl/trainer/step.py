@@ -1,4 +1,4 @@
-"""The value that moves through the training loop, its table of scores, and the credit of its samples."""
+"""The value that moves through the training loop, the metrics of its scores, and the credit of its samples."""
 
 from __future__ import annotations
 
@@ -33,107 +33,6 @@ NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric 
 
 
 @dataclass
-class ScoreTable:
-    """The samples of a step or a validation in order, with their scores: one row per image.
-
-    Example: two prompts with three images each, scored by `ocr` and `aesthetic`, have six `samples`, six `totals` (the
-    weighted sums, None where a scorer failed) and six values in each of the columns `ocr` and `aesthetic` of
-    `by_scorer`.
-    """
-
-    samples: list[Sample] = field(default_factory=list)
-    totals: list[float | None] = field(default_factory=list)
-    by_scorer: dict[str, list[float | None]] = field(default_factory=dict)
-    failures: list[list[ScorerFailure]] = field(default_factory=list)
-    given: bool = False  # ranks and labels of dataset images are not rewards
-
-    def add(self, samples: Sequence[Sample], scores: Scores) -> None:
-        """Append a micro-batch; a column missing on one side (its scorer failed) is filled with None.
-
-        Dataset images have the scores of their files.
-        """
-        if given := [sample.dataset_image.score for sample in samples if sample.dataset_image is not None]:
-            self.given, scores = True, Scores(list(given), {}, [[] for _ in given])  # their files have the scores
-        for name in {**self.by_scorer, **scores.by_scorer}:
-            known = self.by_scorer.setdefault(name, [None] * len(self.samples))
-            known.extend(scores.by_scorer.get(name, [None] * len(samples)))
-        self.samples += samples
-        self.totals += scores.totals
-        self.failures += scores.failures
-
-    def metrics(self, config: RewardConfig, validation: bool = False) -> Metrics:
-        """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
-
-        Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
-        a failed prompt is NaN. Without a total if only people score, who vote in training only.
-        """
-        metrics: Metrics = {"val/failures": float(self.unscored)} if validation else {}
-        total = {"reward": self.totals} if self.measured and not self.given else {}
-        for name, values in {**total, **self.by_scorer}.items():
-            key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
-            if validation and not self._whole(config, name, values):
-                values = []
-            metrics[f"{key}/mean"] = mean(values)
-            if not validation:
-                metrics[f"{key}/best_of_n"] = mean(self._best(values))
-            if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
-                metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
-        return metrics | (self._by_source() if validation else {})
-
-    def _by_source(self) -> Metrics:
-        """Return the mean total of each `data_source` of the held-out prompts, if there are several."""
-        found: dict[str, list[float | None]] = {}
-        for sample, total, failures in zip(self.samples, self.totals, self.failures, strict=True):
-            if total is None and not failures:  # no scorer applies
-                continue
-            if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
-                found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
-        means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
-        return means if len(means) > 1 else {}
-
-    @property
-    def unscored(self) -> int:
-        """Return the samples whose total failed."""
-        return len(self.failed)
-
-    @property
-    def failed(self) -> list[int]:
-        """Return the rows whose total failed; a sample without scorers has neither a total nor a failure."""
-        return [i for i, total in enumerate(self.totals) if total is None and self.failures[i]]
-
-    @property
-    def measured(self) -> int:
-        """Return the samples that have or should have a total."""
-        return sum(total is not None for total in self.totals) + self.unscored
-
-    def _whole(self, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
-        """Whether all samples to which the scorer of `column` applies have a value."""
-        scorer = config.scorers.get(column.split("/")[0])  # None: the total
-        if scorer is None:
-            return not self.failed
-        prompts = (sample.prompt for sample, value in zip(self.samples, values, strict=True) if value is None)
-        return not any(applies(scorer, prompt) for prompt in prompts)
-
-    def _best(self, values: Sequence[float | None]) -> list[float]:
-        groups: dict[Group, list[float]] = {}
-        for sample, value in zip(self.samples, values, strict=True):
-            if value is not None:
-                groups.setdefault(sample.group, []).append(value)
-        return [max(members) for members in groups.values()]
-
-    def by_group(self) -> dict[Group, list[float | None]]:
-        """Return the rewards of the images of each group."""
-        rewards: dict[Group, list[float | None]] = {}
-        for sample, total in zip(self.samples, self.totals, strict=True):
-            rewards.setdefault(sample.group, []).append(total)
-        return rewards
-
-    def groups_with_signal(self) -> list[Group]:
-        """Return the groups whose images all have a reward, not all equal."""
-        return [group for group, values in self.by_group().items() if len(set(values)) > 1 and None not in values]
-
-
-@dataclass
 class Step:
     """One iteration of the trainer.
 
@@ -145,7 +44,7 @@ class Step:
     watch: Stopwatch
     tasks: list[RolloutTask] = field(default_factory=list)
     images: list[Pending[Images]] = field(default_factory=list)  # of the first round
-    scores: ScoreTable = field(default_factory=ScoreTable)
+    scores: Scores = field(default_factory=Scores)
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
     rounds: int = 0  # with dynamic sampling there may be several
     rewards: Rewards | None = None  # of the trainable samples
@@ -165,6 +64,58 @@ class Step:
             self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
 
 
+# --- Metrics of the scores
+
+
+def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = False) -> Metrics:
+    """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
+
+    Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
+    a failed prompt is NaN. Without a total if only people score, who vote in training only.
+    """
+    metrics: Metrics = {"val/failures": float(scores.unscored)} if validation else {}
+    total = {"reward": scores.totals} if scores.measured and not scores.given else {}
+    for name, values in {**total, **scores.by_scorer}.items():
+        key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
+        if validation and not _is_whole(scores, config, name, values):
+            values = []
+        metrics[f"{key}/mean"] = mean(values)
+        if not validation:
+            metrics[f"{key}/best_of_n"] = mean(_best(scores, values))
+        if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
+            metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
+    return metrics | (_by_source(scores) if validation else {})
+
+
+def _by_source(scores: Scores) -> Metrics:
+    """Return the mean total of each `data_source` of the held-out prompts, if there are several."""
+    found: dict[str, list[float | None]] = {}
+    for sample, total, failures in zip(scores.samples, scores.totals, scores.failures, strict=True):
+        if total is None and not failures:  # no scorer applies
+            continue
+        if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
+            found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
+    means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
+    return means if len(means) > 1 else {}
+
+
+def _is_whole(scores: Scores, config: RewardConfig, column: str, values: Sequence[float | None]) -> bool:
+    """Whether all samples to which the scorer of `column` applies have a value."""
+    scorer = config.scorers.get(column.split("/")[0])  # None: the total
+    if scorer is None:
+        return not scores.failed
+    prompts = (sample.prompt for sample, value in zip(scores.samples, values, strict=True) if value is None)
+    return not any(applies(scorer, prompt) for prompt in prompts)
+
+
+def _best(scores: Scores, values: Sequence[float | None]) -> list[float]:
+    groups: dict[Group, list[float]] = {}
+    for sample, value in zip(scores.samples, values, strict=True):
+        if value is not None:
+            groups.setdefault(sample.group, []).append(value)
+    return [max(members) for members in groups.values()]
+
+
 def mean(values: Sequence[float | bool | None]) -> float:
     """Return the mean of the values that are not None, NaN if all are."""
     known = [v for v in values if v is not None]
@@ -174,7 +125,7 @@ def mean(values: Sequence[float | bool | None]) -> float:
 # --- Credit of the samples
 
 
-def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics]:
+def usable_rewards(config: Config, scores: Scores) -> tuple[Rewards, Metrics]:
     """Return the rewards of the trainable samples and the metrics of the step's scores.
 
     Raises `RewardError` as `usable_groups` does, or where a score that the algorithm needs is missing.
@@ -193,7 +144,7 @@ def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics
     totals = torch.tensor([total for i in rows if (total := scores.totals[i]) is not None])
     if any(scorer.normalise != "none" for scorer in weighted.values()):
         totals = columns @ weights
-    metrics = scores.metrics(config.reward) | {
+    metrics = reward_metrics(scores, config.reward) | {
         "group/zero_std_fraction": zero_std_fraction(totals, ids),
         "group/dropped": float(len(report)),
     }
@@ -206,20 +157,20 @@ def usable_rewards(config: Config, scores: ScoreTable) -> tuple[Rewards, Metrics
     return Rewards(samples, totals, columns, weights, diversity, rows), metrics
 
 
-def credit_of(config: Config, algorithm: Algorithm, scores: ScoreTable, rewards: Rewards) -> torch.Tensor:
+def credit_of(config: Config, algorithm: Algorithm, scores: Scores, rewards: Rewards) -> torch.Tensor:
     """Compute the credit `[B, T]` of a step's samples, NaN where a sample is not trained on."""
     credit = torch.full((len(scores.samples), config.sampling.num_inference_steps), torch.nan)
     credit[list(rewards.rows)] = algorithm.credit(rewards)
     return credit
 
 
-def column(scores: ScoreTable, name: str, rows: Sequence[int]) -> torch.Tensor:
+def column(scores: Scores, name: str, rows: Sequence[int]) -> torch.Tensor:
     """Return the scores `[B]` of a column, NaN where a score is missing."""
     values = scores.by_scorer.get(name, [None] * len(scores.samples))
     return torch.tensor([torch.nan if (value := values[i]) is None else value for i in rows], dtype=torch.float64)
 
 
-def _diversity(algorithm: ShapedConfig, scores: ScoreTable, rows: Sequence[int]) -> torch.Tensor:
+def _diversity(algorithm: ShapedConfig, scores: Scores, rows: Sequence[int]) -> torch.Tensor:
     """Return each image's dissimilarity to the rest of its group, `[B]`; raises `RewardError` if one is missing."""
     found = column(scores, algorithm.diversity_scorer, rows)
     if missing := int(found.isnan().sum()):

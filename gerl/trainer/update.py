@@ -13,7 +13,7 @@ from gerl.algorithms.planning import update_parts
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
 from gerl.config import Config
 from gerl.errors import TrainingError
-from gerl.protocol import RolloutTask, StepEnd, StepResult, UpdateStats
+from gerl.protocol import RolloutTask, StepResult, UpdateStats
 from gerl.run.checkpoint import RunState
 from gerl.run.health import ABSURD_WEIGHT
 from gerl.trainer.step import Metrics, Step
@@ -215,7 +215,7 @@ def dataset_credit(
     return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}
 
 
-def _end_metrics(ends: Sequence[StepEnd], images: int) -> Metrics:
+def _end_metrics(ends: Sequence[StepResult], images: int) -> Metrics:
     """Return the share of blank images among `images` and the peak GPU memory of a step."""
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
     blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}

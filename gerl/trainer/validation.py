@@ -16,7 +16,7 @@ from gerl.cluster import Pending
 from gerl.config import Config, ValidationConfig
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
-from gerl.protocol import Images, ModelFacts, Sample
+from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.rewards.manager import PendingRollout
 from gerl.run.validation import (
     Estimate,
@@ -29,7 +29,7 @@ from gerl.run.validation import (
     save_validation,
     validation_steps,
 )
-from gerl.trainer.step import Metrics, ScoreTable, Step, check_failures, failure_text, mean
+from gerl.trainer.step import Metrics, Step, check_failures, failure_text, mean, reward_metrics
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
 from gerl.web.pages import grid, still
@@ -48,7 +48,7 @@ QUOTED = re.compile(
 
 def validate(run: "Run", step: Step) -> None:
     """Sample and score the held-out prompts and save the result: fixed noise, ODE sampling, averaged weights."""
-    config, scores, tables = run.config, ScoreTable(), []
+    config, scores, tables = run.config, Scores(), []
     run.sync(step)
     with step.watch("validation"):
         batches = plan_validation(config, run.held_out, step.number)
@@ -58,15 +58,15 @@ def validate(run: "Run", step: Step) -> None:
         rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
         with waiting(what, run.progress_of(rollout)), bar:
             tables = rollout.finish()
-        for batch, found in zip(batches, tables, strict=True):
-            scores.add(batch, found)
+        for found in tables:
+            scores.add(found)
         _conclude(run, step, scores, rollout.images, batches)
 
 
 def _conclude(
     run: "Run",
     step: Step,
-    scores: ScoreTable,
+    scores: Scores,
     images: Sequence[Pending[Images]],
     batches: Sequence[Sequence[Sample]],
 ) -> None:
@@ -129,7 +129,7 @@ def chosen_pixels(
 def keep_images(
     run_dir: Path,
     step: int,
-    scores: ScoreTable,
+    scores: Scores,
     pixels: Sequence[np.ndarray],
     shown: Sequence[int],
     model: ModelFacts,
@@ -160,14 +160,14 @@ def keep_images(
 
 
 def conclude_validation(
-    config: Config, scores: ScoreTable, step: int, gain: Estimate | None = None
+    config: Config, scores: Scores, step: int, gain: Estimate | None = None
 ) -> tuple[Metrics, float | None]:
     """Log a validation; returns its metrics and the mean reward, None unless every held-out image has a reward.
 
     `gain`: of the reward over the first validation. Raises `RewardError` if too many images have no reward, with
     `reward.on_error=stop` if any has none.
     """
-    metrics, count, failed = scores.metrics(config.reward, validation=True), scores.measured, scores.unscored
+    metrics, count, failed = reward_metrics(scores, config.reward, validation=True), scores.measured, scores.unscored
     if not count:
         logger.info(
             "step %d: %d held-out prompts are sampled; no scorer with a weight scores them (people vote in "

@@ -26,7 +26,7 @@ from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
 from gerl.progress import Timeline, waiting
-from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepEnd, StepResult, UpdateStats
+from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepResult, UpdateStats
 from gerl.rewards.manager import Dispatch
 from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
 from gerl.utils.seeding import seed_everything
@@ -222,12 +222,12 @@ class LocalFleet:
             self.trainers.run(set_gradient, total)
         return self.trainers.run(PolicyWorker.step, finished, together, last, resets)
 
-    def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
+    def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepResult]:
         """End trainer step `step` on all processes, unless its last optimizer step, with `results`, did so."""
         self.held.clear()
         if not results:
             return self.trainers.run(PolicyWorker.finish_step, step, resets)
-        return [result.end for result in results if result.end is not None]
+        return [result for result in results if result.ended]
 
     def pool(self, credit: Credit, groups: Groups = None, kl: KLWeight | None = None) -> Pooled | None:
         """Return the group sums used in losses, from all trainers; None if the algorithm uses none."""
@@ -347,7 +347,7 @@ class SplitFleet(RayFleet):
         super().__init__(config, cluster, workers, timeline)
         self.trainers = workers.part(range(cluster.training))
         self.samplers = workers.part(range(cluster.training, cluster.processes))
-        self.ends: list[Pending[StepEnd]] = []  # from samplers, for the current training step
+        self.ends: list[Pending[StepResult]] = []  # from samplers, for the current training step
         self.synced = 0  # the step whose weights the samplers have
 
     def _meeting(self) -> list[Workers]:
@@ -378,7 +378,7 @@ class SplitFleet(RayFleet):
     def forget_sync(self) -> None:
         self.synced = 0
 
-    def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepEnd]:
+    def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepResult]:
         ends = super().finish_step(step, results, resets) + [call.result() for call in self.ends]
         self.ends = []
         return ends

@@ -20,7 +20,7 @@ from gerl.config import Config
 from gerl.model.call import check_arguments
 from gerl.model.errors import model_errors, raise_known
 from gerl.objects import Function
-from gerl.protocol import Images, StepEnd, UpdateStats
+from gerl.protocol import NO_UPDATE, Images, StepResult, UpdateStats
 from gerl.utils.files import capture_logs, pass_on_logs
 from gerl.utils.seeding import seed_everything
 from gerl.workers.collective import Meeting, Ranks
@@ -30,7 +30,7 @@ from gerl.workers.rollout import Rollout, count_blank
 if TYPE_CHECKING:
     from gerl.engine import Trajectory
     from gerl.model.policy import Policy
-    from gerl.protocol import ModelFacts, RolloutTask, Sample, StepResult
+    from gerl.protocol import ModelFacts, RolloutTask, Sample
     from gerl.run.checkpoint import WorkerState
     from gerl.workers.actor import Actor, PartSnapshots, Snapshots
     from gerl.workers.state import Writing
@@ -198,14 +198,18 @@ class PolicyWorker:
         self.snapshots.take(finished)
         if together:
             self.reduce_gradient()
-        return replace(self.actor.step(), end=self.finish_step(finished + 1, resets) if last else None)
+        result = self.actor.step()
+        return self.finish_step(finished + 1, resets, result) if last else result
 
-    def finish_step(self, step: int, resets: bool = False) -> StepEnd:
-        """End trainer step `step`: update averages and drop trajectories; `resets`: also move the reference."""
+    def finish_step(self, step: int, resets: bool = False, result: StepResult = NO_UPDATE) -> StepResult:
+        """End trainer step `step`: update averages and drop trajectories; `resets`: also move the reference.
+
+        `result`: of the last optimizer step, to which the report is added.
+        """
         self.snapshots.take(step - 1)
         self.actor.finish_step(step, resets)
         self.ended = step
-        return end_step(self, step)
+        return end_step(self, step, result)
 
     def reduce_gradient(self) -> None:
         """Sum the gradients of all workers; a collective call."""
@@ -253,9 +257,9 @@ class PolicyWorker:
         self.ended = step
 
 
-def end_step(worker: PolicyWorker, step: int) -> StepEnd:
-    """End trainer step `step` of a worker, which may only sample, and return its report."""
+def end_step(worker: PolicyWorker, step: int, result: StepResult = NO_UPDATE) -> StepResult:
+    """End trainer step `step` of a worker, which may only sample; return `result` with its report."""
     blank, notes = worker.blank[step], worker.notes.copy()
     worker.clear(step)
     worker.notes.clear()
-    return StepEnd(blank, notes, peak_memory(worker.device))
+    return replace(result, ended=True, blank=blank, notes=notes, memory_gb=peak_memory(worker.device))

@@ -13,10 +13,10 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Scores
-from gerl.trainer.step import Metrics, ScoreTable, credit_of, usable_rewards
+from gerl.trainer.step import Metrics, credit_of, usable_rewards
 
 
-def credited(c: Config, scores: ScoreTable) -> tuple[Metrics, torch.Tensor]:
+def credited(c: Config, scores: Scores) -> tuple[Metrics, torch.Tensor]:
     rewards, metrics = usable_rewards(c, scores)
     return metrics, credit_of(c, build_algorithm(c), scores, rewards)
 
@@ -76,8 +76,8 @@ def test_the_credit_is_shaped_by_a_watched_scorer() -> None:
 )
 def test_scores_are_normalised_before_the_sum(how: Any, expected: list[float]) -> None:
     values = [2.0, 4.0, 0.0, 1.0]
-    c, found = replace(config(), reward=RewardConfig({"a": ScorerConfig(normalise=how)})), ScoreTable()
-    found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores(list(values), {"a": list(values)}, [[]] * 4))
+    c, found = replace(config(), reward=RewardConfig({"a": ScorerConfig(normalise=how)})), Scores()
+    found.add(Scores(plan_samples(c, PROMPTS[:2], 1, 0), list(values), {"a": list(values)}, [[]] * 4))
     metrics, credit = credited(c, found)
     assert credit[:, 0].tolist() == pytest.approx(expected, abs=1e-3)
     assert metrics["reward/mean"] == 1.75  # as the scorer said
@@ -88,8 +88,8 @@ def test_batch_normalisation_is_over_the_samples_that_have_a_score() -> None:
         "a": ScorerConfig(normalise="batch", data_sources=["x"]),
         "b": ScorerConfig(normalise="batch", scale=100.0, data_sources=["y"]),
     }
-    c, found = replace(config(), reward=RewardConfig(scorers)), ScoreTable()
+    c, found = replace(config(), reward=RewardConfig(scorers)), Scores()
     columns: dict[str, list[float | None]] = {"a": [1.0, 3.0, None, None], "b": [None, None, 0.0, 10.0]}
-    found.add(plan_samples(c, PROMPTS[:2], 1, 0), Scores([1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
+    found.add(Scores(plan_samples(c, PROMPTS[:2], 1, 0), [1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
     _, credit = credited(c, found)
     assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-3)

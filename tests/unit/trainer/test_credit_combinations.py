@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
 from gerl.protocol import Prompt, ScorerFailure, Scores
-from gerl.trainer.step import ScoreTable
 
 PROMPTS, N = 3, 3
 WEIGHTS = {"a": 2.0, "c": -1.0}
@@ -94,7 +93,7 @@ def twin(
     return {i: min(max(a, -o["advantage_clip"]), o["advantage_clip"]) for i, a in found.items()}, gate
 
 
-def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, ScoreTable]:
+def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, Scores]:
     keys = {name: o[name] for name in ("adv_estimator", "advantage_std", "advantage_clip")}
     scorers = {
         "a": ScorerConfig(weight=WEIGHTS["a"], scale=3.0, offset=-0.5, clip=o["clip"], normalise=o["normalise"]),
@@ -111,10 +110,10 @@ def step_of(o: dict[str, Any], scores: dict[str, list[float]]) -> tuple[Config, 
     )
     failed = [i // N == o["dropped"] and i % N == 1 for i in range(PROMPTS * N)]  # one image takes its group with it
     totals = [WEIGHTS["a"] * shaped(o, a) + WEIGHTS["c"] * c for a, c in zip(scores["a"], scores["c"], strict=True)]
-    found = ScoreTable()
+    found = Scores()
     found.add(
-        plan_samples(config, [Prompt(i, f"prompt {i}") for i in range(PROMPTS)], 1, 0),
         Scores(
+            plan_samples(config, [Prompt(i, f"prompt {i}") for i in range(PROMPTS)], 1, 0),
             [None if no else total for no, total in zip(failed, totals, strict=True)],
             {
                 name: [None if no and name == "a" else v for no, v in zip(failed, column, strict=True)]

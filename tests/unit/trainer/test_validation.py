@@ -13,7 +13,6 @@ from gerl.cluster import Pending
 from gerl.config import ScorerConfig, ValidationConfig
 from gerl.errors import RewardError
 from gerl.protocol import Images, Prompt, Sample, Scores
-from gerl.trainer.step import ScoreTable
 from gerl.trainer.validation import caption, chosen_pixels, conclude_validation, shown_images
 from gerl.utils.dataset import load_prompts
 
@@ -102,10 +101,10 @@ def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_fai
     asked: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`asked`: so many of them have another scorer with a weight, by their `data_source`."""
-    c, found = config(), ScoreTable()
+    c, found = config(), Scores()
     samples = plan_samples(c, PROMPTS, 1, 0)[:4]
     totals: list[float | None] = [3.0] * asked + [None] * (4 - asked)
-    found.add(samples, Scores(totals, {"b": [7.0] * 4}, [[] for _ in totals]))
+    found.add(Scores(samples, totals, {"b": [7.0] * 4}, [[] for _ in totals]))
     with caplog.at_level("INFO"):
         metrics, reward = conclude_validation(c, found, 6)
     expected = {"val/failures": 0.0, "val/b/mean": 7.0} | ({"val/reward/mean": 3.0} if asked else {})

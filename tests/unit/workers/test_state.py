@@ -77,7 +77,7 @@ def test_the_state_is_copied_while_the_next_step_is_drawn() -> None:
     worker.setup()
     for finished in (0, 1):
         set_gradient(worker, torch.ones(sum(p.numel() for p in worker.policy.trained.values())))
-        end = worker.step(finished, last=True).end
+        end = worker.step(finished, last=True)
         assert end is not None and worker.ended == finished + 1
     expected = {name: tensor.clone() for name, tensor in worker.actor.state()[0].items()}
     assert worker.snapshots.step == 1  # step 2 may have to be done again, as long as not all workers have finished it

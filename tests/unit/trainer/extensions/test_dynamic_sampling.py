@@ -34,7 +34,7 @@ def test_rounds_are_asked_for_until_enough_groups_have_a_signal_or_there_were_to
         for number, values in enumerate(totals):
             samples = plan_samples(c, PROMPTS[2 * number % 4 :][:2], 1, 0)
             step.round = build_algorithm(c).plan(samples)
-            step.scores.add(samples, Scores(list(values), {"a": list(values)}, [[] for _ in values]))
+            step.scores.add(Scores(samples, list(values), {"a": list(values)}, [[] for _ in values]))
             step.rounds += 1
             asked.append(extension.scored(nobody, step))
         step.credit = torch.zeros(len(step.scores.samples), 3)

@@ -32,7 +32,7 @@ def test_a_sheet_is_saved_as_often_as_there_is_a_validation_also_without_held_ou
     for number in range(1, 6):
         for rounds in (1, 2):
             step = Step(number, Stopwatch(), tasks=list(tasks), rounds=rounds)
-            step.scores.add(samples, Scores([1.0] * len(samples), {}, [[] for _ in samples]))
+            step.scores.add(Scores(samples, [1.0] * len(samples), {}, [[] for _ in samples]))
             pixels = np.zeros((len(tasks[0].samples), 8, 8, 3), np.uint8)
             step.images = [Pending("worker", value=Images(0, pixels, 0.0))]
             assert not TrainingImages(config).scored(run, step)
