@@ -161,6 +161,9 @@ class Validation:
         return [mean(group) for group in groups.values()]
 
 
+VALIDATION = TypeAdapter(Validation)
+
+
 def save_validation(
     run_dir: Path,
     step: int,
@@ -232,7 +235,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     try:
         values = json.loads(path.read_bytes())
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
-        found = TypeAdapter(Validation).validate_python({**values, "pixels": pixels})
+        found = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error
