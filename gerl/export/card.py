@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from gerl.run.validation import (
     BeforeAfter,
     SamplingRecord,
     Validation,
+    evenly,
     load_validation,
     load_validations,
     mean,
@@ -139,14 +140,6 @@ class ComfyFiles:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class CardPictures:
-    """Image files by name, and the template values that refer to them."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-
-
 def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     """Read the data of a run folder up to `step`."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
@@ -161,11 +154,13 @@ def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     return RunFacts(run_dir, step, config, sorted(rows, key=lambda row: row["step"]), validations, first, last)
 
 
-def pictures(run: RunFacts) -> CardPictures:
-    """Render the held-out images before and after training, and the reward curve."""
+def pictures(run: RunFacts) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Render the images before and after training, and the reward curve: files, and values of the template."""
     files: dict[str, bytes] = {}
     values: dict[str, Any] = {"curve": None, "after": None, "prompts": []}
-    if run.first is not None and run.last is not None and (chosen := shown_prompts(run.first, run.last)):
+    compared = None if run.first is None or run.last is None else BeforeAfter(run.first, run.last)
+    chosen = [gain.index for gain in evenly(compared.pictured, SHOWN)] if compared is not None else []
+    if chosen and run.first is not None and run.last is not None:
         files |= {"pictures/before.png": prompt_grid(run.first, chosen)}
         files |= {"pictures/after.png": prompt_grid(run.last, chosen)}
         values |= {"before": "pictures/before.png", "after": "pictures/after.png"}
@@ -176,7 +171,7 @@ def pictures(run: RunFacts) -> CardPictures:
     if (curve := reward_curve(run.rows, errors)) is not None:
         files["pictures/reward.png"] = curve
         values["curve"] = "pictures/reward.png"
-    return CardPictures(files, values)
+    return files, values
 
 
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
@@ -226,7 +221,13 @@ def _sources(given: Any) -> str:
 
 
 def model_card(
-    run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: CardPictures, repository: str, weights: str, rank: int
+    run: RunFacts,
+    base: BaseModel,
+    comfy: ComfyFiles,
+    shown: Mapping[str, Any],
+    repository: str,
+    weights: str,
+    rank: int,
 ) -> str:
     """Render the README.md of the repository, with its header."""
     name = repository.rpartition("/")[2]
@@ -238,7 +239,7 @@ def model_card(
         "steps": run.step,
         "images": _images(run.config),
         "reward": ", ".join(f"`{name}`" for name in get(run.config, "reward", "scorers") or {}) or "that is not known",
-        "pictures": shown.values,
+        "pictures": shown,
         "numbers": numbers(run, weights),
         "program": _program(run, repository),
         "comfy": comfy,
@@ -345,14 +346,6 @@ def _code(text: str) -> str:
 # --- Images of a model card: held-out prompts before and after training, and the reward curve
 
 SHOWN, COLUMNS = 8, 4  # prompts and columns of a grid
-
-
-def shown_prompts(first: Validation, last: Validation) -> list[int]:
-    """Select up to `SHOWN` prompts with images in both validations, evenly over the file, independent of rewards."""
-    shown = set(first.shown) & set(last.shown)
-    same = [i for i in first.first_rows if i in shown and first.prompts[i] == last.prompts[i]]
-    count = min(SHOWN, len(same))
-    return [same[k * len(same) // count] for k in range(count)]
 
 
 def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:

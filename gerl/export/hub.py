@@ -46,8 +46,8 @@ def hub_files(
     facts = header(run, weights)
     files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
     comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
-    shown = pictures(run)
-    files |= of_comfy | shown.files
+    images, shown = pictures(run)
+    files |= of_comfy | images
     ranks = max(lora.rank for lora in loras.values())
     files["README.md"] = model_card(run, model, comfy, shown, repository, weights, ranks).encode()
     return files
