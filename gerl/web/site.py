@@ -1,9 +1,11 @@
 """Server of the live page: static files, runs as JSON and images, an event stream, and the buttons."""
 
+import asyncio
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
 from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
-from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+from gerl.web.server import Gate, Visit, bearer, is_token, refused
 
 # --- Run folders shown by the page
 
@@ -79,69 +81,12 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Changes of a run: one thread polls its files for all pages
-
-PAUSE = 0.5  # polling interval in seconds
-ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
-
-
-class Watcher:
-    """Watcher of a run's files, active while pages are subscribed."""
-
-    def __init__(self, run: RunData) -> None:
-        self.run = run
-        self.signatures: dict[str, str] = {}
-        self.subscribers: set[Subscriber] = set()
-        self._lock = threading.Lock()
-        self._over: threading.Event | None = None
-
-    async def changes(self, closing: threading.Event) -> AsyncIterator[dict[str, str] | None]:
-        """Yield the signatures of all parts of the run, now and after each change; None after `ALIVE` quiet seconds."""
-        subscriber = Subscriber()
-        self._add(subscriber)
-        sent: dict[str, str] = {}
-        try:
-            while not closing.is_set():
-                if self.signatures != sent:
-                    sent = dict(self.signatures)
-                    yield sent
-                elif not await subscriber.wait(ALIVE):
-                    yield None
-        finally:
-            self._remove(subscriber)
-
-    def wake(self) -> None:
-        """Wake all pages, for example to end them with the server."""
-        for subscriber in list(self.subscribers):
-            subscriber.wake()
-
-    def _add(self, subscriber: Subscriber) -> None:
-        with self._lock:
-            self.subscribers.add(subscriber)
-            if self._over is None:
-                self.signatures = self.run.signatures()
-                self._over = threading.Event()
-                threading.Thread(target=self._look, args=[self._over], name="watcher", daemon=True).start()
-
-    def _remove(self, subscriber: Subscriber) -> None:
-        with self._lock:
-            self.subscribers.discard(subscriber)
-            if not self.subscribers and self._over is not None:
-                self._over.set()
-                self._over = None
-
-    def _look(self, over: threading.Event) -> None:
-        while not over.wait(PAUSE):
-            now = self.run.signatures()
-            if now != self.signatures:
-                self.signatures = now
-                self.wake()
-
-
 # --- Server of the live page: static files, runs as JSON and images, an event stream, and the buttons
 
 logger = logging.getLogger("gerl")
 FOREVER = "private, max-age=31536000, immutable"  # for images, whose address changes with their content
+PAUSE = 0.5  # seconds between looks for changed files
+ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
 BODY = 10_000  # maximum bytes of a request
 COOKIE = "gerl_watch"
 
@@ -151,20 +96,13 @@ class Unknown(Exception):
 
 
 class Site:
-    """Runs below a folder, and the watchers of their files."""
+    """Runs below a folder."""
 
     def __init__(self, folders: Folders) -> None:
         self.folders = folders
-        self.closing = threading.Event()
+        self.streams = 0  # open event streams
+        self.closing = threading.Event()  # ends them
         self._runs: dict[str, RunData] = {}
-        self._watchers: dict[str, Watcher] = {}
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        """End all streams."""
-        self.closing.set()
-        for watcher in list(self._watchers.values()):
-            watcher.wake()
 
     def run(self, name: str) -> RunData:
         """Return the run `name`, as found by `Folders`: no path is built from a request."""
@@ -174,12 +112,6 @@ class Site:
                 raise Unknown(f"there is no run {name[:200]!r} below the watched folder")
             self._runs.setdefault(name, RunData(name, found[name]))
         return self._runs[name]
-
-    def watcher(self, name: str) -> Watcher:
-        """Return the watcher of a run, shared by all of its pages."""
-        run = self.run(name)
-        with self._lock:
-            return self._watchers.setdefault(name, Watcher(run))
 
     def runs(self) -> dict[str, Any]:
         """Return all runs, running and most recently written first, and the initially selected one."""
@@ -294,12 +226,25 @@ def _attachment(body: str | bytes, media: str, name: str) -> Response:
 
 
 def _events(site: Site, request: Request) -> Response:
-    watcher = site.watcher(request.query_params.get("run", ""))
+    """Stream the signatures of all parts of a run, now and after each change."""
+    run = site.run(request.query_params.get("run", ""))
 
     async def stream() -> AsyncIterator[str]:
-        yield "retry: 2000\n\n"
-        async for signatures in watcher.changes(site.closing):
-            yield ": still here\n\n" if signatures is None else f"data: {json.dumps(signatures)}\n\n"
+        sent, last = dict[str, str](), time.monotonic()
+        site.streams += 1
+        try:
+            yield "retry: 2000\n\n"
+            while not site.closing.is_set():
+                now = await run_in_threadpool(run.signatures)
+                if now != sent:
+                    sent, last = now, time.monotonic()
+                    yield f"data: {json.dumps(now)}\n\n"
+                elif time.monotonic() - last > ALIVE:
+                    last = time.monotonic()
+                    yield ": still here\n\n"
+                await asyncio.sleep(PAUSE)
+        finally:
+            site.streams -= 1
 
     return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
