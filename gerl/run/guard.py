@@ -276,7 +276,7 @@ class TrainingTrends:
     """KL and groups of equal rewards between validations, from the rows of metrics."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows: dict[int, tuple[float | None, float | None, float | None]] = {}  # KL, groups, those of them stuck
+        self._rows: dict[int, Row] = {}
         self.validated: list[int] = []
         for row in rows:
             self.add(row)
@@ -285,21 +285,21 @@ class TrainingTrends:
 
     def add(self, row: Row) -> None:
         """Add the row of a step."""
-        kl, groups, stuck = (number(row, n) for n in ("actor/kl", "health/groups", "health/stuck_groups"))
-        self._rows[int(row["step"])] = kl, groups, stuck
+        self._rows[int(row["step"])] = row
 
     def kl(self, step: int) -> float | None:
         """Return the mean KL to the base model in the steps between the previous validation and that of `step`."""
-        return mean([kl for kl, _, _ in self._block(step)])
+        return mean(number(row, "actor/kl") for row in self._block(step))
 
     def stuck(self, step: int) -> tuple[int, int]:
         """Count the groups whose images all had the same reward below the best one so far, and all groups."""
-        block = [(stuck, groups) for _, groups, stuck in self._block(step) if groups is not None and stuck is not None]
+        pairs = [[number(row, f"health/{name}") for name in ("stuck_groups", "groups")] for row in self._block(step)]
+        block = [(stuck, groups) for stuck, groups in pairs if stuck is not None and groups is not None]
         return round(sum(stuck for stuck, _ in block)), round(sum(groups for _, groups in block))
 
-    def _block(self, step: int) -> list[tuple[float | None, float | None, float | None]]:
+    def _block(self, step: int) -> list[Row]:
         before = max((other for other in self.validated if other < step), default=0)
-        return [values for number, values in self._rows.items() if before < number <= step]
+        return [row for place, row in self._rows.items() if before < place <= step]
 
 
 def trend_signals(
