@@ -87,18 +87,14 @@ def _thin(run_dir: Path, newest: int) -> None:
 
 
 def _remove(run_dir: Path, steps: Sequence[int]) -> None:
-    for step in steps:
-        for kind in ("json", "jpg"):
-            with contextlib.suppress(OSError):
-                (run_dir / FOLDER / f"step_{step:06d}.{kind}").unlink(missing_ok=True)
+    for path in (run_dir / FOLDER / f"step_{step:06d}.{kind}" for step in steps for kind in ("json", "jpg")):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _small(image: np.ndarray) -> Image.Image:
     picture = Image.fromarray(np.ascontiguousarray(image))
-    factor = max(picture.size) / WIDTH
-    if factor > 1:
-        size = tuple(max(1, round(side / factor)) for side in picture.size)
-        picture = picture.resize((size[0], size[1]), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    picture.thumbnail((WIDTH, WIDTH), Image.Resampling.BILINEAR, reducing_gap=2.0)
     return picture
 
 
@@ -124,27 +120,23 @@ def read_spans(lines: Iterable[str]) -> list[Row]:
     for line in lines:
         try:
             row = json.loads(line)
-            numbers = float(row["start"]), float(row["end"]), int(row["step"])
-            found.append({"worker": str(row["worker"]), "what": str(row["what"])} | _times(numbers))
+            names = {"worker": str(row["worker"]), "what": str(row["what"])}
+            times = {"start": float(row["start"]), "end": float(row["end"])}
+            found.append({**names, "step": int(row["step"]), **times})
         except (ValueError, KeyError, TypeError):
             continue
     return found
 
 
-def _times(numbers: tuple[float, float, int]) -> dict[str, float]:
-    start, end, step = numbers
-    return {"step": step, "start": start, "end": end}
-
-
 def lanes(rows: Iterable[Row]) -> list[str]:
     """Return the workers of the spans: the driver, then the policy workers, then the scorers."""
-    return sorted({row["worker"] for row in rows}, key=_order)
 
+    def order(name: str) -> tuple[int, str, int]:
+        kind, _, number = name.rpartition(" ")
+        rank = 0 if name == DRIVER else 1 if name.startswith("worker ") else 2
+        return rank, kind, int(number) if number.isdigit() else 0
 
-def _order(name: str) -> tuple[int, str, int]:
-    kind, _, number = name.rpartition(" ")
-    rank = 0 if name == DRIVER else 1 if name.startswith("worker ") else 2
-    return rank, kind, int(number) if number.isdigit() else 0
+    return sorted({row["worker"] for row in rows}, key=order)
 
 
 def chrome_trace(rows: Sequence[Row], title: str) -> dict[str, Any]:
