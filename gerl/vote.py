@@ -4,4 +4,4 @@ from gerl.commandline import signals
 from gerl.commandline.command import start
 
 if __name__ == "__main__":
-    signals.exit_with(start("gerl.web.vote"))
+    signals.exit_with(start("reward_models.votes.command"))

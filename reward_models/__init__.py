@@ -1,1 +1,1 @@
-"""Reward services: a scorer of gerl, or a custom one, over HTTP."""
+"""Reward models: scorers, services that give scores over HTTP, and votes of people."""

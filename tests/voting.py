@@ -14,9 +14,9 @@ import requests
 from PIL import Image
 
 from gerl.commandline.command import listen
-from gerl.web.ballots import Ballots, Rules, VoteRequest
 from gerl.web.server import address
-from gerl.web.voting import Tokens, voting
+from reward_models.votes.ballots import Ballots, Rules, VoteRequest
+from reward_models.votes.service import Tokens, voting
 
 Choose = Callable[[list[Image.Image]], list[int]]
 

@@ -90,6 +90,6 @@ def serving(folder: Path, token: str | None = None) -> Iterator[tuple[str, Site]
     try:
         yield f"http://127.0.0.1:{port}", site
     finally:
-        site.close()
+        site.closing.set()
         server.should_exit = True
         thread.join(10)

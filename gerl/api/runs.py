@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import write_file
-from gerl.web.pages import grid, thumbnail, to_data_uri
+from gerl.web.pages import grid, render, thumbnail, to_data_uri
 
 # --- A run as an object: its metrics, images and LoRA, read from its folder
 
@@ -125,29 +124,15 @@ class Run:
     def _repr_html_(self) -> str:
         """Show rewards and held-out prompts before and after in a notebook."""
         rows = [row for row in self.metrics if row.get("val/reward/mean") is not None]
-        said = (
-            ", ".join(f"{row['val/reward/mean']:.3f} after step {row['step']}" for row in rows) or "no validation yet"
-        )
-        lines = [f"<b>{html.escape(self.name)}</b>: held-out reward {said}"]
-        steps = self.validated
-        for step in dict.fromkeys(steps[:1] + steps[-1:]):
-            cells = [_cell(picture) for picture in self.images(step)[:8]]
-            row = f"<div style='display:flex;flex-wrap:wrap;gap:8px'>{''.join(cells)}</div>"
-            lines.append(f"<div>after step {step}</div>{row}")
-        return "".join(f"<div>{line}</div>" for line in lines)
+        shown = {}
+        for step in dict.fromkeys(self.validated[:1] + self.validated[-1:]):
+            pictures = self.images(step)[:8]
+            shown[step] = [(thumbnail(_pixels(picture.image), WIDTH, WIDTH), picture) for picture in pictures]
+        return render("notebook.html.j2", name=self.name, rows=rows, shown=shown, width=WIDTH)
 
 
 def _pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
-
-
-def _cell(picture: Picture) -> str:
-    uri = thumbnail(_pixels(picture.image), width=WIDTH, exact=WIDTH)
-    reward = "not scored" if picture.reward is None else f"{picture.reward:.2f}"
-    return (
-        f"<figure style='margin:0;max-width:{WIDTH}px'><img src='{uri}' style='width:100%'>"
-        f"<figcaption style='font-size:11px'>{reward} {html.escape(picture.prompt)}</figcaption></figure>"
-    )
 
 
 # --- The progress of a run in a notebook: reward curve and newest images in one updated output
@@ -189,45 +174,24 @@ class Board:
             self.handle.update(page)
 
     def page(self, step: int) -> str:
-        """Return the HTML after `step`."""
-        said = [f"step {step} of {self.total}"]
-        said += [f"reward {self.rewards[-1][1]:.3f}"] if self.rewards else []
-        said += [f"held-out {self.held_out[-1][1]:.3f}"] if self.held_out else []
-        bar = f"<progress max='{self.total}' value='{step}' style='width:{CURVE_WIDTH}px'></progress>"
-        return f"<div>{bar}<div>{html.escape(', '.join(said))}</div>{self._curve()}{self._sheet()}</div>"
-
-    def _curve(self) -> str:
-        """Plot rewards over steps: a line for training, dots for held-out prompts."""
+        """Return the HTML after `step`: progress, a line for training, dots for held-out prompts, the newest sheet."""
         points = self.rewards + self.held_out
-        if len(points) < 2:
-            return ""
-        low, high = min(v for _, v in points), max(v for _, v in points)
-        span = high - low or 1.0
-
-        def place(point: tuple[int, float]) -> tuple[float, float]:
-            return 4 + (CURVE_WIDTH - 8) * point[0] / self.total, CURVE_HEIGHT - 6 - (CURVE_HEIGHT - 12) * (
-                point[1] - low
-            ) / span
-
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, self.rewards))
-        label = f"reward over steps, {low:.3f} to {high:.3f}"
-        dots = "".join(
-            f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='#d9480f'/>" for x, y in map(place, self.held_out)
-        )
-        return (
-            f"<svg width='{CURVE_WIDTH}' height='{CURVE_HEIGHT}' role='img' aria-label='{label}'>"
-            f"<polyline points='{line}' fill='none' stroke='#868e96'/>{dots}</svg>"
-        )
-
-    def _sheet(self) -> str:
-        """Return the newest sheet of the run folder."""
+        low, high = (end((reward for _, reward in points), default=0.0) for end in (min, max))
+        across, up = (CURVE_WIDTH - 8) / self.total, (CURVE_HEIGHT - 12) / (high - low or 1.0)
+        places = {
+            name: [(4 + across * number, CURVE_HEIGHT - 6 - up * (reward - low)) for number, reward in series]
+            for name, series in (("line", self.rewards), ("dots", self.held_out))
+        }
         sheets = sorted((self.folder / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime)
-        if not sheets:
-            return ""
-        image = Image.open(sheets[-1]).convert("RGB")
-        image.thumbnail((SHEET, 4 * SHEET))
-        picture = Image.fromarray(np.asarray(image))
-        return f"<img src='{to_data_uri(picture, lossy=True)}' alt='{html.escape(sheets[-1].stem)}'>"
+        shown = {"board": self, "step": step, "low": low, "high": high, "width": CURVE_WIDTH, "height": CURVE_HEIGHT}
+        return render("board.html.j2", sheet=_sheet(sheets[-1]) if sheets else None, **shown, **places)
+
+
+def _sheet(path: Path) -> tuple[str, str]:
+    """Return an image file as data URI, and its name."""
+    image = Image.open(path).convert("RGB")
+    image.thumbnail((SHEET, 4 * SHEET))
+    return to_data_uri(image, lossy=True), path.stem
 
 
 # --- Images to be scored: files, PIL images, arrays and tensors
@@ -257,21 +221,32 @@ def listed(images: Any, prompts: Rows, here: Path) -> Path:
     rows = [prompts] * len(pictures) if isinstance(prompts, str | Path | Mapping) else list(prompts)
     if len(rows) != len(pictures):
         raise DataError(f"{len(rows)} prompts for {len(pictures)} images: give one per image, or one for all")
+    columns = [row_of(str(row) if isinstance(row, Path) else row, i) for i, row in enumerate(rows)]
+    files = [str(_file(image, i, here)) for i, image in enumerate(pictures)]
+    write_rows(here / "images.jsonl", [{**row, "image": file} for row, file in zip(columns, files, strict=True)])
+    return here / "images.jsonl"
+
+
+def row_of(prompt: object, i: int) -> dict[str, Any]:
+    """Return a prompt as a row; raises `DataError` unless it is a string or a dictionary."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    raise DataError(f"prompt {i} is {type(prompt).__name__}: expected a string, or a dictionary with the key prompt")
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows to a .jsonl file; raises `DataError` for values that JSON does not have."""
     lines = []
-    for i, (image, row) in enumerate(zip(pictures, rows, strict=True)):
-        if not isinstance(row, str | Path | Mapping):
-            raise DataError(
-                f"prompt {i} is {type(row).__name__}: expected a string, or a dictionary with the key prompt"
-            )
-        columns = dict(row) if isinstance(row, Mapping) else {"prompt": str(row)}
+    for i, row in enumerate(rows):
         try:
-            lines.append(json.dumps({**columns, "image": str(_file(image, i, here))}, ensure_ascii=False) + "\n")
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"columns of prompt {i} must be strings and numbers ({error}): give images as file paths"
             ) from None
-    write_file(here / "images.jsonl", "".join(lines))
-    return here / "images.jsonl"
+    write_file(file, "".join(lines))
 
 
 def _file(image: object, i: int, here: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gerl.api.runs import Board, Run, in_notebook
+from gerl.api.runs import Board, Run, in_notebook, row_of, write_rows
 from gerl.commandline.command import with_notes
 from gerl.commandline.composition import SUFFIXES, own_file, quoted, spelled
 from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
@@ -495,7 +495,7 @@ def nested(
         place = found.setdefault(block, {})
         for name in inner[:-1]:
             place = place.setdefault(name, {})
-        new = nested_values(value) if not inner else {inner[-1]: plain(value)}
+        new = {inner[-1]: plain(value)} if inner else plain(value)
         for name, part in new.items():
             place[name] = _merged(f"{key}.{name}" if not inner else key, place[name], part) if name in place else part
     return found
@@ -536,15 +536,10 @@ def _python(values: Mapping[str, Any], arguments: Mapping[str, str]) -> str:
     return ", ".join([*own, f"**{{{', '.join(rest)}}}"] if rest else own)
 
 
-def nested_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a block given as a dictionary."""
-    return {str(name): plain(value) for name, value in given.items()}
-
-
 def plain(value: object) -> Any:
     """Convert `value` to YAML types; raises `ConfigError` for other objects."""
     if isinstance(value, Mapping):
-        return nested_values(value)
+        return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple | range):
         return [plain(part) for part in value]
     if isinstance(value, Path):
@@ -565,23 +560,10 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
         return str(prompts)
     if not isinstance(prompts, Iterable):
         raise DataError(f"prompts are {type(prompts).__name__}: expected a list of strings, or the name of a file")
-    rows: list[dict[str, Any]] = []
-    for i, prompt in enumerate(prompts):
-        row = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt) if isinstance(prompt, Mapping) else None
-        if row is None:
-            raise DataError(
-                f"prompt {i} is {type(prompt).__name__}: expected a string, or a dictionary with the key prompt"
-            )
-        rows.append(row)
+    rows = [row_of(prompt, i) for i, prompt in enumerate(prompts)]
     if not rows:
         raise DataError("there are no prompts: give at least one, or the name of a file")
-    try:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"columns of a prompt must be strings and numbers ({error}): give images as file paths"
-        ) from None
-    write_file(file, text)
+    write_rows(file, rows)
     return str(file)
 
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import yaml
+
 from gerl.config import Config
 from gerl.config.schema import DEEPEST, is_flat
 from gerl.errors import DataError
@@ -287,27 +289,10 @@ def split_row(row: Row, prompt_key: str, where: str) -> tuple[str, Row]:
 # --- Prompt columns with a known name that the pipeline does not receive
 
 NEGATIVE = ("negative_prompt", "negative")
-# columns of other programs, and the replacement in a run
-ELSEWHERE = {
-    **dict.fromkeys(NEGATIVE, "sampling.call.negative_prompt applies to all prompts"),
-    "seed": "noise is sampled from trainer.seed",
-    "height": "sampling.height applies to all prompts",
-    "width": "sampling.width applies to all prompts",
-    "steps": "sampling.num_inference_steps applies to all prompts",
-    "num_inference_steps": "sampling.num_inference_steps applies to all prompts",
-    "guidance_scale": "sampling.guidance_scale applies to all prompts",
-    "cfg": "sampling.guidance_scale applies to all prompts",
-    "cfg_scale": "sampling.guidance_scale applies to all prompts",
-    "mask": "data.columns={mask_image: mask} passes it",
-    "source_image": "data.columns={image: source_image} passes it",
-    "input_image": "data.columns={image: input_image} passes it",
-    "init_image": "data.columns={image: init_image} passes it",
-    "conditioning_image": "data.columns={control_image: conditioning_image} passes it",
-}
+ELSEWHERE: dict[str, str] = yaml.safe_load(Path(__file__).with_name("columns.yaml").read_text(encoding="utf-8"))
 PROMPTS = ("prompt", "caption", "captions", "description", "text")  # additional texts of a row
 WRITTEN = "text"  # column from which `ocr` reads the text to render
 FOR_ALL = "sampling.call.{} applies to all prompts"
-PICTURE = "pictures are given in " + ", ".join(COLUMNS)
 
 
 def unused_columns(prompts: Sequence[Prompt], config: Config, accepted: Collection[str]) -> list[str]:
@@ -328,8 +313,6 @@ def _remedy(name: str, config: Config, accepted: Collection[str]) -> str:
     if name in PROMPTS:
         known = name == WRITTEN and "ocr" in config.reward.scorers
         return "" if known else "the prompt column is set by data.prompt_key"
-    if name in ELSEWHERE:
-        return ELSEWHERE[name]
-    if name not in accepted:
-        return ""
-    return PICTURE if "image" in name else FOR_ALL.format(name)
+    if name in ELSEWHERE or name not in accepted:
+        return ELSEWHERE.get(name, "")
+    return f"pictures are given in {', '.join(COLUMNS)}" if "image" in name else FOR_ALL.format(name)

@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -84,10 +85,9 @@ def scored_rows(variant: str, samples: Sequence[Sample], scores: Scores, images:
     """Return the rows of a micro-batch."""
     rows = []
     for i, sample in enumerate(samples):
-        place = (sample.prompt.id, sample.prompt.text, sample.index, sample.seed, variant)
-        rows.append(
-            ScoredRow(*place, *score_row(scores, i), thumbnail(images.pixels[i], WIDTH), pictures_of(sample.prompt))
-        )
+        prompt, picture = sample.prompt, thumbnail(images.pixels[i], WIDTH)
+        place = (prompt.id, prompt.text, sample.index, sample.seed, variant)
+        rows.append(ScoredRow(*place, *score_row(scores, i), picture, pictures_of(prompt)))
     return rows
 
 
@@ -100,30 +100,19 @@ def compare(rows: Sequence[ScoredRow]) -> Results:
     results: Results = {}
     for column in columns(rows):
         scores = {v: [cells.get((v, *place), {}).get(column) for place in places] for v in variants}
-        results[column] = {
-            v: Result(
-                estimate(ids, scores[v]),
-                estimate(ids, _paired(lambda own, base: own - base, scores[v], scores[BASE])) if v != BASE else None,
-                estimate(ids, _paired(_win, scores[v], scores[BASE])) if v != BASE else None,
-            )
-            for v in variants
-        }
+        results[column] = {}
+        for variant, own in scores.items():
+            pairs = zip(own, scores[BASE], strict=True)
+            gains = [None if a is None or b is None else a - b for a, b in pairs]
+            wins = [None if gain is None else 1.0 if gain > 0 else 0.5 if gain == 0 else 0.0 for gain in gains]
+            paired = [] if variant == BASE else [estimate(ids, gains), estimate(ids, wins)]
+            results[column][variant] = Result(estimate(ids, own), *paired)
     return results
 
 
 def columns(rows: Sequence[ScoredRow]) -> list[str]:
     """Return the columns of all rows, the total first."""
     return list(dict.fromkeys([TOTAL, *(name for row in rows for name in row.values)]))
-
-
-def _paired(
-    function: Callable[[float, float], float], own: Sequence[float | None], base: Sequence[float | None]
-) -> list[float | None]:
-    return [None if a is None or b is None else function(a, b) for a, b in zip(own, base, strict=True)]
-
-
-def _win(own: float, base: float) -> float:
-    return 1.0 if own > base else 0.5 if own == base else 0.0
 
 
 # --- Output of a comparison: the table in the log, `scores.csv`, `summary.json` and `gallery.html`
@@ -297,54 +286,33 @@ def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -
     variants = list(dict.fromkeys(row.variant for row in rows))
     found = []
     for name, column in suite.columns.items():
-        scores = {v: _scores(rows, v, name, column.factor) for v in variants}
+        scores: dict[str, dict[Place, float]] = {variant: {} for variant in variants}
+        for row in rows:
+            if (value := row.values.get(name)) is not None:
+                scores[row.variant][row.prompt_id, row.index] = value * column.factor
         if not any(scores.values()):
             continue
-        for variant in variants:
-            gains = {p: s - scores[BASE][p] for p, s in scores[variant].items() if p in scores[BASE]}
-            parts = (_by_prompt(scores[variant]), None if variant == BASE else _by_prompt(gains))
-            found += [SuiteMean(name, variant, *_estimates(parts, column, tasks))]
-            for task in suite.tasks.names if suite.tasks and column.over == "tasks" else ():
-                own = [part and {p: v for p, v in part.items() if tasks[p] == task} for part in parts]
-                if own[0]:
-                    found.append(SuiteMean(name, variant, *_estimates(own, column, tasks), task))
-    return sorted(found, key=lambda m: (list(suite.columns).index(m.column), m.task is not None, _rank(suite, m.task)))
+        names = suite.tasks.names if suite.tasks and column.over == "tasks" else ()
+        for task, variant in product((None, *names), variants):
+            own = {place: score for place, score in scores[variant].items() if task in (None, tasks.get(place[0]))}
+            gains = {place: score - scores[BASE][place] for place, score in own.items() if place in scores[BASE]}
+            if own or task is None:
+                difference = None if variant == BASE else _estimate(gains, column, tasks)
+                found.append(SuiteMean(name, variant, _estimate(own, column, tasks), difference, task))
+    return found
 
 
-def _rank(suite: Suite, task: str | None) -> int:
-    return suite.tasks.names.index(task) if suite.tasks and task is not None else -1
-
-
-def _scores(rows: Sequence[ScoredRow], variant: str, column: str, factor: float) -> dict[Place, float]:
-    own = ((row, row.values.get(column)) for row in rows if row.variant == variant)
-    return {(row.prompt_id, row.index): value * factor for row, value in own if value is not None}
-
-
-def _by_prompt(scores: Mapping[Place, float]) -> dict[int, float]:
-    """Return the mean over the images of each prompt."""
-    groups: dict[int, list[float]] = {}
-    for (prompt, _), value in scores.items():
-        groups.setdefault(prompt, []).append(value)
-    return {prompt: math.fsum(values) / len(values) for prompt, values in groups.items()}
-
-
-def _estimates(
-    parts: Sequence[Mapping[int, float] | None], column: Column, tasks: Mapping[int, str]
-) -> tuple[Estimate, Estimate | None]:
-    """Return the mean and the difference, given values by prompt."""
-    mean, difference = (None if part is None else _estimate(part, column, tasks) for part in parts)
-    assert mean is not None
-    return mean, difference
-
-
-def _estimate(values: Mapping[int, float], column: Column, tasks: Mapping[int, str]) -> Estimate:
+def _estimate(scores: Mapping[Place, float], column: Column, tasks: Mapping[int, str]) -> Estimate:
     """Return the mean over prompts, or over task means; the bootstrap resamples prompts within tasks."""
-    key = (lambda prompt: tasks[prompt]) if column.over == "tasks" else lambda _: ""
-    ordered = sorted(values, key=key)
-    groups = [[values[prompt] for prompt in members] for _, members in groupby(ordered, key)]
-    mean = math.fsum(math.fsum(group) / len(group) for group in groups) / len(groups) if groups else math.nan
+    prompts: dict[int, list[float]] = {}
+    for (prompt, _), value in scores.items():
+        prompts.setdefault(prompt, []).append(value)
+    by_task: dict[str, list[float]] = {}
+    for prompt, values in prompts.items():
+        by_task.setdefault(tasks[prompt] if column.over == "tasks" else "", []).append(fmean(values))
+    groups = [by_task[task] for task in sorted(by_task)]
     low, high = bootstrap_groups(groups) if any(len(group) > 1 for group in groups) else (math.nan, math.nan)
-    return Estimate(mean, low, high, len(values))
+    return Estimate(fmean(map(fmean, groups)) if groups else math.nan, low, high, len(prompts))
 
 
 def missing_parts(pinned: PinnedSuite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -> list[str]:

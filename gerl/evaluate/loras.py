@@ -15,15 +15,8 @@ from gerl.utils.files import reason
 logger = logging.getLogger("gerl")
 
 BASE = "base"  # the variant without a LoRA, the reference of the others
-COLUMNS = (
-    "prompt_id",
-    "image",
-    "seed",
-    "variant",
-    "prompt",
-    TOTAL,
-    "failure",
-)  # of scores.csv, in addition to the scorers'
+# of scores.csv, in addition to the scorers'
+COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")
 IGNORED = ("lora", "checkpoints", WEIGHTS)  # parts of a path that do not distinguish LoRAs
 LORA = (
     "a LoRA: file or folder in diffusers' format, a checkpoint, or a run, whose best checkpoint is used, or the "

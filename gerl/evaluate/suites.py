@@ -4,9 +4,8 @@ A suite is a yaml file in `gerl/assets/suites`, or a file of the user. Does not 
 """
 
 import hashlib
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cache
@@ -16,15 +15,15 @@ from typing import Annotated, Any, Literal
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from gerl.commandline.composition import spelled
 from gerl.commandline.form import either, near_names, read_yaml
 from gerl.config import Config
-from gerl.config.changes import Change, Settings, changes, flat_settings, scorers_of, settings_of, shown
+from gerl.config.changes import Settings, changes, flat_settings, scorers_of, settings_of, shown
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.utils.files import reason
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
-FORBID = ConfigDict(extra="forbid")
 # blocks that affect results, and their keys that affect none, or only the last bits
 BLOCKS = ("sampling", "validation", "reward", "model", "data")
 FREE = re.compile(
@@ -33,26 +32,27 @@ FREE = re.compile(
     r"|reward\.scorers\.\w+\.(replicas|gpus|timeout|env|success|during)"
     r"|data\.(train|shuffle)"
 )
-FREE_KWARGS = (
-    *("device", "batch_size", "threads", "concurrency", "retries", "backoff", "timeout", "api_key"),
-    *("token_file", "token_env"),
-    "repository",  # its content is verified by digest
-)
+FREE_KWARGS = "device batch_size threads concurrency retries backoff timeout api_key token_file token_env".split()
+FREE_KWARGS += ["repository"]  # its content is verified by digest
 EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # pinned by every suite
 
 ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite
 
 
+class Entry:
+    """Part of a suite's file; unknown keys are refused."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
 @dataclass(frozen=True)
-class PromptFile:
+class PromptFile(Entry):
     """Prompt file of a suite: `file` in `source`, or next to the suite, verified by its SHA-256.
 
     git_blob: git's blob hash, instead of the SHA-256. key: the column of the prompts. distinct: remove repeated
     prompts. gather: merge all rows with the same value in this column into one prompt, with the rows as `questions`.
     count: number of prompts after that.
     """
-
-    __pydantic_config__ = FORBID
 
     source: str
     file: str
@@ -97,13 +97,11 @@ class PromptFile:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Entry):
     """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts.
 
     here: name of the metric as measured by gerl, if it differs from the published one.
     """
-
-    __pydantic_config__ = FORBID
 
     name: str
     over: Literal["prompts", "tasks"] = "prompts"
@@ -117,20 +115,16 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class Tasks(Entry):
     """Column of the prompt file with the task of a prompt, and the tasks in published order."""
-
-    __pydantic_config__ = FORBID
 
     column: str
     names: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
-class Protocol:
+class Protocol(Entry):
     """Sampling protocol: `images` per prompt with configuration `keys`, for models that match name patterns."""
-
-    __pydantic_config__ = FORBID
 
     source: str
     models: tuple[str, ...]
@@ -139,10 +133,8 @@ class Protocol:
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Entry):
     """A published row: numbers by column, and by task for the column that has tasks."""
-
-    __pydantic_config__ = FORBID
 
     model: str
     source: str
@@ -152,15 +144,13 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Suite:
+class Suite(Entry):
     """A published benchmark.
 
     needs: scorer -> the kwarg without which it is skipped. images: per prompt, if no protocol matches the model.
     differs: differences of gerl's measurement. deviates: deviations from the published protocol for every model.
     unpublished: reason why there are no published rows. missing: reason why the suite cannot be run.
     """
-
-    __pydantic_config__ = FORBID
 
     title: str
     source: str
@@ -276,7 +266,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
         f"{suite.columns[s].measured if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"
         for s, kwarg in absent.items()
     )
-    overrides = tuple(f"{key}={hydra_value(value)}" for key, value in pinned.items())
+    overrides = tuple(f"{key}={spelled(value)}" for key, value in pinned.items())
     return PinnedSuite(name, suite, chosen, protocol is not None and protocol not in fits, file, overrides, left_out)
 
 
@@ -306,21 +296,10 @@ def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
     return path.absolute()
 
 
-def hydra_value(value: object) -> str:
-    """Format a value in the syntax of Hydra overrides."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {hydra_value(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, str):
-        # backslashes are literal except before a quote
-        return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value) + "'"
-    return json.dumps(value)
-
-
 def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) -> list[str]:
     """Describe the deviations of `config` from the suite, whose configuration is `plain`."""
     before, after = _prescribed(pinned.suite, plain), _prescribed(pinned.suite, config)
-    found: dict[str, str] = {}
-    found |= {text: text for text in pinned.suite.deviates}
+    found = {text: text for text in pinned.suite.deviates}
     if pinned.protocol is None and pinned.suite.protocols:
         found["protocol"] = f"no protocol is published for {config.model.path}: size, steps and guidance are your own"
     elif pinned.chosen:
@@ -328,7 +307,10 @@ def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) 
     for change in changes(before, after):
         free = pinned.protocol is None and not change.key.startswith(ALWAYS)
         if change.key.split(".")[0] in BLOCKS and not FREE.fullmatch(change.key) and not free:
-            found[change.key] = _describe(change)
+            scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
+            what = "left out" if change.new is None else "added with a weight"
+            key = f"{change.key}={shown(change.new)} (pinned: {shown(change.old)})"
+            found[change.key] = key if scorer is None else f"scorer {scorer[1]} {what}"
     values = flat_settings(after)
     for key, value in pinned.keys.items():
         if values[key] != value:
@@ -336,14 +318,6 @@ def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) 
     if images != pinned.images:
         found["images"] = f"images={images} (pinned: {pinned.images})"
     return list(found.values())
-
-
-def _describe(change: Change) -> str:
-    """Describe a change from the suite."""
-    scorer = re.fullmatch(r"reward\.scorers\.(\w+)", change.key)
-    if scorer is not None:
-        return f"scorer {scorer[1]} {'left out' if change.new is None else 'added with a weight'}"
-    return f"{change.key}={shown(change.new)} (pinned: {shown(change.old)})"
 
 
 def _prescribed(suite: Suite, config: Config) -> Settings:

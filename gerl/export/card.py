@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, model_info
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import httpx
-from PIL import Image
 
-from gerl.config import sources
+from gerl.config import Source, sources
 from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
@@ -30,6 +29,7 @@ from gerl.run.validation import (
     BeforeAfter,
     SamplingRecord,
     Validation,
+    evenly,
     load_validation,
     load_validations,
     mean,
@@ -53,7 +53,7 @@ class BaseModel:
     hub_id: str | None
     pipeline: str | None
     licence: str | None
-    licence_fields: dict[str, str]  # for the header of the card
+    licence_fields: dict[str, Any]  # for the header of the card
     merged: str | None
 
 
@@ -139,14 +139,6 @@ class ComfyFiles:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class CardPictures:
-    """Image files by name, and the template values that refer to them."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-
-
 def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     """Read the data of a run folder up to `step`."""
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
@@ -161,11 +153,13 @@ def read_run(run_dir: Path, step: int, config: dict[str, Any]) -> RunFacts:
     return RunFacts(run_dir, step, config, sorted(rows, key=lambda row: row["step"]), validations, first, last)
 
 
-def pictures(run: RunFacts) -> CardPictures:
-    """Render the held-out images before and after training, and the reward curve."""
+def pictures(run: RunFacts) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Render the images before and after training, and the reward curve: files, and values of the template."""
     files: dict[str, bytes] = {}
     values: dict[str, Any] = {"curve": None, "after": None, "prompts": []}
-    if run.first is not None and run.last is not None and (chosen := shown_prompts(run.first, run.last)):
+    compared = None if run.first is None or run.last is None else BeforeAfter(run.first, run.last)
+    chosen = [gain.index for gain in evenly(compared.pictured, SHOWN)] if compared is not None else []
+    if chosen and run.first is not None and run.last is not None:
         files |= {"pictures/before.png": prompt_grid(run.first, chosen)}
         files |= {"pictures/after.png": prompt_grid(run.last, chosen)}
         values |= {"before": "pictures/before.png", "after": "pictures/after.png"}
@@ -176,22 +170,23 @@ def pictures(run: RunFacts) -> CardPictures:
     if (curve := reward_curve(run.rows, errors)) is not None:
         files["pictures/reward.png"] = curve
         values["curve"] = "pictures/reward.png"
-    return CardPictures(files, values)
+    return files, values
 
 
 def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     """Return the table of the held-out prompts: total and scorers before, after, and the paired change."""
     if run.first is None:
         return {"rows": []}
-    held_out = get(run.config, "validation", "data")
+    train, held_out = get(run.config, "data", "train"), get(run.config, "validation", "data")
+    paths = [{source.path for source in _sources(given)} for given in (train, held_out)]
     found: dict[str, Any] = {
         "rows": [],
         "count": len(run.first.first_rows),
         "each": run.first.each,
-        "source": _sources(held_out),
+        "source": _prompts(held_out),
         "base": mean(run.first.rewards),
         "averaged": weights == "raw",
-        "shared": _cell(", ".join(sorted(set(_paths(get(run.config, "data", "train"))) & set(_paths(held_out))))),
+        "shared": _cell(", ".join(sorted(set.intersection(*paths)))),
     }
     if run.last is None:
         return found
@@ -209,27 +204,28 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
     return found | {"counts": BeforeAfter(run.first, run.last).counts}
 
 
-def _paths(given: Any) -> list[str]:
-    """Return the source paths in `data.train` or `validation.data`; empty if the value is invalid."""
+def _sources(given: Any) -> list[Source]:
+    """Return the sources in `data.train` or `validation.data`; empty if the value is invalid."""
     try:
-        return [] if given is None else [source.path for source in sources(given, "data.train")]
+        return [] if given is None else list(sources(given, "data.train"))
     except ConfigError:  # written by another version of gerl
         return []
 
 
-def _sources(given: Any) -> str:
+def _prompts(given: Any) -> str:
     """Format the sources with their weights."""
-    if not _paths(given):
-        return "unknown prompts"
-    found = sources(given, "data.train")
-    return _cell(", ".join(s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in found))
+    parts = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in _sources(given)]
+    return _cell(", ".join(parts)) or "unknown prompts"
 
 
 def model_card(
-    run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: CardPictures, repository: str, weights: str, rank: int
+    run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: dict[str, Any], repository: str, weights: str, rank: int
 ) -> str:
     """Render the README.md of the repository, with its header."""
     name = repository.rpartition("/")[2]
+    names = ("width", "height", "num_inference_steps", "guidance_scale")
+    given, validation = get(run.config, "sampling") or {}, get(run.config, "validation") or {}
+    sampling = {name: given.get(name) for name in names}
     values: dict[str, Any] = {
         "title": name,
         "base": base,
@@ -237,19 +233,19 @@ def model_card(
         "algorithm": get(run.config, "algorithm", "name") or "an unknown algorithm",
         "steps": run.step,
         "images": _images(run.config),
-        "reward": ", ".join(f"`{name}`" for name in get(run.config, "reward", "scorers") or {}) or "that is not known",
-        "pictures": shown.values,
+        "pictures": shown,
         "numbers": numbers(run, weights),
         "program": _program(run, repository),
         "comfy": comfy,
         "weights_file": WEIGHTS,
         "scorers": _scorers(run.config),
         "facts": _facts(run, rank),
-        "changes": [tuple(map(_code, row)) for row in changes(run.config) if row[0].split(".")[0] not in HIDDEN],
-        "settings": _settings(run.config),
-        "weighted": [n for n, s in (get(run.config, "reward", "scorers") or {}).items() if get(s, "weight") != 0],
+        "changes": [row for row in changes(run.config) if row[0].split(".")[0] not in HIDDEN],
+        "sampling": sampling,
+        "held_out": sampling | {name: value for name, value in validation.items() if value is not None},
     }
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"cell": _cell, "code": _code}
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(card_data=_header(base, name, run.config).to_yaml(), **values)
     return text.strip() + "\n"
@@ -267,9 +263,7 @@ def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardD
         pipeline_tag="text-to-video" if video else "image-to-image" if edits else "text-to-image",
         tags=["lora", "diffusers", "gerl", "reinforcement-learning", *(f"reward:{scorer}" for scorer in scorers)],
         model_name=name,
-        license=base.licence_fields.get("license"),
-        license_name=base.licence_fields.get("license_name"),
-        license_link=base.licence_fields.get("license_link"),
+        **base.licence_fields,
     )
 
 
@@ -285,18 +279,18 @@ def _program(run: RunFacts, repository: str) -> str:
     return without_paths(text)
 
 
-def _scorers(config: Mapping[str, Any]) -> list[list[str]]:
+def _scorers(config: Mapping[str, Any]) -> list[tuple[str, float, str]]:
+    """Return name, weight and other settings of each scorer."""
     rows = []
-    neutral = {"scale": 1.0, "offset": 0.0}
+    usual = {"scale": 1.0, "offset": 0.0}
     for name, scorer in (get(config, "reward", "scorers") or {}).items():
         values = scorer if isinstance(scorer, Mapping) else {}
         keys = ("path", "function", "kwargs", "clip", "normalise", "scale", "offset")
-        others = {k: v for k in keys if (v := values.get(k)) not in (None, "none", {}, [], neutral.get(k))}
+        others = {k: v for k in keys if (v := values.get(k)) not in (None, "none", {}, [], usual.get(k))}
         if "path" not in others:
             others.pop("function", None)
         shown = ", ".join(f"{k}={v if isinstance(v, str) else json.dumps(v, default=str)}" for k, v in others.items())
-        weight = values.get("weight", 1.0)
-        rows.append([_code(name), f"{weight:g}" + (" (watched only)" if not weight else ""), _cell(shown) or "-"])
+        rows.append((name, values.get("weight", 1.0), shown))
     return rows
 
 
@@ -309,27 +303,19 @@ def _facts(run: RunFacts, rank: int) -> list[tuple[str, str]]:
         ("run", run.run_dir.resolve().name),
         ("steps", f"{run.step} of {get(config, 'trainer', 'steps')}"),
         ("images per step", _images(config)),
-        ("training prompts", _sources(get(config, "data", "train"))),
-        ("held-out prompts", _sources(get(config, "validation", "data"))),
+        ("training prompts", _prompts(get(config, "data", "train"))),
+        ("held-out prompts", _prompts(get(config, "validation", "data"))),
         ("LoRA rank, alpha", f"{rank}, {get(config, 'model', 'lora_alpha'):g}"),
         ("seed", get(config, "trainer", "seed")),
         ("machine", ", ".join(str(part) for part in machine if part) or None),
         ("versions", ", ".join(f"{name} {number}" for name, number in packages.items()) or None),
     ]
-    return [(name, _cell(str(value))) for name, value in facts if value is not None]
+    return [(name, value) for name, value in facts if value is not None]
 
 
 def _images(config: Mapping[str, Any]) -> str | None:
     prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
     return f"{prompts} prompts x {n} images" if prompts and n else None
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image size, and steps and guidance in training and in validation."""
-    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
-    names = ("num_inference_steps", "guidance_scale")
-    steps, guidance = (sampling.get(n) if validation.get(n) is None else validation[n] for n in names)
-    return {**{n: sampling.get(n) for n in ("width", "height", *names)}, "steps": steps, "guidance": guidance}
 
 
 def _cell(text: str) -> str:
@@ -347,20 +333,14 @@ def _code(text: str) -> str:
 SHOWN, COLUMNS = 8, 4  # prompts and columns of a grid
 
 
-def shown_prompts(first: Validation, last: Validation) -> list[int]:
-    """Select up to `SHOWN` prompts with images in both validations, evenly over the file, independent of rewards."""
-    shown = set(first.shown) & set(last.shown)
-    same = [i for i in first.first_rows if i in shown and first.prompts[i] == last.prompts[i]]
-    count = min(SHOWN, len(same))
-    return [same[k * len(same) // count] for k in range(count)]
-
-
 def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:
     """Render the images of `prompts` with their rewards as a PNG."""
     rewards = [validation.rewards[i] for i in prompts]
     captions = ["not scored" if reward is None else f"reward {reward:.3f}" for reward in rewards]
     images = [still(validation.pixels[validation.shown.index(i)]) for i in prompts]
-    return _png(grid(images, captions, columns=COLUMNS, min_width=192))
+    buffer = io.BytesIO()
+    grid(images, captions, columns=COLUMNS, min_width=192).save(buffer, "png", optimize=True)
+    return buffer.getvalue()
 
 
 def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
@@ -385,10 +365,4 @@ def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
     axes.legend(frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "png", optimize=True)
     return buffer.getvalue()

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gerl.errors import ModelError
 from gerl.export.base import Base
@@ -27,6 +26,7 @@ from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.card import version_of
 from gerl.run.settings import get, read_config
+from gerl.run.usage import call_of
 
 logger = logging.getLogger("gerl")
 WORKFLOW = "comfyui/workflow.json"
@@ -46,8 +46,8 @@ def hub_files(
     facts = header(run, weights)
     files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
     comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
-    shown = pictures(run)
-    files |= of_comfy | shown.files
+    images, shown = pictures(run)
+    files |= of_comfy | images
     ranks = max(lora.rank for lora in loras.values())
     files["README.md"] = model_card(run, model, comfy, shown, repository, weights, ranks).encode()
     return files
@@ -93,15 +93,7 @@ def _comfyui(
     graph = None
     if len(loras) == 1 and model.pipeline is not None and base.path not in SHIPPED:
         prompt = run.last.prompts[run.last.shown[0]] if run.last is not None and run.last.shown else "a prompt"
-        graph = workflow(model.pipeline, base.path, Path(lora_files[0]).name, prompt, _call(run.config))
+        graph = workflow(model.pipeline, base.path, Path(lora_files[0]).name, prompt, call_of(run.config))
     if graph is not None:
         files[WORKFLOW] = (json.dumps(graph, indent=2, ensure_ascii=False) + "\n").encode()
     return ComfyFiles(lora_files, None if graph is None else WORKFLOW), files
-
-
-def _call(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pipeline arguments of the run's validation."""
-    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
-    names = ("height", "width", "num_inference_steps", "guidance_scale")
-    call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})
-    return call | {name: value for name in names[2:] if (value := validation.get(name)) is not None}

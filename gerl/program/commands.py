@@ -38,7 +38,9 @@ COMMANDS = {
     "export": Command(
         "gerl.export.command", "Write the LoRA of a run in the file format of another program, or merge it."
     ),
-    "vote": Command("gerl.web.vote", "Train on human preferences: a page asks for votes while the run trains."),
+    "vote": Command(
+        "reward_models.votes.command", "Train on human preferences: a page asks for votes while the run trains."
+    ),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, stopped, or still training."),
     "watch": Command(
         "gerl.web.watch", "Watch a run in a browser while it trains, and ask it to save, validate or stop."

@@ -108,7 +108,9 @@ def save_checkpoint(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    _remembered(Checkpoint(target, step, json.loads(contents[STATE]), tuple(name for name in listed if name != STATE)))
+    written = Checkpoint(target, step, json.loads(contents[STATE]), tuple(name for name in listed if name != STATE))
+    with contextlib.suppress(OSError):
+        _sound[target] = _stats(target), written
     return target
 
 
@@ -229,7 +231,7 @@ def prune(root: Path, keep: int) -> None:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
-    intact = _intact(checkpoint_paths(root), logging.DEBUG, _known_or_loaded)
+    intact = _intact(checkpoint_paths(root), logging.DEBUG, _verified)
     best = _best(intact)
     kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
     doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
@@ -252,7 +254,10 @@ def find_run_to_resume(experiment_dir: Path) -> Path | None:
         paths, started = checkpoint_paths(run / "checkpoints"), alive_since(run)
         if paths or started is not None:
             # the folder's name (its time) decides if copying has lost the file times
-            runs.append((max(_written_at(paths[-1]) if paths else 0, started or 0), run.name, run))
+            written = 0
+            with contextlib.suppress(OSError):
+                written = (paths[-1] / MANIFEST).stat().st_mtime_ns if paths else 0
+            runs.append((max(written, started or 0), run.name, run))
     return max(runs)[2] if runs else None
 
 
@@ -325,28 +330,22 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
-Stats = dict[str, tuple[int, int]]  # size and time of change of each file
+Stats = dict[Path, tuple[int, int]]  # size and time of change of each file
 _sound: dict[Path, tuple[Stats, Checkpoint]] = {}  # that this process has written or verified
 
 
-def _known_or_loaded(path: Path) -> Checkpoint:
+def _verified(path: Path) -> Checkpoint:
     """Return a checkpoint that this process has written or verified and that is unchanged, else load it."""
-    with contextlib.suppress(OSError, KeyError):
-        stats, checkpoint = _sound[path]
-        if stats == _stats(path, checkpoint):
-            return checkpoint
-    return _remembered(load_checkpoint(path))
+    with _reading(path, "a file"):
+        stats = _stats(path)
+    if path not in _sound or _sound[path][0] != stats:
+        _sound[path] = stats, load_checkpoint(path)
+    return _sound[path][1]
 
 
-def _remembered(checkpoint: Checkpoint) -> Checkpoint:
-    with contextlib.suppress(OSError):
-        _sound[checkpoint.path] = _stats(checkpoint.path, checkpoint), checkpoint
-    return checkpoint
-
-
-def _stats(path: Path, checkpoint: Checkpoint) -> Stats:
-    found = {name: (path / name).stat() for name in (*checkpoint.files, STATE, MANIFEST)}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+def _stats(path: Path) -> Stats:
+    found = {file: file.stat() for file in path.rglob("*") if file.is_file()}
+    return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found.items()}
 
 
 def _intact(
@@ -384,13 +383,6 @@ def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
     idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
     blocks = ("model", "sampling", "reward", "validation")
     return {k: v for k, v in found.items() if k.startswith(blocks) and not k.endswith(idle)} or None
-
-
-def _written_at(checkpoint: Path) -> int:
-    try:
-        return (checkpoint / MANIFEST).stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 # --- The state of a run between trainer steps, `state.json` of a checkpoint
@@ -506,7 +498,9 @@ class RunLock:
             # the previous holder may have removed the opened file
             if self._is_at_path(file):
                 file.truncate(0)
-                file.write(json.dumps(_this_process()).encode())
+                since = datetime.now().astimezone().isoformat(" ", timespec="seconds")
+                holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+                file.write(json.dumps(holder).encode())
                 file.flush()
                 self._file = file
                 return
@@ -543,11 +537,6 @@ def alive_since(run_dir: Path) -> int | None:
     except OSError:
         pass
     return None
-
-
-def _this_process() -> dict[str, object]:
-    since = datetime.now().astimezone().isoformat(" ", timespec="seconds")
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
 
 
 def _said(path: Path) -> str:

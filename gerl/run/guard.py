@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gerl.run.health import number
 from gerl.run.settings import get
-from gerl.run.validation import RESAMPLES, Validation, bootstrap, paired_gains, share_interval
+from gerl.run.validation import RESAMPLES, Validation, bootstrap, known, mean, paired_gains, share_interval
 from gerl.utils.files import finite, write_file, writing
 
 # --- Reward hacking: comparison of held-out images with the first ones.
@@ -79,15 +81,15 @@ def signals(
     """
     if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
         return []
-    found = [*_looks(first, later), *_diversity(first, later)]
+    found = [*_looks(first, later)]
     for name in watched_columns(config, list(first.by_scorer)):
         for before in (first, (peaks or {}).get(name, first)):
             gain = paired_gains(before, later).get("reward")
             if gain is None or not gain.low > 0:
                 continue
-            spread = _spread(first, name)
-            fell = [*_watched(before, later, name, spread), *_disagreement(before, later, name, spread)]
-            fell = [signal for signal in fell if signal.size is None or signal.size >= importance]
+            of_prompts = known(first.by_prompt(first.by_scorer[name]))
+            spread = statistics.stdev(of_prompts) if len(of_prompts) > 1 else 0.0
+            fell = [s for s in _falls(before, later, name, spread) if s.size is None or s.size >= importance]
             found += fell
             if fell:
                 break
@@ -101,17 +103,6 @@ def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
             peaks[name] = validation
 
 
-def rollback_row(step: int, why: Sequence[Signal], kl: float) -> dict[str, Any]:
-    """Make the row of `guard.jsonl` for a rollback to `step`, with its reason."""
-    first, reasons = why[0], ", ".join(signal.key for signal in why)
-    text = (
-        f"the run returned here from step {first.step} because of {reasons}, and continued with kl_coef={kl:g}: "
-        f"{first.text}"
-    )
-    row = {"step": step, "signal": "rollback", "column": f"from step {first.step}", "value": float(first.step)}
-    return row | {"threshold": kl, "text": text, "shown": [], "size": None, "action": "rollback"}
-
-
 def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """Return the columns that do not count in the reward: those of watched scorers, and extra columns of all scorers.
 
@@ -121,56 +112,34 @@ def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[s
     return [c for c in columns if ("/" in c or get(scorers, c, "weight") == 0) and not c.endswith("/sigma")]
 
 
-def _spread(first: Validation, name: str) -> float:
-    """Return the standard deviation of a column over the prompts."""
-    known = _known(first.by_prompt(first.by_scorer[name]))
-    return float(np.std(known, ddof=1)) if len(known) > 1 else 0.0
+def _falls(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
+    """Find significant falls of a watched column while the reward rises: of its mean, and on most of the prompts.
 
-
-def _size(fall: float, spread: float) -> float | None:
-    """Return a fall in units of the spread; None (always large) if all prompts had the same value."""
-    return fall / spread if spread > 0 else None
-
-
-def _watched(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
-    """Find watched columns that fall significantly while the reward rises."""
-    changes = _changes(first, later, name)
-    if len(changes) < FEWEST:
-        return
-    mean = float(np.mean(changes))
-    lowest = _lowest_mean(changes)
-    if mean < lowest:
+    The size of the latter is that of the median change: a few large gains do not hide it. spread: standard deviation
+    of the column over the prompts; the size of a fall is unknown (always large) if it is 0.
+    """
+    rewards, values = _changes(first, later, None), _changes(first, later, name)
+    changes = known(values)
+    shown = _largest(first, later, name)
+    if len(changes) >= FEWEST and (mean := statistics.fmean(changes)) < (lowest := _lowest_mean(changes)):
         before, after = (_mean(one.by_scorer[name]) for one in (first, later))
         text = (
             f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the "
             f"reward rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (by chance: {lowest:+.3f})"
         )
-        shown = _largest(first, later, name, -1)
-        yield Signal("watched", name, later.step, mean, lowest, text, shown, _size(-mean, spread))
-
-
-def _disagreement(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
-    """Find watched columns that fell on most of the prompts whose reward rose.
-
-    The size is that of the median change: a few large gains do not hide it.
-    """
-    reward = _by_prompt(first, later, first.rewards, later.rewards)
-    other = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
-    risen = [b for a, b in zip(reward, other, strict=False) if a is not None and b is not None and a > 0]
+        size = -mean / spread if spread > 0 else None
+        yield Signal("watched", name, later.step, mean, lowest, text, shown, size)
+    risen = [b for a, b in zip(rewards, values, strict=False) if a is not None and b is not None and a > 0]
     changed = [b for b in risen if b != 0]
-    moved = [float(np.sign(b)) for b in changed]
-    if len(moved) < FEWEST:
-        return
-    fell = sum(one < 0 for one in moved)
-    mean, enough = float(np.mean(moved)), _enough_falls(len(moved))
-    if enough is not None and fell >= enough:
-        lowest = 1 - 2 * enough / len(moved)  # the mean sign at that number of falls
+    fell, enough = sum(b < 0 for b in changed), _enough_falls(len(changed))
+    if len(changed) >= FEWEST and enough is not None and fell >= enough:
         text = (
             f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
-            f"{first.step}, {name} fell on {fell} and rose on {len(moved) - fell}"
+            f"{first.step}, {name} fell on {fell} and rose on {len(changed) - fell}"
         )
-        shown, size = _largest(first, later, name, -1), _size(-float(np.median(changed)), spread)
-        yield Signal("disagreement", name, later.step, mean, lowest, text, shown, size)
+        signs, least = (1 - 2 * count / len(changed) for count in (fell, enough))  # mean signs
+        size = -statistics.median(changed) / spread if spread > 0 else None
+        yield Signal("disagreement", name, later.step, signs, least, text, shown, size)
 
 
 def _lowest_mean(changes: Sequence[float]) -> float:
@@ -195,67 +164,46 @@ def _enough_falls(count: int) -> int | None:
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
-    """Find image statistics whose mean is outside the range of nearly all first images."""
-    for name, words in LOOKS.items():
-        old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
-        if len(old) < FEWEST or len(new) != len(old) or min(old) == max(old):
+    """Find image statistics whose mean is outside the range of nearly all first images, and a loss of diversity."""
+    for name, words in {**LOOKS, **UNLIKE}.items():
+        old, new = known(first.looks.get(name, [])), known(later.looks.get(name, []))
+        if len(old) < FEWEST or len(new) != len(old) or (name in LOOKS and min(old) == max(old)):
             continue
         low, high = (float(edge) for edge in np.quantile(old, [RARE, 1 - RARE]))
-        surely = bootstrap(_known(later.by_prompt(later.looks[name])), CONFIDENCE)
-        mean = float(np.mean(new))
-        if surely[0] > high or surely[1] < low:
-            edge, sign = (high, 1) if mean > high else (low, -1)
-            side = "above" if sign > 0 else "below"
-            text = (
-                f"the images have drifted from the first ones: {words} is {mean:.3g} on average, {side} "
-                f"{1 - RARE:.1%} of the first images ({edge:.3g})"
-            )
-            order = sorted(later.shown or range(len(new)), key=lambda i: -sign * new[i])
-            yield Signal("looks", name, later.step, mean, edge, text, order[:SHOWN])
-
-
-def _diversity(first: Validation, later: Validation) -> Iterator[Signal]:
-    """Find a loss of diversity among the images of a prompt, or of all prompts."""
-    for name, words in UNLIKE.items():
-        old, new = _known(first.looks.get(name)), _known(later.looks.get(name))
-        if len(old) < FEWEST or len(new) != len(old):
+        surely = bootstrap(known(later.by_prompt(later.looks[name])), CONFIDENCE)
+        sign = 1 if surely[0] > high and name in LOOKS else -1 if surely[1] < low else 0
+        if sign == 0:
             continue
-        edge = float(np.quantile(old, RARE))
-        mean = float(np.mean(new))
-        if bootstrap(_known(later.by_prompt(later.looks[name])), CONFIDENCE)[1] < edge:
-            text = f"{words} has fallen from {np.mean(old):.3g} to {mean:.3g}, below {1 - RARE:.1%} of the first images"
-            order = sorted(later.shown or range(len(new)), key=lambda i: new[i])
-            yield Signal("diversity", name, later.step, mean, edge, text, order[:SHOWN])
+        edge, mean, most = high if sign > 0 else low, statistics.fmean(new), f"{1 - RARE:.1%} of the first images"
+        if name in LOOKS:
+            text = (
+                f"the images have drifted from the first ones: {words} is {mean:.3g} on average, "
+                f"{'above' if sign > 0 else 'below'} {most} ({edge:.3g})"
+            )
+        else:
+            text = f"{words} has fallen from {statistics.fmean(old):.3g} to {mean:.3g}, below {most}"
+        order = sorted(later.shown or range(len(new)), key=lambda i: -sign * new[i])
+        kind = "looks" if name in LOOKS else "diversity"
+        yield Signal(kind, name, later.step, mean, edge, text, order[:SHOWN])
 
 
-def _by_prompt(
-    first: Validation, later: Validation, old: Sequence[float | None], new: Sequence[float | None]
-) -> list[float | None]:
-    """Return the change of each prompt; None: unknown."""
+def _changes(first: Validation, later: Validation, name: str | None) -> list[float | None]:
+    """Return the change of a column, or of the reward, on each prompt; None: unknown."""
+    old, new = (one.rewards if name is None else one.by_scorer.get(name, []) for one in (first, later))
     before, after = first.by_prompt(old), later.by_prompt(new) if new else []
     return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=False)]
 
 
-def _changes(first: Validation, later: Validation, name: str) -> list[float]:
-    found = _by_prompt(first, later, first.by_scorer[name], later.by_scorer.get(name, []))
-    return [change for change in found if change is not None]
-
-
-def _largest(first: Validation, later: Validation, name: str, sign: int) -> list[int]:
-    """Return the stored images whose column changed most in that direction."""
-    old, new = first.by_scorer[name], later.by_scorer[name]
-    both = [i for i in later.shown or range(len(new)) if old[i] is not None and new[i] is not None]
-    changed = {i: (new[i] or 0.0) - (old[i] or 0.0) for i in both}
-    return sorted(changed, key=lambda i: -sign * changed[i])[:SHOWN]
-
-
-def _known(values: Sequence[float | None] | None) -> list[float]:
-    return [value for value in values or () if value is not None]
+def _largest(first: Validation, later: Validation, name: str) -> list[int]:
+    """Return the stored images whose column fell most."""
+    old, new = first.by_scorer[name], later.by_scorer.get(name, [])
+    pairs = {i: (old[i], new[i]) for i in later.shown or range(len(new)) if i < len(new)}
+    changed = {i: b - a for i, (a, b) in pairs.items() if a is not None and b is not None}
+    return sorted(changed, key=lambda i: changed[i])[:SHOWN]
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    known = _known(values)
-    return sum(known) / len(known) if known else math.nan
+    return statistics.fmean(found) if (found := known(values)) else math.nan
 
 
 class GuardLog:
@@ -282,10 +230,16 @@ class GuardLog:
         return due
 
     def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float) -> str:
-        """Record a rollback to `step`; returns its sentence."""
-        row = rollback_row(step, why, kl)
+        """Record a rollback to `step`, with its reason; returns its sentence."""
+        first, reasons = why[0], ", ".join(signal.key for signal in why)
+        text = (
+            f"the run returned here from step {first.step} because of {reasons}, and continued with kl_coef={kl:g}: "
+            f"{first.text}"
+        )
+        row = {"step": step, "signal": "rollback", "column": f"from step {first.step}", "value": float(first.step)}
+        row |= {"threshold": kl, "text": text, "shown": [], "size": None, "action": "rollback"}
         self._append([f"{json.dumps(finite(row))}\n"])
-        return str(row["text"])
+        return text
 
     def _append(self, lines: Sequence[str]) -> None:
         if lines:
@@ -322,7 +276,7 @@ class TrainingTrends:
     """KL and groups of equal rewards between validations, from the rows of metrics."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows: dict[int, tuple[float | None, float | None, float | None]] = {}  # KL, groups, those of them stuck
+        self._rows: dict[int, Row] = {}
         self.validated: list[int] = []
         for row in rows:
             self.add(row)
@@ -331,22 +285,21 @@ class TrainingTrends:
 
     def add(self, row: Row) -> None:
         """Add the row of a step."""
-        kl, groups, stuck = (_number(row, n) for n in ("actor/kl", "health/groups", "health/stuck_groups"))
-        self._rows[int(row["step"])] = kl, groups, stuck
+        self._rows[int(row["step"])] = row
 
     def kl(self, step: int) -> float | None:
         """Return the mean KL to the base model in the steps between the previous validation and that of `step`."""
-        known = [kl for kl, _, _ in self._block(step) if kl is not None]
-        return sum(known) / len(known) if known else None
+        return mean(number(row, "actor/kl") for row in self._block(step))
 
     def stuck(self, step: int) -> tuple[int, int]:
         """Count the groups whose images all had the same reward below the best one so far, and all groups."""
-        known = [(stuck, groups) for _, groups, stuck in self._block(step) if groups is not None and stuck is not None]
-        return round(sum(stuck for stuck, _ in known)), round(sum(groups for _, groups in known))
+        pairs = [[number(row, f"health/{name}") for name in ("stuck_groups", "groups")] for row in self._block(step)]
+        block = [(stuck, groups) for stuck, groups in pairs if stuck is not None and groups is not None]
+        return round(sum(stuck for stuck, _ in block)), round(sum(groups for _, groups in block))
 
-    def _block(self, step: int) -> list[tuple[float | None, float | None, float | None]]:
+    def _block(self, step: int) -> list[Row]:
         before = max((other for other in self.validated if other < step), default=0)
-        return [values for number, values in self._rows.items() if before < number <= step]
+        return [row for place, row in self._rows.items() if before < place <= step]
 
 
 def trend_signals(
@@ -377,24 +330,21 @@ def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Vali
         return
     growth = math.sqrt(now / before) - 1
     columns = [v.by_prompt(v.rewards) for v in (first, best, later)]
-    known = [(a, b, c) for a, b, c in zip(*columns, strict=True) if a is not None and b is not None and c is not None]
-    if len(known) < FEWEST:
+    triples = [(a, b, c) for a, b, c in zip(*columns, strict=True) if a is not None and b is not None and c is not None]
+    if len(triples) < FEWEST:
         return
-    expected = growth * sum(b - a for a, b, _ in known) / len(known)
-    gained = sum(c - b for _, b, c in known) / len(known)
-    if bootstrap([(c - b) - growth * (b - a) for a, b, c in known], CONFIDENCE)[1] < 0:
+    expected = growth * statistics.fmean(b - a for a, b, _ in triples)
+    gained = statistics.fmean(c - b for _, b, c in triples)
+    if bootstrap([(c - b) - growth * (b - a) for a, b, c in triples], CONFIDENCE)[1] < 0:
         text = (
             f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the "
             f"held-out reward changed by {gained:+.3f} instead of the {expected:+.3f} expected from the gain up to "
             "that step"
         )
-        order = sorted(later.shown or range(len(later.rewards)), key=lambda i: _change(best, later, i))
+        pairs = enumerate(zip(best.rewards, later.rewards, strict=True))
+        changes = {i: b - a for i, (a, b) in pairs if a is not None and b is not None}
+        order = sorted(later.shown or range(len(later.rewards)), key=lambda i: changes.get(i, 0.0))
         yield Signal("kl", "reward", later.step, gained, expected, text, order[:8])
-
-
-def _change(before: Validation, after: Validation, row: int) -> float:
-    old, new = before.rewards[row], after.rewards[row]
-    return 0.0 if old is None or new is None else new - old
 
 
 def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> Iterator[Signal]:
@@ -421,10 +371,5 @@ def _share(count: int, total: int) -> tuple[float, float, float] | None:
 
 def best_of(validations: Sequence[Validation], before: int) -> Validation | None:
     """Return the validation with the highest mean reward before step `before`, the last of equals."""
-    known = [v for v in validations if v.step < before and v.rewards and None not in v.rewards]
-    return max(known, key=lambda v: (sum(r for r in v.rewards if r is not None) / len(v.rewards), v.step), default=None)
-
-
-def _number(row: Row, name: str) -> float | None:
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    scored = [v for v in validations if v.step < before and v.rewards and None not in v.rewards]
+    return max(scored, key=lambda v: (_mean(v.rewards), v.step), default=None)

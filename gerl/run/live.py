@@ -31,27 +31,23 @@ def read_spans(lines: Iterable[str]) -> list[Row]:
     for line in lines:
         try:
             row = json.loads(line)
-            numbers = float(row["start"]), float(row["end"]), int(row["step"])
-            found.append({"worker": str(row["worker"]), "what": str(row["what"])} | _times(numbers))
+            names = {"worker": str(row["worker"]), "what": str(row["what"])}
+            times = {"start": float(row["start"]), "end": float(row["end"])}
+            found.append({**names, "step": int(row["step"]), **times})
         except (ValueError, KeyError, TypeError):
             continue
     return found
 
 
-def _times(numbers: tuple[float, float, int]) -> dict[str, float]:
-    start, end, step = numbers
-    return {"step": step, "start": start, "end": end}
-
-
 def lanes(rows: Iterable[Row]) -> list[str]:
     """Return the workers of the spans: the driver, then the policy workers, then the scorers."""
-    return sorted({row["worker"] for row in rows}, key=_order)
 
+    def order(name: str) -> tuple[int, str, int]:
+        kind, _, number = name.rpartition(" ")
+        rank = 0 if name == DRIVER else 1 if name.startswith("worker ") else 2
+        return rank, kind, int(number) if number.isdigit() else 0
 
-def _order(name: str) -> tuple[int, str, int]:
-    kind, _, number = name.rpartition(" ")
-    rank = 0 if name == DRIVER else 1 if name.startswith("worker ") else 2
-    return rank, kind, int(number) if number.isdigit() else 0
+    return sorted({row["worker"] for row in rows}, key=order)
 
 
 def chrome_trace(rows: Sequence[Row], title: str) -> dict[str, Any]:

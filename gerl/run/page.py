@@ -8,8 +8,9 @@ import os
 import threading
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from gerl.run.settings import (
     training_label,
 )
 from gerl.run.tracking import Rows
-from gerl.run.validation import load_validation, mean, standard_error, validation_steps
+from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
 from gerl.web.pages import enlarge
 
 # --- Metrics by column, read incrementally and downsampled for a page
@@ -42,14 +43,15 @@ POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximu
 
 
 class Columns:
-    """Columns of `metrics.jsonl`; `read` adds new rows."""
+    """Columns of `metrics.jsonl`, and the health checks of its rows; `read` adds new rows."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, config: Callable[[], Mapping[str, Any]] = dict) -> None:
+        self.path, self._config = path, config
         self.generation = 0  # increases when the file is replaced: a resumed run truncates it
-        self._clear()
+        self._clear({})
 
-    def _clear(self) -> None:
+    def _clear(self, config: Mapping[str, Any]) -> None:
+        self.health = Health(config)
         self.last: dict[str, Any] = {}  # the last row
         self.values: dict[str, tuple[array[int], array[float]]] = {}  # name -> steps, values (NaN: null)
         self._read, self._file = 0, (0, 0)
@@ -58,12 +60,11 @@ class Columns:
         """Read the added lines; an incomplete last one is left for the next call."""
         try:
             with self.path.open("rb") as file:
-                status = self.path.stat()
+                status = os.fstat(file.fileno())
                 file_now = (status.st_ino, status.st_dev)
                 if file_now != self._file or status.st_size < self._read:
-                    if self._file != (0, 0):
-                        self.generation += 1
-                    self._clear()
+                    self.generation += self._file != (0, 0)
+                    self._clear(self._config())
                     self._file = file_now
                 file.seek(self._read)
                 text = file.read()
@@ -77,12 +78,13 @@ class Columns:
     def _add(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-            step = int(row["step"])
+            step = row["step"] = int(row["step"])
         except (ValueError, KeyError, TypeError):
             return
         if step <= self.last.get("step", -1):
             return
         self.last = row
+        self.health.observe(row)
         for name, value in row.items():
             if name == "step" or isinstance(value, str | bool | list | dict):
                 continue
@@ -100,16 +102,16 @@ class Columns:
         steps, values = self.values[name]
         i = bisect_left(steps, since // width * width)
         if width == 1:
-            return {"x": steps[i:].tolist(), "y": [_five_digits(value) for value in values[i:]]}
+            return {"x": steps[i:].tolist(), "y": [_rounded(value, 5) for value in values[i:]]}
         found: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
         while i < len(steps):
             part = steps[i] // width
             end = bisect_left(steps, (part + 1) * width, i)
             known = [value for value in values[i:end] if math.isfinite(value)]
             found["x"].append(part * width)
-            found["y"].append(_five_digits(math.fsum(known) / len(known)) if known else None)
-            found["low"].append(_five_digits(min(known)) if known else None)
-            found["high"].append(_five_digits(max(known)) if known else None)
+            found["y"].append(_rounded(math.fsum(known) / len(known), 5) if known else None)
+            found["low"].append(_rounded(min(known), 5) if known else None)
+            found["high"].append(_rounded(max(known), 5) if known else None)
             i = end
         return found
 
@@ -125,11 +127,6 @@ class Columns:
         _, values = self.values.get(name, (None, array("d")))
         known = [value for value in values[-count:] if math.isfinite(value)]
         return math.fsum(known) / len(known) if known else None
-
-
-def _five_digits(value: float) -> float | None:
-    """Round to five digits; null if not finite."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 # --- Everything a page shows of one run; unchanged files are not read again
@@ -159,8 +156,7 @@ class RunData:
         self.name, self.folder, self._config = name, folder, config
         self._lock = threading.RLock()
         self._kept: dict[str, tuple[object, Any]] = {}
-        self._columns = Columns(folder / "metrics.jsonl")
-        self._findings = Findings()
+        self._columns = Columns(folder / "metrics.jsonl", lambda: self.config()[1])
         self._held_out = HeldOut(folder)
 
     def signatures(self) -> dict[str, str]:
@@ -293,10 +289,9 @@ class RunData:
     def warnings(self) -> dict[str, Any]:
         """Return the signals of the guard, newest first, and the findings of the health checks."""
         guard = [row for line in last_lines(self.folder / PARTS["guard"]) if (row := _row(line)) is not None]
-        _, config = self.config()
-        path = self.folder / "metrics.jsonl"
         with self._lock:
-            health = self._findings.read(path, config)
+            findings = sorted(self.columns().health.found.values(), key=lambda finding: -finding.step)
+        health = [{"step": finding.step, "text": finding.text} for finding in findings]
         return {"guard": guard[: -SIGNALS - 1 : -1], "health": health}
 
     def settings(self, other: "RunData | None") -> dict[str, Any]:
@@ -371,48 +366,6 @@ def last_lines(path: Path, most: int = TAIL) -> list[str]:
     return lines[1:] if size > most else lines
 
 
-# --- Findings of the health checks, updated incrementally
-
-
-class Findings:
-    """Health checks over a growing `metrics.jsonl`."""
-
-    def __init__(self) -> None:
-        self._health: Health | None = None
-        self._place, self._file, self._seen = 0, "", ""
-
-    def read(self, path: Path, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the latest sentence of each kind, newest first."""
-        now = signature(path)
-        if now != self._seen:
-            self._seen = now
-            self._take(path, config)
-        found = self._health.found.values() if self._health is not None else ()
-        return [
-            {"step": finding.step, "text": finding.text} for finding in sorted(found, key=lambda finding: -finding.step)
-        ]
-
-    def _take(self, path: Path, config: Mapping[str, Any]) -> None:
-        try:
-            with path.open("rb") as file:
-                node = str(path.stat().st_ino)
-                if self._health is None or node != self._file or path.stat().st_size < self._place:
-                    self._health, self._place, self._file = Health(config), 0, node
-                file.seek(self._place)
-                text = file.read()
-        except OSError:
-            return
-        end = text.rfind(b"\n") + 1
-        self._place += end
-        for line in text[:end].splitlines():
-            try:
-                row = json.loads(line)
-                row["step"] = int(row["step"])
-            except (ValueError, KeyError, TypeError):
-                continue
-            self._health.observe(row)
-
-
 # --- Held-out prompts over all validations
 
 STEPS = 100  # validations shown, evenly spaced if there are more
@@ -425,12 +378,11 @@ class HeldOut:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.steps: list[int] = []
-        self.prompts: list[str] = []
-        self._known: dict[int, tuple[str, dict[str, Any] | None]] = {}
-        self._common: dict[str, Any] = {}  # of the last validation read
-        self._decoded: OrderedDict[tuple[int, str], dict[int, np.ndarray]] = OrderedDict()
-        self._encoded: OrderedDict[tuple[int, int, str], tuple[bytes, str]] = OrderedDict()
+        self.validations: dict[int, Validation] = {}  # by step: those with the prompts of the newest, without images
+        self._last: Validation | None = None
+        self._numbers = cache(self._load)
+        self._decoded = lru_cache(DECODED)(self._pixels)
+        self._encoded = lru_cache(ENCODED)(self._picture)
 
     def now(self) -> object:
         """Return a value that changes when validations are added or removed."""
@@ -438,80 +390,58 @@ class HeldOut:
 
     def read(self) -> dict[str, Any]:
         """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
-        found = {step: row for step in validation_steps(self.folder) if (row := self._row(step)) is not None}
-        self.prompts = found[max(found)]["prompts"] if found else []
-        steps = [step for step, row in found.items() if row["prompts"] == self.prompts]
-        if len(steps) > STEPS:
-            steps = [steps[round(i * (len(steps) - 1) / (STEPS - 1))] for i in range(STEPS)]
-        self.steps = steps
-        rows = [found[step] for step in steps]
-        shown = set(rows[0]["shown"]).intersection(*(row["shown"] for row in rows)) if rows else set()
-        errors = [standard_error(_by_prompt(row)) for row in rows]
+        read = {step: self._numbers(step, self._signature(step)) for step in validation_steps(self.folder)}
+        found = {step: validation for step, validation in read.items() if validation is not None}
+        prompts = found[max(found)].prompts if found else []
+        steps = _spread([step for step, validation in found.items() if validation.prompts == prompts], STEPS)
+        self.validations = {step: found[step] for step in steps}
+        rows = list(self.validations.values())
         return {
-            "prompts": self.prompts,
-            "ids": rows[-1].get("ids") if rows else None,
+            "prompts": prompts,
+            "ids": rows[-1].ids if rows else None,
             "steps": steps,
-            "shown": sorted(shown),
-            "rewards": [[_short(value) for value in row["rewards"]] for row in rows],
-            "errors": [_short(error) for error in errors],
+            "shown": sorted(set.intersection(*(set(row.shown) for row in rows))) if rows else [],
+            "rewards": [[_rounded(value) for value in row.rewards] for row in rows],
+            "errors": [_rounded(standard_error(row.by_prompt(row.rewards))) for row in rows],
         }
 
     def scores(self, row: int) -> dict[str, Any] | None:
-        """Return the scores of a prompt at all `steps`, by scorer."""
-        if not 0 <= row < len(self.prompts):
+        """Return the scores of a prompt after all validations, by scorer; None: no such prompt."""
+        found = list(self.validations.values())
+        if not found or not 0 <= row < len(found[0].prompts):
             return None
-        rows = [self._row(step) or {} for step in self.steps]
-        names = dict.fromkeys(name for each in rows for name in each.get("by_scorer", {}))
-        scores = {
-            name: [_short(each.get("by_scorer", {}).get(name, {row: None})[row]) for each in rows] for name in names
-        }
-        return {"prompt": self.prompts[row], "steps": self.steps, "scores": scores}
+        columns = [{name: values[row] for name, values in validation.by_scorer.items()} for validation in found]
+        names = dict.fromkeys(name for column in columns for name in column)
+        scores = {name: [_rounded(column.get(name)) for column in columns] for name in names}
+        return {"prompt": found[0].prompts[row], "steps": list(self.validations), "scores": scores}
 
     def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
         """Return the image of a prompt after a step, as bytes and media type; None if there is none."""
-        now = signature(self._path(step))
-        key = (step, row, now)
-        if key not in self._encoded:
-            pixels = self._pixels(step, now).get(row)
-            if pixels is None:
-                return None
-            self._encoded[key] = encoded(pixels)
-        self._encoded.move_to_end(key)
-        while len(self._encoded) > ENCODED:
-            self._encoded.popitem(last=False)
-        return self._encoded[key]
+        return self._encoded(step, row, self._signature(step))
+
+    def _load(self, step: int, now: str) -> Validation | None:
+        try:
+            found = replace(load_validation(self.folder, step, pictures=False), drawing=None, looks={})
+        except GerlError:
+            return None
+        if self._last is not None and (self._last.prompts, self._last.ids) == (found.prompts, found.ids):
+            found = replace(found, prompts=self._last.prompts, ids=self._last.ids)  # equal lists are stored once
+        self._last = found
+        return found
 
     def _pixels(self, step: int, now: str) -> dict[int, np.ndarray]:
-        if (step, now) not in self._decoded:
-            try:
-                validation = load_validation(self.folder, step)
-            except GerlError:
-                return {}
-            self._decoded[step, now] = dict(zip(validation.shown, validation.pixels, strict=True))
-        self._decoded.move_to_end((step, now))
-        while len(self._decoded) > DECODED:
-            self._decoded.popitem(last=False)
-        return self._decoded[step, now]
+        try:
+            validation = load_validation(self.folder, step)
+        except GerlError:
+            return {}
+        return dict(zip(validation.shown, validation.pixels, strict=True))
 
-    def _row(self, step: int) -> dict[str, Any] | None:
-        path = self._path(step)
-        now = signature(path)
-        if step not in self._known or self._known[step][0] != now:
-            self._known[step] = now, self._slim(_checked(path))
-        return self._known[step][1]
+    def _picture(self, step: int, row: int, now: str) -> tuple[bytes, str] | None:
+        pixels = self._decoded(step, now).get(row)
+        return None if pixels is None else encoded(pixels)
 
-    def _slim(self, row: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Drop what no page shows; values equal to those of the previous validation are shared."""
-        if row is None:
-            return None
-        kept = {name: row.get(name) for name in ("rewards", "by_scorer", "shown", "prompts", "ids")}
-        for name in ("prompts", "ids", "shown"):
-            kept[name] = self._common[name] if self._common.get(name) == kept[name] else kept[name]
-        self._common = {name: kept[name] for name in ("prompts", "ids", "shown")}
-        return kept
-
-    def _path(self, step: int) -> Path:
-        return self.folder / "validation" / f"step_{step:06d}.json"
+    def _signature(self, step: int) -> str:
+        return signature(self.folder / "validation" / f"step_{step:06d}.json")
 
 
 def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
@@ -522,30 +452,9 @@ def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
     return buffer.getvalue(), "image/jpeg" if lossy else "image/png"
 
 
-def _checked(path: Path) -> dict[str, Any] | None:
-    """Read a validation without its images; None if it is damaged."""
-    try:
-        row = json.loads(path.read_bytes())
-        columns = [row["rewards"], *row["by_scorer"].values()]
-        whole = all(len(column) == len(row["prompts"]) for column in columns)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return row if whole and isinstance(row.get("shown"), list) else None
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
-
-
-def _by_prompt(row: dict[str, Any]) -> list[float | None]:
-    """Return the rewards of a validation, averaged over the images of a prompt."""
-    ids = row.get("ids")
-    if not isinstance(ids, list) or len(ids) != len(row["rewards"]):
-        return list(row["rewards"])
-    groups: dict[Any, list[float | None]] = {}
-    for prompt, value in zip(ids, row["rewards"], strict=True):
-        groups.setdefault(prompt, []).append(value)
-    return [mean(values) for values in groups.values()]
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    """Round to significant digits; null if unknown or not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 # --- Facts of a run: pairs of name and value

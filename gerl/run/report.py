@@ -80,16 +80,8 @@ def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]
     return [finding.text for finding in health.found.values()] + guarded
 
 
-@dataclass(frozen=True)
-class Start:
-    """A session of the run card; `rows` are pairs of name and value, nested names joined by a space."""
-
-    title: str
-    rows: list[tuple[str, str]]
-
-
-def _starts(path: Path) -> list[Start]:
-    """Return the sessions of the run card, latest first; empty if the card is missing or damaged."""
+def _starts(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return title, names and values of the sessions of the run card, latest first; empty without a usable card."""
     found = []
     for number, session in enumerate(read_sessions(path), start=1):
         rows: list[tuple[str, str]] = []
@@ -98,7 +90,7 @@ def _starts(path: Path) -> list[Start]:
             # the end of a running run is unknown, and a folder may be in no repository
             rows += [(f"{name} {part}".strip(), _words(entry)) for part, entry in nested if value is not None]
         words = [str(session[key]) for key in ("started", "command") if session.get(key)]
-        found.append(Start(": ".join(words) or f"start {number}", rows))
+        found.append((": ".join(words) or f"start {number}", rows))
     if not found and path.exists():
         log.warning("%s has no readable session: the report omits it", path)
     return found[::-1]

@@ -123,7 +123,12 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
             if card is not None:
                 logger.info("the run produced nothing: its folder %s is removed", run_dir)
         elif card is not None and run_dir.is_dir():
-            _complete(card, how, why)
+            try:
+                card.end(how, why)
+            except GerlError as error:
+                if why is None:
+                    raise
+                logger.warning("%s", error)  # the first error is raised
 
 
 def has_results(run_dir: Path) -> bool:
@@ -141,15 +146,6 @@ def remove(made: Sequence[Path]) -> None:
             folder.rmdir()
     except OSError as error:  # another run may have put its folder beside it
         logger.debug("%s is kept: %s", run_dir, reason(error))
-
-
-def _complete(card: Card, how: End, why: BaseException | None) -> None:
-    try:
-        card.end(how, why)
-    except GerlError as error:
-        if why is None:
-            raise
-        logger.warning("%s", error)  # the first error is raised
 
 
 # --- Commands for a running run: files in `control/` of its folder, checked between steps

@@ -62,10 +62,8 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
         return []
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
-    usual, own = (
-        _flat(defaults),
-        _flat({key: value for key, value in config.items() if key not in ("experiment", "preset")}),
-    )
+    given = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
+    usual, own = _flat(defaults), _flat(given)
     found = [(key, _show(value), _show(usual[key]) if key in usual else "-") for key, value in own.items()
              if key not in usual or value != usual[key]]  # fmt: skip
     return found + [
@@ -104,11 +102,7 @@ def scorers(config: Values) -> list[str]:
 
 def differentiates(config: Values) -> bool:
     """Whether the algorithm learns only from the gradient of the reward; False if unknown."""
-    return _differentiates(get(config, "algorithm", "name"))
-
-
-@functools.cache
-def _differentiates(name: str) -> bool:
+    name = get(config, "algorithm", "name")
     needs = algorithm_config(name).needs if name in ALGORITHMS else None
     return needs is not None and needs.reward_gradient and not needs.ratio
 
@@ -166,12 +160,8 @@ def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         name = f"{prefix}{key}"
         nested = isinstance(value, Mapping) and value and key != "kwargs"  # the kwargs of a scorer are one row
-        flat |= _flat(value, f"{name}.") if nested else {name: _plain(value)}
+        flat |= _flat(value, f"{name}.") if nested else {name: list(value) if isinstance(value, tuple) else value}
     return flat
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _show(value: Any) -> str:

@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.validation import SamplingRecord, Validation
 
+TEMPLATE = Path(__file__).with_name("program.py.j2")
 ASSETS = Path(__file__).parents[1] / "assets"
 LOAD = "pipe.load_lora_weights(FOLDER)"
 
@@ -39,55 +42,31 @@ def trained_weights(checkpoint: Path) -> Path | None:
 
 def program(config: Mapping[str, Any], lora: Path, validation: Validation | None, drawing: SamplingRecord) -> str:
     """Return the program of `usage` for the LoRA or the trained denoisers in `lora`."""
-    model = config.get("model") or {}
-    dtype = model.get("dtype", "auto")
+    dtype = (config.get("model") or {}).get("dtype", "auto")
     if dtype == "auto":
         dtype = "bfloat16" if drawing.device.startswith("cuda") else "float32"
-    given = drawing.given[0] if drawing.given else {}
-    imports = ["import torch", "from diffusers import DiffusionPipeline"]
-    lines = [f"pipe = DiffusionPipeline.from_pretrained({base_path(config)}, dtype=torch.{dtype})"]
-    if drawing.scheduler is not None:
-        imports.append("from gerl.model.schedulers import trainable_scheduler")
-        lines.append(
-            f"# {drawing.scheduler} has no transition kernel: the run sampled with the solver that replaces it"
-        )
-        lines.append("pipe.scheduler = trainable_scheduler(pipe.scheduler)")
     whole = [
         f"pipe.{name} = type(pipe.{name}).from_pretrained(FOLDER, subfolder={name!r}, dtype=torch.{dtype})"
         for name in models_in(lora)
     ]
-    for line in whole or drawing.lora_lines or [LOAD]:
-        if line.startswith("load_lora("):  # for denoisers without LoRA support in diffusers
-            imports += ["from pathlib import Path", "from gerl.model.lora import load_lora"]
-        lines.append(line.replace("FOLDER", repr(str(lora))))
-    if drawing.device.startswith("cuda"):
-        lines.append('pipe.to("cuda")')
-    if given:
-        imports.append("from diffusers.utils import load_image")
-    call = _arguments(config, validation, drawing)
-    call += [f"{name}={_pictures(value)}," for name, value in given.items()]
-    lines += ["output = pipe(", *(f"    {argument}" for argument in call), ")"]
-    if drawing.video:
-        imports.append("from diffusers.utils import export_to_video")
-        lines.append('export_to_video(output.frames[0], "video.mp4")')
-    else:
-        lines.append('output.images[0].save("picture.png")')
-    return "\n".join([*dict.fromkeys(imports), "", *lines])
+    loads = [line.replace("FOLDER", repr(str(lora))) for line in whole or drawing.lora_lines or [LOAD]]
+    given = {name: _pictures(value) for name, value in (drawing.given[0] if drawing.given else {}).items()}
+    call = {name: value for name, value in call_of(config).items() if value is not None and name != "output_type"}
+    prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["repr"] = repr
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
+    own = any(line.startswith("load_lora(") for line in loads)
+    return template.render(drawing=drawing, own_loader=own, **shown)
 
 
-def _arguments(config: Mapping[str, Any], validation: Validation | None, drawing: SamplingRecord) -> list[str]:
-    """Return the arguments of the call, one per line, as `gerl.model.call.pipeline_call` passes them."""
+def call_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the pipeline in a validation, as `gerl.model.call.pipeline_call` passes them."""
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})
-    call |= {name: value for name in names if (value := other.get(name)) is not None}
-    call.pop("output_type", None)
-    prompt = "a prompt" if validation is None else validation.prompts[validation.shown[0]]
-    arguments = [f"{call.pop('prompt', prompt)!r},"]
-    arguments += [f"{name}={value!r}," for name, value in call.items() if value is not None]
-    if drawing.seeds:
-        arguments.append(f"generator=torch.Generator().manual_seed({drawing.seeds[0]}),")
-    return arguments
+    return call | {name: value for name in names if (value := other.get(name)) is not None}
 
 
 def base_path(config: Mapping[str, Any]) -> str:

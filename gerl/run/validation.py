@@ -6,14 +6,15 @@ import json
 import logging
 import math
 import re
+import statistics
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,6 +25,7 @@ from gerl.web.pages import Card, Picture, thumbnail
 
 # --- Means with bootstrap confidence intervals
 
+T = TypeVar("T")
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
@@ -139,10 +141,8 @@ class Validation:
     @cached_property
     def first_rows(self) -> list[int]:
         """Index of the first image of each prompt."""
-        if not self.ids:
-            return list(range(len(self.prompts)))
         firsts: dict[int, int] = {}
-        for row, number in enumerate(self.ids):
+        for row, number in enumerate(self.ids or range(len(self.prompts))):
             firsts.setdefault(number, row)
         return list(firsts.values())
 
@@ -153,12 +153,13 @@ class Validation:
 
     def by_prompt(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the mean of `values` [N] over the images of each prompt, without missing values."""
-        if not self.ids:
-            return list(values)
         groups: dict[int, list[float | None]] = {}
-        for i, value in zip(self.ids, values, strict=True):
+        for i, value in zip(self.ids or range(len(self.prompts)), values, strict=True):
             groups.setdefault(i, []).append(value)
         return [mean(group) for group in groups.values()]
+
+
+VALIDATION = TypeAdapter(Validation)
 
 
 def save_validation(
@@ -232,7 +233,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     try:
         values = json.loads(path.read_bytes())
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
-        found = TypeAdapter(Validation).validate_python({**values, "pixels": pixels})
+        found = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise GerlError(f"the validation {path} cannot be read ({said}); delete it to skip it") from error
@@ -300,16 +301,20 @@ def held_out_words(images: int, each: int) -> str:
     return f"{images} held-out prompts" if each == 1 else f"{images} images of {images // each} held-out prompts"
 
 
-def mean(values: Sequence[float | None]) -> float | None:
+def known(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are not None."""
+    return [value for value in values if value is not None]
+
+
+def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values."""
-    scored = [v for v in values if v is not None]
-    return sum(scored) / len(scored) if scored else None
+    return statistics.fmean(scored) if (scored := known(values)) else None
 
 
-def standard_error(values: Sequence[float | None]) -> float | None:
+def standard_error(values: Iterable[float | None]) -> float | None:
     """Return the standard error of the mean of the known values; None for fewer than two."""
-    scored = np.array([v for v in values if v is not None], dtype=float)
-    return float(scored.std(ddof=1)) / math.sqrt(len(scored)) if len(scored) > 1 else None
+    scored = known(values)
+    return statistics.stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else None
 
 
 def _read_pixels(path: Path) -> list[np.ndarray]:
@@ -365,22 +370,25 @@ class BeforeAfter:
 
     first: Validation
     last: Validation | None
-    gains: list[Gain] = field(init=False)  # prompts that both have at the same index
-    pictured: list[int] = field(init=False)  # those with an image in both
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """Gains of the prompts that both have at the same index."""
         first, other = self.first, self.last or self.first
         before, after = (one.by_prompt(one.rewards) for one in (first, other))
         rows = zip(first.first_rows, other.first_rows, before, after, strict=False)
-        gains = [Gain(i, first.prompts[i], a, b) for i, j, a, b in rows if first.prompts[i] == other.prompts[j]]
-        object.__setattr__(self, "gains", gains)
-        shown = set(first.shown) & set(other.shown)
-        object.__setattr__(self, "pictured", [gain.index for gain in gains if gain.index in shown])
+        return [Gain(i, first.prompts[i], a, b) for i, j, a, b in rows if first.prompts[i] == other.prompts[j]]
+
+    @cached_property
+    def pictured(self) -> list[Gain]:
+        """Gains of the prompts with an image in both."""
+        shown = set(self.first.shown) & set((self.last or self.first).shown)
+        return [gain for gain in self.gains if gain.index in shown]
 
     @cached_property
     def known(self) -> list[float]:
         """Gains of the prompts scored in both."""
-        return [gain.value for gain in self.gains if gain.value is not None]
+        return known(gain.value for gain in self.gains)
 
     @property
     def counts(self) -> str:
@@ -394,23 +402,19 @@ class BeforeAfter:
     @cached_property
     def featured(self) -> list[Card]:
         """Pairs for the top of the page, evenly spaced over the file regardless of gain."""
-        count = min(FEATURED, len(self.pictured))
-        return [self._card(self.pictured[k * len(self.pictured) // count]) for k in range(count)]
+        return [self._card(gain) for gain in evenly(self.pictured, FEATURED)]
 
     @cached_property
     def sections(self) -> list[Section]:
         """All pairs with images: better, worse, each with the largest change first, and the rest."""
         if self.last is None or not self.known:
-            return [Section("all", "", [self._card(i) for i in self.pictured])] if self.pictured else []
-        by_index = {gain.index: gain for gain in self.gains}
-        shown = [by_index[i] for i in self.pictured]
+            return [Section("all", "", list(map(self._card, self.pictured)))] if self.pictured else []
         found = []
         for trend, name in (("up", "better"), ("down", "worse"), ("flat", "equal")):
-            chosen = sorted((g for g in shown if g.trend == trend), key=lambda g: -abs(g.value or 0.0))
+            chosen = sorted((g for g in self.pictured if g.trend == trend), key=lambda g: -abs(g.value or 0.0))
             order = ", largest change first" if trend != "flat" and chosen[1:] else ""
-            if chosen:
-                title = f"{len(chosen)} {name} of the {len(shown)} shown{order}"
-                found.append(Section(name, title, [self._card(g.index) for g in chosen]))
+            title = f"{len(chosen)} {name} of the {len(self.pictured)} shown{order}"
+            found += [Section(name, title, list(map(self._card, chosen)))] if chosen else []
         return found
 
     @cached_property
@@ -419,12 +423,17 @@ class BeforeAfter:
         down = [gain for gain in self.gains if gain.trend == "down"]
         return sorted(down, key=lambda gain: gain.value or 0.0)[:LOSSES]
 
-    def _card(self, index: int) -> Card:
-        gain = next(gain for gain in self.gains if gain.index == index)
+    def _card(self, gain: Gain) -> Card:
         validations = [v for v in (self.first, self.last) if v is not None]
         change = "" if self.last is None or gain.value is None else f"{gain.value:+.3f}"
         trend = gain.trend if self.last is not None else "flat"
-        return Card([_picture(v, index) for v in validations], (), gain.prompt, gain=change, trend=trend)
+        return Card([_picture(v, gain.index) for v in validations], (), gain.prompt, gain=change, trend=trend)
+
+
+def evenly(values: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of the values, evenly spaced, with the first one."""
+    count = min(count, len(values))
+    return [values[k * len(values) // count] for k in range(count)]
 
 
 def _picture(validation: Validation, index: int) -> Picture:

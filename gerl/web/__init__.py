@@ -1,1 +1,1 @@
-"""Web pages and servers: HTML pages and image grids, the live page of runs, and voting."""
+"""Web pages and servers: HTML pages and image grids, and the live page of runs."""

@@ -1,9 +1,11 @@
 """Server of the live page: static files, runs as JSON and images, an event stream, and the buttons."""
 
+import asyncio
 import json
 import logging
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
 from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
-from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+from gerl.web.server import Gate, Visit, bearer, is_token, refused
 
 # --- Run folders shown by the page
 
@@ -79,69 +81,12 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Changes of a run: one thread polls its files for all pages
-
-PAUSE = 0.5  # polling interval in seconds
-ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
-
-
-class Watcher:
-    """Watcher of a run's files, active while pages are subscribed."""
-
-    def __init__(self, run: RunData) -> None:
-        self.run = run
-        self.signatures: dict[str, str] = {}
-        self.subscribers: set[Subscriber] = set()
-        self._lock = threading.Lock()
-        self._over: threading.Event | None = None
-
-    async def changes(self, closing: threading.Event) -> AsyncIterator[dict[str, str] | None]:
-        """Yield the signatures of all parts of the run, now and after each change; None after `ALIVE` quiet seconds."""
-        subscriber = Subscriber()
-        self._add(subscriber)
-        sent: dict[str, str] = {}
-        try:
-            while not closing.is_set():
-                if self.signatures != sent:
-                    sent = dict(self.signatures)
-                    yield sent
-                elif not await subscriber.wait(ALIVE):
-                    yield None
-        finally:
-            self._remove(subscriber)
-
-    def wake(self) -> None:
-        """Wake all pages, for example to end them with the server."""
-        for subscriber in list(self.subscribers):
-            subscriber.wake()
-
-    def _add(self, subscriber: Subscriber) -> None:
-        with self._lock:
-            self.subscribers.add(subscriber)
-            if self._over is None:
-                self.signatures = self.run.signatures()
-                self._over = threading.Event()
-                threading.Thread(target=self._look, args=[self._over], name="watcher", daemon=True).start()
-
-    def _remove(self, subscriber: Subscriber) -> None:
-        with self._lock:
-            self.subscribers.discard(subscriber)
-            if not self.subscribers and self._over is not None:
-                self._over.set()
-                self._over = None
-
-    def _look(self, over: threading.Event) -> None:
-        while not over.wait(PAUSE):
-            now = self.run.signatures()
-            if now != self.signatures:
-                self.signatures = now
-                self.wake()
-
-
 # --- Server of the live page: static files, runs as JSON and images, an event stream, and the buttons
 
 logger = logging.getLogger("gerl")
 FOREVER = "private, max-age=31536000, immutable"  # for images, whose address changes with their content
+PAUSE = 0.5  # seconds between looks for changed files
+ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
 BODY = 10_000  # maximum bytes of a request
 COOKIE = "gerl_watch"
 
@@ -151,21 +96,13 @@ class Unknown(Exception):
 
 
 class Site:
-    """Runs below a folder, with cached answers."""
+    """Runs below a folder."""
 
     def __init__(self, folders: Folders) -> None:
         self.folders = folders
-        self.closing = threading.Event()
+        self.streams = 0  # open event streams
+        self.closing = threading.Event()  # ends them
         self._runs: dict[str, RunData] = {}
-        self._watchers: dict[str, Watcher] = {}
-        self._answers: dict[str, tuple[object, bytes]] = {}
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        """End all streams."""
-        self.closing.set()
-        for watcher in list(self._watchers.values()):
-            watcher.wake()
 
     def run(self, name: str) -> RunData:
         """Return the run `name`, as found by `Folders`: no path is built from a request."""
@@ -176,71 +113,39 @@ class Site:
             self._runs.setdefault(name, RunData(name, found[name]))
         return self._runs[name]
 
-    def watcher(self, name: str) -> Watcher:
-        """Return the watcher of a run, shared by all of its pages."""
-        run = self.run(name)
-        with self._lock:
-            return self._watchers.setdefault(name, Watcher(run))
-
     def runs(self) -> dict[str, Any]:
         """Return all runs, running and most recently written first, and the initially selected one."""
         found = [self.run(name).summary() for name in self.folders.found()]
         found.sort(key=lambda run: (run["alive"], run["time"] or "", run["name"]), reverse=True)
         return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
 
-    def answer(self, key: str, now: object, make: Callable[[], Any]) -> bytes:
-        """Return the result of `make` as JSON, cached by `key` while `now` is unchanged."""
-        with self._lock:
-            known = self._answers.get(key)
-            if known is not None and known[0] == now:
-                return known[1]
-        body = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
-        with self._lock:
-            while len(self._answers) > 200:
-                del self._answers[next(iter(self._answers))]
-            self._answers[key] = now, body
-        return body
-
 
 def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
     """Build the ASGI application and its `Site`, which ends the streams."""
     site = Site(folders)
 
-    def endpoint_of(work: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                found = await run_in_threadpool(work, request)
-            except Unknown as error:
-                return refused(404, str(error))
-            except GerlError as error:
-                return refused(409, str(error))
+    def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
+        """Route that returns what `make` says of the run in the query; Starlette calls it in a thread."""
+
+        def endpoint(request: Request) -> Response:
+            found = make(site.run(request.query_params.get("run", "")), request)
             return found if isinstance(found, Response) else JSONResponse(found)
 
-        return endpoint
+        return Route(path, endpoint)
 
-    def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
-        """Route that returns JSON about a run, recomputed if any of its files has changed."""
-
-        def work(request: Request) -> Response:
-            run = site.run(request.query_params.get("run", ""))
-            key, now = f"{path}?{request.url.query}", tuple(run.signatures().values())
-            return Response(site.answer(key, now, lambda: make(run, request)), media_type="application/json")
-
-        return Route(path, endpoint_of(work), methods=["GET"])
-
-    def other(run: RunData, request: Request) -> Any:
+    def settings(run: RunData, request: Request) -> Any:
         name = request.query_params.get("other")
         return run.settings(site.run(name) if name else None)
 
-    def held_out(request: Request) -> Response:
-        return _image(_run(site, request).picture(query_int(request, "step"), query_int(request, "row")))
+    def asset(path: str, content: str, media: str) -> Route:
+        return Route(path, lambda _: Response(content, media_type=media))
 
     assets = page_assets()
     routes = [
-        Route("/", _asset(render("live.html.j2"), "text/html"), methods=["GET"]),
-        Route("/page.css", _asset(assets["style"], "text/css"), methods=["GET"]),
-        Route("/page.js", _asset(assets["script"], "text/javascript"), methods=["GET"]),
-        Route("/api/runs", endpoint_of(lambda _: site.runs()), methods=["GET"]),
+        asset("/", render("live.html.j2"), "text/html"),
+        asset("/page.css", assets["style"], "text/css"),
+        asset("/page.js", assets["script"], "text/javascript"),
+        Route("/api/runs", lambda _: JSONResponse(site.runs())),
         of_run("/api/run", lambda run, _: run.overview()),
         of_run("/api/series", _series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
@@ -248,17 +153,22 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
         of_run("/api/timeline", lambda run, request: run.timeline(min(query_int(request, "steps", 3), 100))),
         of_run("/api/warnings", lambda run, _: run.warnings()),
-        of_run("/api/settings", other),
+        of_run("/api/settings", settings),
         of_run("/api/log", lambda run, _: run.log()),
-        Route("/trace.json", endpoint_of(lambda request: _trace(_run(site, request))), methods=["GET"]),
-        Route("/lora.safetensors", endpoint_of(lambda request: _lora(_run(site, request))), methods=["GET"]),
-        Route("/held_out", endpoint_of(held_out), methods=["GET"]),
-        Route("/sheet", endpoint_of(lambda r: _image(_run(site, r).sheet(query_int(r, "step")))), methods=["GET"]),
-        Route("/api/events", partial(_events, site), methods=["GET"]),
+        of_run("/trace.json", lambda run, _: _trace(run)),
+        of_run("/lora.safetensors", lambda run, _: _lora(run)),
+        of_run("/held_out", lambda run, r: _image(run.picture(query_int(r, "step"), query_int(r, "row")))),
+        of_run("/sheet", lambda run, request: _image(run.sheet(query_int(request, "step")))),
+        Route("/api/events", partial(_events, site)),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
     gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
-    return Starlette(routes=routes, middleware=[gate]), site
+    refusals = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=refusals), site
+
+
+async def _failed(status: int, _: Request, error: Exception) -> Response:
+    return refused(status, str(error))
 
 
 def _admit(token: str | None, request: Request) -> Visit | Response:
@@ -295,14 +205,6 @@ def _series(run: RunData, request: Request) -> Any:
     return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
 
 
-def _run(site: Site, request: Request) -> RunData:
-    return site.run(request.query_params.get("run", ""))
-
-
-def _asset(content: str, media: str) -> Callable[[Request], Response]:
-    return lambda _: Response(content, media_type=media)
-
-
 def _image(found: tuple[bytes, str] | None) -> Response:
     body, media = found_or_404(found)
     return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
@@ -323,16 +225,26 @@ def _attachment(body: str | bytes, media: str, name: str) -> Response:
     return Response(body, media_type=media, headers={"Content-Disposition": f'attachment; filename="{name}"'})
 
 
-async def _events(site: Site, request: Request) -> Response:
-    try:
-        watcher = await run_in_threadpool(site.watcher, request.query_params.get("run", ""))
-    except Unknown as error:
-        return refused(404, str(error))
+def _events(site: Site, request: Request) -> Response:
+    """Stream the signatures of all parts of a run, now and after each change."""
+    run = site.run(request.query_params.get("run", ""))
 
     async def stream() -> AsyncIterator[str]:
-        yield "retry: 2000\n\n"
-        async for signatures in watcher.changes(site.closing):
-            yield ": still here\n\n" if signatures is None else f"data: {json.dumps(signatures)}\n\n"
+        sent, last = dict[str, str](), time.monotonic()
+        site.streams += 1
+        try:
+            yield "retry: 2000\n\n"
+            while not site.closing.is_set():
+                now = await run_in_threadpool(run.signatures)
+                if now != sent:
+                    sent, last = now, time.monotonic()
+                    yield f"data: {json.dumps(now)}\n\n"
+                elif time.monotonic() - last > ALIVE:
+                    last = time.monotonic()
+                    yield ": still here\n\n"
+                await asyncio.sleep(PAUSE)
+        finally:
+            site.streams -= 1
 
     return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
@@ -345,12 +257,7 @@ async def _control(site: Site, request: Request) -> Response:
         return refused(400, "expected a JSON object with run and command")
     if command not in COMMANDS:
         return refused(400, f"command: expected one of {', '.join(COMMANDS)}")
-    try:
-        return await run_in_threadpool(_ask, site, name, command)
-    except Unknown as error:
-        return refused(404, str(error))
-    except GerlError as error:
-        return refused(409, str(error))
+    return await run_in_threadpool(_ask, site, name, command)
 
 
 def _ask(site: Site, name: str, command: Any) -> Response:

@@ -79,7 +79,7 @@ def serve(request: Request, stop: threading.Event) -> None:
                 if not thread.is_alive():
                     raise GerlError("the page's server stopped: see its log")
         finally:
-            site.close()
+            site.closing.set()
 
 
 def opened(host: str, port: int | None) -> socket.socket:

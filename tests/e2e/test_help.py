@@ -32,7 +32,7 @@ COMMANDS = {  # the module, and where its command line is
     "gerl.run.report": "gerl.run.report",
     "gerl.watch": "gerl.web.watch",
     "reward_models.serve": "reward_models.serve",
-    "gerl.vote": "gerl.web.vote",
+    "gerl.vote": "reward_models.votes.command",
 }
 # What each says before anything large is imported: a missing key, or a value that cannot be.
 MISSING = {

@@ -16,8 +16,8 @@ import pytest
 import requests
 from voting import Voter, service
 
-from gerl.web.ballots import Journal
-from gerl.web.vote import TOKEN
+from reward_models.votes.ballots import Journal
+from reward_models.votes.command import TOKEN
 
 Train = Callable[..., Any]
 RED = """

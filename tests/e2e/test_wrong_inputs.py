@@ -35,7 +35,7 @@ MODULES = {
     "report": "gerl.run.report",
     "watch": "gerl.web.watch",
     "serve": "reward_models.serve",
-    "vote": "gerl.web.vote",
+    "vote": "reward_models.votes.command",
     "gerl": "gerl.program.commands",
 }
 

@@ -42,7 +42,8 @@ def main(name: str) -> None:
         serve(name, calls, reply)
     except BaseException as error:  # noqa: BLE001 - anything the package raises, SystemExit too
         traceback.print_exc()
-        words = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {reason_of(error)}"
+        said = reason(error) if isinstance(error, Exception) else str(error)
+        words = str(error) if isinstance(error, GerlError) else f"{type(error).__name__}: {said}"
         reply(failed=redact(words)[:SHOWN])
     finally:
         sys.stdout.flush()
@@ -62,31 +63,25 @@ def serve(name: str, calls: BinaryIO, reply: Any) -> None:
             tracker = REMOTE[name](TrackedRun(**{**given, "folder": Path(given["folder"])}))
             reply(opened={key: str(getattr(tracker, key)) for key in ("project", "name", "id", "place")})
             continue
-        match call:
-            case "image":
-                tracker.image(header["step"], header["name"], Path(header["path"]))
-            case "lora":
-                with tempfile.TemporaryDirectory() as folder:
-                    for name_, content in files.items():
-                        (Path(folder) / name_).write_bytes(content)
+        with tempfile.TemporaryDirectory() as folder:
+            for file, content in files.items():
+                (Path(folder) / file).write_bytes(content)
+            match call:
+                case "image":
+                    tracker.image(header["step"], header["name"], Path(header["path"]))
+                case "lora":
                     tracker.lora(header["step"], Path(folder))
-            case "close":
-                tracker.close(header["failed"])
-                reply(closed=True)
-                return
-            case _:
-                getattr(tracker, call)(**header)
+                case _:
+                    getattr(tracker, call)(**header)
+        if call == "close":
+            reply(closed=True)
+            return
         reply(done=call)
     if tracker is not None:  # the run is gone
         last = threading.Timer(CLOSING, lambda: os.killpg(0, signal.SIGKILL))
         last.daemon = True
         last.start()
         tracker.close(failed=True)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the message of an error on one line."""
-    return reason(error) if isinstance(error, Exception) else str(error)
 
 
 if __name__ == "__main__":

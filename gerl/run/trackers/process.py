@@ -46,8 +46,8 @@ class TrackedRun:
     id: str | None = None
 
 
-class Sink(Protocol):
-    """Receiver of what a run logs, besides `metrics.jsonl`."""
+class Logger(Protocol):
+    """What a sink and a tracker receive alike."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step; all are finite."""
@@ -55,17 +55,21 @@ class Sink(Protocol):
     def image(self, step: int, name: str, path: Path) -> None:
         """Log an image file of the run folder under a name such as `samples/train`."""
 
-    def lora(self, step: int, files: dict[str, bytes]) -> None:
-        """Store the LoRA of a checkpoint: its files by name."""
-
     def alert(self, step: int, sentence: str) -> None:
         """Log a warning about the run."""
+
+
+class Sink(Logger, Protocol):
+    """Receiver of what a run logs, besides `metrics.jsonl`."""
+
+    def lora(self, step: int, files: dict[str, bytes]) -> None:
+        """Store the LoRA of a checkpoint: its files by name."""
 
     def close(self, failed: bool = False) -> None:
         """Flush and end, as failed or finished; may be called twice."""
 
 
-class Remote(Protocol):
+class Remote(Logger, Protocol):
     """A tracker of another package, in its own process, where it may raise.
 
     `project`, `name` and `id` identify the tracker's run, `place` says where to find it.
@@ -79,17 +83,8 @@ class Remote(Protocol):
     def __init__(self, run: TrackedRun) -> None:
         """Import the package, and start a run or resume the one with `run.id`."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step; all are finite."""
-
-    def image(self, step: int, name: str, path: Path) -> None:
-        """Log an image."""
-
     def lora(self, step: int, folder: Path) -> None:
         """Store the LoRA of a checkpoint; the folder is removed afterwards."""
-
-    def alert(self, step: int, sentence: str) -> None:
-        """Log a warning about the run."""
 
     def close(self, failed: bool) -> None:
         """Flush and end the tracker's run."""
@@ -217,7 +212,6 @@ class TrackerProcess:
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        closed = False
         for line in process.stdout:
             with self._lock:
                 self._moved = time.monotonic()
@@ -228,12 +222,10 @@ class TrackerProcess:
                 self._leave(reply["failed"])
             with self._lock:
                 self._taken += 1
-                closed = closed or "closed" in reply
-                self._ended = self._ended or closed
-        if closed:
-            _end(process)
-        else:
-            self._leave("its process has ended")
+                self._ended = self._ended or "closed" in reply
+            if "closed" in reply:
+                _end(process)
+        self._leave("its process has ended")  # unless it was closed, or left before
 
     def _leave(self, why: str) -> None:
         """Disable the tracker."""

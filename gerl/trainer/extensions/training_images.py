@@ -144,8 +144,5 @@ def remove_live(run_dir: Path) -> None:
 
 def _small(image: np.ndarray) -> Image.Image:
     picture = Image.fromarray(np.ascontiguousarray(image))
-    factor = max(picture.size) / WIDTH
-    if factor > 1:
-        size = tuple(max(1, round(side / factor)) for side in picture.size)
-        picture = picture.resize((size[0], size[1]), Image.Resampling.BILINEAR, reducing_gap=2.0)
+    picture.thumbnail((WIDTH, WIDTH), Image.Resampling.BILINEAR, reducing_gap=2.0)
     return picture

@@ -12,7 +12,7 @@ from gerl.data.preferences import check_groups, images_to_imitate
 from gerl.data.sources import load
 from gerl.errors import DataError
 from gerl.protocol import Prompt
-from gerl.web.ballots import Preference, write_preferences
+from reward_models.votes.ballots import Preference, write_preferences
 
 FILES = DataConfig(train_on="files")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gerl.commandline.composition import compose_run
+from gerl.commandline.composition import compose_run, spelled
 from gerl.errors import ConfigError, DataError
 from gerl.evaluate.command import Request, parse
-from gerl.evaluate.suites import FOLDER, PromptFile, Suite, hydra_value, listing, load, names
+from gerl.evaluate.suites import FOLDER, PromptFile, Suite, listing, load, names
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS
 from gerl.utils.dataset import load_prompts
@@ -88,7 +88,7 @@ def test_the_listing_names_every_suite_its_licence_and_what_is_missing() -> None
 
 @pytest.mark.parametrize("value", [None, 3, 0.5, True, "a 'b' \\ {c: d}", [1, 2], {"a": {"b": "x/y", "c": [0.5]}}, {}])
 def test_a_value_survives_the_command_line(value: object) -> None:
-    config = compose_run(["experiment=plain", f"sampling.call.mine={hydra_value(value)}"]).config
+    config = compose_run(["experiment=plain", f"sampling.call.mine={spelled(value)}"]).config
     assert config.sampling.call["mine"] == value
 
 

@@ -104,6 +104,6 @@ def test_of_validations_only_what_is_shown_stays_in_memory(tmp_path: Path) -> No
         save_validation(tmp_path, step, prompts, [], [0.5] * 4, {"a": [0.5] * 4}, ids=ids, looks={"red": [0.1] * 4})
     held_out = HeldOut(tmp_path)
     held_out.read()
-    rows = [row for _, row in held_out._known.values() if row is not None]
-    assert len(rows) == 3 and not any("looks" in row for row in rows)
-    assert len({id(row["prompts"]) for row in rows}) == len({id(row["ids"]) for row in rows}) == 1
+    rows = list(held_out.validations.values())
+    assert len(rows) == 3 and not any(row.looks for row in rows)
+    assert len({id(row.prompts) for row in rows}) == len({id(row.ids) for row in rows}) == 1

@@ -21,7 +21,7 @@ from gerl.commandline.composition import CHOICES, asked_for, compose_changes, co
 from gerl.errors import ConfigError, Interrupted, TrainingError
 from gerl.run.session import VOTES
 from gerl.trainer.run_folder import folder_to_resume, read_configuration
-from gerl.web import reaper
+from reward_models.votes import reaper
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
@@ -108,9 +108,9 @@ def serve(options: Options, names: Sequence[str], rest: Sequence[str]) -> None:
             "folder is missing: give folder=FOLDER for the votes, or the votes/ of a run to serve it again"
         )
     require("vote", "fastapi", "uvicorn")
-    from gerl.web.ballots import Ballots, Rules
     from gerl.web.server import address
-    from gerl.web.voting import Tokens, voting
+    from reward_models.votes.ballots import Ballots, Rules
+    from reward_models.votes.service import Tokens, voting
 
     tokens = Tokens.of(options.folder, options.host, names)
     ballots = Ballots(options.folder, Rules(options.votes, options.lease, options.undo))
@@ -130,9 +130,9 @@ def vote(options: Options, names: Sequence[str], overrides: Sequence[str]) -> No
     """Serve, and train on the votes."""
     run_dir, steps, given = prepare(overrides)
     require("vote", "fastapi", "uvicorn")
-    from gerl.web.ballots import Ballots, Rules
     from gerl.web.server import address
-    from gerl.web.voting import Tokens, voting
+    from reward_models.votes.ballots import Ballots, Rules
+    from reward_models.votes.service import Tokens, voting
 
     folder = run_dir / VOTES
     tokens = Tokens.of(folder, options.host, names)

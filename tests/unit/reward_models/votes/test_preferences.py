@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as parquet
 import pytest
 
-from gerl.web.ballots import Preference, write_preferences
+from reward_models.votes.ballots import Preference, write_preferences
 
 ROW = Preference(
     run="signs/now",
@@ -35,7 +35,7 @@ def test_the_parquet_file_has_the_columns_of_the_docs(tmp_path: Path) -> None:
         **{"sources": texts, "seeds": numbers, "ranks": numbers, "voter": "string"},
         **{"time": "timestamp[us, tz=UTC]", "used": "bool"},
     }
-    docs = (Path(__file__).resolve().parents[3] / "docs" / "vote.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).resolve().parents[4] / "docs" / "vote.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in docs for name in columns)
     assert table.to_pylist()[1] == asdict(ROW) | {"time": datetime.fromtimestamp(ROW.time, UTC)}
 

@@ -33,9 +33,8 @@ from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
-from gerl.web.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
-from gerl.web.pages import ASSETS
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, serving
+from reward_models.votes.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 
 # --- Access control of a vote service: tokens of the voters and of the run
 
@@ -122,7 +121,7 @@ def _read(path: Path) -> dict[str, object]:
 # --- The voting page, and the requests of the run
 
 logger = logging.getLogger("gerl")
-PAGE = ASSETS / "vote"
+PAGE = Path(__file__).parent / "page"
 KINDS = {"index.html": "text/html", "vote.css": "text/css", "vote.js": "text/javascript", "order.js": "text/javascript"}
 CLOSING = 2.0  # seconds for requests in progress when the service ends
 LOOK = 5.0  # seconds after which a page is updated even without changes

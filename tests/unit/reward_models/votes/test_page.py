@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from voting import group, pngs, service
 
-from gerl.web.ballots import Ballots
+from reward_models.votes.ballots import Ballots
 
 api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

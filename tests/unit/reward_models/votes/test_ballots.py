@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from voting import group, pngs
 
 from gerl.errors import GerlError, RewardError
-from gerl.web.ballots import Ballots, Journal, Rules, VoteRefused, mean_scores, normalised_ranks, parse_request, scores
+from reward_models.votes.ballots import (
+    Ballots,
+    Journal,
+    Rules,
+    VoteRefused,
+    mean_scores,
+    normalised_ranks,
+    parse_request,
+    scores,
+)
 
 
 class Clock:

@@ -11,8 +11,8 @@ import yaml
 
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, TrainingError
-from gerl.web import reaper
-from gerl.web.vote import prepare, train, voters
+from reward_models.votes import reaper
+from reward_models.votes.command import prepare, train, voters
 
 
 @pytest.mark.parametrize(
