@@ -5,9 +5,10 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,8 +131,8 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     """
     stage, steps = Stage(), _Steps()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
-    worker.policy = build_policy(config, dtype, stage)
-    pipe = worker.policy.pipe
+    policy = worker.policy = build_policy(config, dtype, stage)
+    pipe = policy.pipe
     with _on_shapes(pipe):
         worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
         worker.algorithm = build_algorithm(config)
@@ -145,7 +146,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
         steps.begin("rollout, measured")
         images = worker.sample(task)
-        for p in worker.policy.trained.values():
+        for p in policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
@@ -154,6 +155,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.trajectories[task.id], len(task.samples)
+    loras = {teacher.lora for teacher in config.algorithm.needs.teachers}  # assumed to be as large as the trained one
     return Facts(
         config.model.path,
         type(pipe).__name__,
@@ -163,17 +165,10 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         count,
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
-        [
-            part_of(name, c, name in worker.policy.denoisers, worker.policy.whole)
-            for name, c in pipe.components.items()
-            if _is_module(c)
-        ]
-        + teachers_parts(worker.policy),
-        sum(p.numel() for p in worker.policy.trained.values()),
-        len(worker.policy.averages())
-        + (worker.policy.reference is not None and not worker.policy.reference_moves)
-        + count_loras(config.algorithm.needs.teachers),
-        worker.policy.sampler is not None or worker.policy.old is not None,
+        parts_of(policy),
+        sum(p.numel() for p in policy.trained.values()),
+        len(policy.averages()) + (policy.reference is not None and not policy.reference_moves) + len(loras - {None}),
+        policy.sampler is not None or policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
         updates,
@@ -191,20 +186,15 @@ class _Steps:
         logger.info("%d of %d: %s (%.0f s so far)", self.done, self.total, what, time.perf_counter() - self.start)
 
 
-def teachers_parts(policy: Policy) -> list[Part]:
-    """Return the components of teachers with a separate pipeline, each pipeline once."""
-    pipes = {t.teacher.path: t.pipe for t in policy.teachers if t.pipe is not None}
+def parts_of(policy: Policy) -> list[Part]:
+    """Return the components of the pipeline, and of teachers with a separate pipeline, each pipeline once."""
+    teachers = {f" of {t.teacher.path}": t.pipe for t in policy.teachers if t.pipe is not None}
     return [
-        part_of(f"{name} of {path}", c, name in policy.denoisers)
-        for path, pipe in pipes.items()
+        part_of(f"{name}{teacher}", c, name in policy.denoisers, policy.whole and not teacher)
+        for teacher, pipe in {"": policy.pipe, **teachers}.items()
         for name, c in pipe.components.items()
-        if _is_module(c)
+        if isinstance(c, torch.nn.Module)
     ]
-
-
-def count_loras(teachers: Sequence[Teacher]) -> int:
-    """Count the teacher LoRAs, which are assumed to be as large as the trained one."""
-    return len({teacher.lora for teacher in teachers if teacher.lora is not None})
 
 
 def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
@@ -260,10 +250,6 @@ def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
         raise ModelError(f"{kind} cannot be sized, since it does not run without weights: {first}") from error
 
 
-def _is_module(component: object) -> bool:
-    return isinstance(component, torch.nn.Module)
-
-
 def part_of(name: str, component: torch.nn.Module, denoises: bool, trained: bool = False) -> Part:
     """Return the weights of a component without its LoRA; `trained`: whether denoisers are trained fully."""
     blocks = repeated_blocks(component)
@@ -306,6 +292,7 @@ def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = fro
 RECORD = "architectures.yaml"  # in gerl/assets
 
 
+@cache
 def architectures() -> dict[str, Any]:
     """Return the recorded architectures: `models` of the Hub, and `parts` that several of them share."""
     found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
@@ -355,13 +342,12 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
     model, device = config.model, "meta" if stage is not None else "cpu"
     pipe = build_pipeline(model.path, dtype, device)
     denoisers, whole = find_denoisers(pipe), model.train != "lora"
-    for denoiser in denoisers.values():
-        denoiser.requires_grad_(False)
-        with torch.device(device):
+    with torch.device(device):
+        for denoiser in denoisers.values():
+            denoiser.requires_grad_(False)
             if not whole:
                 add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
-    if config.algorithm.needs.imitation:
-        with torch.device(device):
+        if config.algorithm.needs.imitation:
             add_fake(denoisers, 1.0, device, 0)
     if whole:
         for p in parameters_of(denoisers, chosen(model.train, denoisers)).values():
@@ -414,17 +400,15 @@ def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipe
     components: dict[str, Any] = {}
     for name, value in index.items():
         if _is_component(value):
-            library, kind = value
-            components[name] = _component(_class(f"{library}.{kind}"), folder / name, dtype, device)
+            kind = _class(".".join(value))
+            if issubclass(kind, torch.nn.Module):
+                config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+                components[name] = _module(kind, config, dtype, device)
+            else:
+                components[name] = kind.from_pretrained(folder / name)  # type: ignore[attr-defined]
         elif not name.startswith("_"):
             components[name] = None if value == [None, None] else value
     return _assembled(getattr(diffusers, index["_class_name"]), components)
-
-
-def _component(kind: type, folder: Path, dtype: torch.dtype, device: str) -> Any:
-    if not issubclass(kind, torch.nn.Module):
-        return kind.from_pretrained(folder)  # type: ignore[attr-defined]
-    return _module(kind, json.loads((folder / "config.json").read_text(encoding="utf-8")), dtype, device)
 
 
 def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipeline:
@@ -445,10 +429,8 @@ def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipelin
 
 def build_part(part: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
     """Build a recorded component from its class and configuration."""
-    kind = _class(part["class"])
-    if not issubclass(kind, torch.nn.Module):
-        return kind(**part["config"])
-    return _module(kind, part["config"], dtype, device)
+    kind, config = _class(part["class"]), part["config"]
+    return _module(kind, config, dtype, device) if issubclass(kind, torch.nn.Module) else kind(**config)
 
 
 def _assembled(kind: type[DiffusionPipeline], components: Mapping[str, Any]) -> DiffusionPipeline:
