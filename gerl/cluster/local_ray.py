@@ -45,10 +45,7 @@ W = TypeVar("W")  # the class of a worker
 
 
 def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
-    """Start Ray with `options` of `ray.init`, and add the callbacks that end it, in any state, to `ends`.
-
-    Raises `ClusterError` if it does not start.
-    """
+    """Start Ray with `options` of `ray.init`; what ends it is added to `ends`. Raises `ClusterError` on failure."""
     mark, place = f"{os.getpid()}-{secrets.token_hex(8)}", ends.enter_context(folder())
     ends.enter_context(signals.before_leaving(lambda: kill(mark)))
     ends.callback(_end, mark)
@@ -212,8 +209,7 @@ def _install() -> None:
 def unshielded(cls: type[W]) -> type[W]:
     """Return a subclass of a worker that unblocks `signals.NUMBERS` and ignores them by empty handlers.
 
-    Blocked signals stay blocked in processes that a scorer starts, which SIGTERM could then not end; handlers are not
-    inherited.
+    Otherwise they would stay blocked in processes that a scorer starts; handlers are not inherited.
     """
 
     class Worker(cls):  # type: ignore[valid-type, misc]
@@ -244,8 +240,7 @@ KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is rem
 def folder() -> Iterator[Path]:
     """Create a folder for Ray, removed after the block unless an error leaves it; also remove stale folders.
 
-    It is created in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError` if it cannot be
-    created.
+    It is in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError`.
     """
     place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)

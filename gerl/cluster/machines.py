@@ -30,8 +30,7 @@ W = TypeVar("W")  # the class of a worker
 class Cluster:
     """Ray session or this process; as a context manager it ends only what it started.
 
-    Joins the Ray cluster at the environment variable RAY_ADDRESS if set, otherwise starts an embedded one. The
-    resources of a joined cluster are known once it is entered.
+    Joins the cluster at RAY_ADDRESS if set, whose resources are known once entered; otherwise starts an embedded Ray.
     """
 
     def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
@@ -272,10 +271,7 @@ class Cluster:
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
-    """Return the GPU share of each of `workers`, one per GPU, that leaves room for the shares `scorers`.
-
-    Raises `ClusterError` if scorers would have to take half a GPU or more from a worker.
-    """
+    """Return the GPU share of each worker, one per GPU, beside `scorers`. Raises `ClusterError` if half or less."""
     largest = max(scorers, default=0.0)
     count = sum(share > 0 for share in scorers)
     if not count or int(1 / largest) * (devices - workers) >= count:

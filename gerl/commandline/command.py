@@ -57,12 +57,9 @@ def run_command(
 
 
 def start(
-    module: str,
-    log_format: str = "%(message)s",
-    arguments: Sequence[str] | None = None,
-    program: str | None = None,
+    module: str, log_format: str = "%(message)s", arguments: Sequence[str] | None = None, program: str | None = None
 ) -> int:
-    """Import the `module` of a command and return the result of its `main`; signals are handled during the import.
+    """Import the `module` of a command, with signals handled, and return the result of its `main`.
 
     `arguments`: None: those of the process. `program`: the command as typed, if it differs from its help.
     """
@@ -77,10 +74,7 @@ def start(
 
 
 def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
-    """Return the exit code of `work`, or of the exception that ends it, after printing its sentence.
-
-    A signal decides the exit code even after an error, whose sentence is then printed too.
-    """
+    """Return the exit code of `work`, or of the exception that ends it; a signal decides it even after an error."""
     logger.setLevel(logging.INFO)
     with signals.handled():
         try:
@@ -189,9 +183,8 @@ Packages = Mapping[str, list[str]]
 def importing() -> Iterator[None]:
     """Pause Python's cyclic garbage collector during a block of imports, which makes them faster.
 
-    Imports create hundreds of thousands of permanent objects, which the collector would traverse again and again. They
-    are frozen after the block (`gc.freeze`). diffusers asks on import which distribution each package is from and
-    seldom uses the answer: it is computed on first use.
+    It would traverse hundreds of thousands of permanent objects again and again; they are frozen after the block.
+    diffusers asks on import which distribution each package is from, which is computed on first use.
     """
     if not gc.isenabled():
         yield
@@ -261,10 +254,7 @@ def host_name(host: str) -> str:
 
 
 def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site sends this request and it is not a mere read.
-
-    `headers`: by lower-case name. Browsers name the site of a page in `Origin` and `Sec-Fetch-Site`.
-    """
+    """Whether a page of another site sends this request and it is no mere read; `headers`: by lower-case name."""
     if method in ("GET", "HEAD"):
         return False
     origin = headers.get("origin")

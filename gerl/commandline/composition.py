@@ -170,10 +170,7 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
 
 
 def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
-    """Resolve the interpolations `${...}` in nested `values`, which replace gerl's blocks in `whole`.
-
-    Raises `ConfigError` for an interpolation without a value, and for a missing value `???`.
-    """
+    """Resolve the interpolations `${...}` in `values`, which replace gerl's blocks in `whole`; raises `ConfigError`."""
     OmegaConf.set_struct(whole, False)
     try:
         for block in [str(name) for name in whole if name != "hydra" and name not in values]:
@@ -251,10 +248,9 @@ class ParsedCommand:
 
 
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
-    """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
+    """Compose defaults, experiment (a name or file) and `overrides`, which outrank `below`; raises `ConfigError`.
 
-    `experiment` may also be the path of a yaml file. `asked`: the result of `asked_for` for `overrides`, if known.
-    `below`: keys with lower priority than `overrides`.
+    `asked`: the result of `asked_for` for `overrides`, if known.
     """
     overrides = normal(overrides)
     found = asked if asked is not None and asked.whole else _compose(overrides, below)
@@ -289,8 +285,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Apply `overrides` to the configuration of an existing run; raises `ConfigError`.
 
-    Keys that exist may be added again and missing ones deleted, so the run's own command changes nothing. Experiment,
-    algorithm and folder are ignored.
+    The run's own command changes nothing. Experiment, algorithm and folder are ignored.
     """
     overrides = normal(overrides)
     check_arguments(overrides)
@@ -302,10 +297,7 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
 
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
-    """Normalise the arguments: `out=` becomes the folder, another model selects the plain experiment.
-
-    The experiment signs has the size, the steps and the LoRA of the small model that ships with gerl.
-    """
+    """Normalise the arguments: `out=` becomes the folder, another model than that of the signs demo selects plain."""
     found = [f"{folder}={o.removeprefix('out=')}" if o.startswith(f"{OUT}=") else o for o in overrides]
     own, chosen = load_own_algorithm(found), {key_of(o) for o in found} & set(CHOICES)
     if own is not None and not chosen:
@@ -601,10 +593,7 @@ FOLDER = ("-cd", "--config-dir")
 
 @dataclass(frozen=True)
 class HydraOptions:
-    """The arguments without Hydra's options.
-
-    `multirun`: train once per combination of values. `shown`: only print the configuration.
-    """
+    """The arguments without Hydra's options; `multirun`: a run per combination; `shown`: print the configuration."""
 
     arguments: list[str]
     multirun: bool = False
@@ -614,8 +603,7 @@ class HydraOptions:
 def hydra_options(given: Sequence[str]) -> HydraOptions:
     """Separate Hydra's options from the arguments of a command line; raises `ConfigError` for unsupported ones.
 
-    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, `algorithm=NAME`
-    of one in DIR/algorithm.
+    With `--config-dir DIR`, names become the paths of files in DIR/experiment or DIR, and DIR/algorithm.
     """
     rest, values = list[str](), dict[str, str]()
     waiting = iter(given)
@@ -719,10 +707,7 @@ def key_of(argument: str) -> str:
 
 
 def read(argument: str) -> Override:
-    """Parse an argument with Hydra; a value outside its grammar is read as text, or as YAML if bracketed.
-
-    Raises `ConfigError` if neither succeeds.
-    """
+    """Parse an argument; a value outside Hydra's grammar is text, or YAML if bracketed. Raises `ConfigError`."""
     name, equals, value = argument.partition("=")
     if key_of(argument) in PROMPTS:
         argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
@@ -808,10 +793,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = False) -> None:
-    """Set, add and delete keys in nested `values`, in the given order; raises `ConfigError`.
-
-    `again`: the arguments may have been applied before: keys to add may exist, keys to delete may be missing.
-    """
+    """Set, add and delete keys in nested `values`; `again`: they may exist or be missing. Raises `ConfigError`."""
     blocks = list(values)
     for override in given:
         key, value = override.key_or_group, override.value()

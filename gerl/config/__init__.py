@@ -1,7 +1,4 @@
-"""All keys, defaults, ranges and explanations of gerl's configuration.
-
-The tree is flat: one dataclass per block, composed by Hydra (`configs/`) and validated here before any work is done.
-"""
+"""The configuration of gerl: one dataclass per block, composed by Hydra (`configs/`) and validated here."""
 
 from gerl.config.algorithms import AlgorithmConfig, AnyAlgorithm, algorithm_config
 from gerl.config.blocks import (

@@ -44,10 +44,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Return the keys whose values differ, and added or removed scorers.
-
-    A key that only one of the two has is ignored: it is of another version of gerl.
-    """
+    """Return the keys of both settings whose values differ, and added or removed scorers."""
     before, after = flat_settings(old), flat_settings(new)
     found = [Change(key, before[key], value) for key, value in after.items() if before.get(key, value) != value]
     scorers, others = scorers_of(old), scorers_of(new)

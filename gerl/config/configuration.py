@@ -115,10 +115,7 @@ class Config:
 
 
 def described(config: Config, preset: str = "") -> str:
-    """Describe model, algorithm, size, steps, guidance, trained weights and reward in one line, as in the log.
-
-    `preset`: the name by which the algorithm was selected.
-    """
+    """Describe a run in one line, as in the log; `preset`: the name by which the algorithm was selected."""
     sampling, model = config.sampling, config.model
     own = "the pipeline's own"
     sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]

@@ -22,8 +22,6 @@ class Exclusion:
     `key` and `beside` are conditions: `block.key` (is set), `block.key=VALUE`, `!=`, `<` and `>`; `=*` is any value;
     `needs.FACT` is a field of the algorithm's `Needs`. `beside` may combine conditions with `&`, and alternatives with
     `|`. In `reason`, `{block.key}` is replaced by the value.
-
-    Example: `Exclusion("cluster.context>1", "model.train!=lora", "tokens are shared for a LoRA only", "use 1")`.
     """
 
     key: str

@@ -53,10 +53,9 @@ def known_as(name: str) -> str | None:
 
 
 def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
-    """Return gerl's key for another program's `name`; None if unknown.
+    """Return gerl's key, or several separated by a space, for another program's `name`; None if unknown.
 
-    Several keys, separated by a space, if the value applies to all of them. The longest suffix of `name` that is known,
-    or is one of gerl's `keys`, decides: `actor_rollout_ref.rollout.n` is `rollout.n`.
+    The longest suffix that is known, or one of gerl's `keys`, decides: `actor_rollout_ref.rollout.n` is `rollout.n`.
     """
     if name.startswith(FREE) or absent(name):
         return None

@@ -63,10 +63,7 @@ Spelling = Callable[[Mapping[str, Any]], str]
 
 
 def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
-    """Return the error message for keys of other programs: the translation of all, and reasons for missing ones.
-
-    own: gerl's keys given with them. spelling: formatter of keys and values.
-    """
+    """Return the error message for keys of other programs, next to gerl's `own`; `spelling` formats keys and values."""
     *others, last = given
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
     return f"{named} of another program: {advice(given, own, spelling)}"

@@ -25,10 +25,7 @@ def key(
     above: float | None = None,
     often: bool = False,
 ) -> Any:
-    """Define a key with its default, explanation (shown by `--help`) and range (`above` is exclusive).
-
-    `often`: whether plain `--help` lists it, see `main_key`.
-    """
+    """Define a key with its default, explanation and range (`above` is exclusive); `often`: plain `--help` lists it."""
     metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

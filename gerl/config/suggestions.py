@@ -134,10 +134,7 @@ LISTED = "gerl train --help all lists all keys"
 
 
 def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
-    """Return `, did you mean 'x'` for the key nearest to `name`, otherwise a reason or the keys of its block.
-
-    `algorithm`: consider only the keys that it reads; None for all.
-    """
+    """Return `, did you mean 'x'`, a reason, or the keys of the block; `algorithm`: consider only the keys it reads."""
     if reason := absent(name):
         return f": {reason}"
     if near := nearest_key(name, algorithm):
@@ -150,8 +147,7 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
     """Return the key nearest to `name`, or `name` itself if it is a key; None if none is near.
 
-    For another program's name, return gerl's equivalent, or several separated by a space. `algorithm` as in
-    `did_you_mean`.
+    For another program's name: gerl's equivalent, or several separated by a space.
     """
     names = [known for known, _ in keys(algorithm)]
     block, scorer = _block(name)
@@ -203,10 +199,7 @@ def _block(name: str) -> tuple[str, str]:
 
 
 def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:
-    """Return all keys as `(block.name, field)`, in order, with a scorer's keys as `reward.scorers.NAME.*`.
-
-    `algorithm`: only the algorithm keys that it reads; None for those of all algorithms, each once.
-    """
+    """Return `(block.name, field)` of all keys, or of those `algorithm` reads, with `reward.scorers.NAME.*` for a scorer."""
     rows: dict[str, dataclasses.Field[Any]] = {}
     for block in dataclasses.fields(Config):
         chosen = [algorithm] if algorithm else [cls.config_class for cls in ALGORITHMS.values()]

@@ -1,7 +1,4 @@
-"""Check a run before starting it: `python -m gerl.preflight [experiment=NAME] [key=value ...] [out=FILE.json]`.
-
-The keys are parsed before torch and diffusers are imported.
-"""
+"""Check a run before starting it: `python -m gerl.preflight [key=value ...]`, whose keys are read without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -179,10 +179,7 @@ def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Co
 
 
 def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
-    """Run the configured micro-batch, halved until it fits, and a larger one if it is no larger than `first`.
-
-    The linear memory model needs two sizes.
-    """
+    """Run the configured micro-batch, halved until it fits, and a larger one if needed for a line through two sizes."""
     config, worker = bench.config, bench.worker
     configured = config.rollout.micro_batch_size, config.actor.micro_batch_size or config.rollout.micro_batch_size
     rollout, actor = configured

@@ -37,8 +37,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 class Usage:
     """Time and memory of a piece of work.
 
-    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory, which includes Python and its
-    libraries. None if the system does not report it.
+    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory; None if not reported.
     """
 
     seconds: float
@@ -197,10 +196,7 @@ def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
 
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
-    """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: share of images trained on.
-
-    Every image is in one of the updates of an epoch; each update waits for the busiest worker.
-    """
+    """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: of the images trained on."""
     parts = (
         update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
     )
@@ -213,10 +209,9 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 def forecast_memory(
     config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
 ) -> Memory:
-    """Forecast the memory of a worker that samples `images` per step.
+    """Forecast the memory of a worker that samples `images` per step, in micro-batches of one of `sizes`.
 
     Peaks are linear in the micro-batch size, fitted to `runs`. All trajectories of a step are held until its end.
-    `sizes`: possible micro-batch sizes. `capacity`: bytes available to a worker.
     """
     held = configured.trajectories / configured.images
     # without the trajectories of the measured micro-batch, which are added for a whole step below

@@ -114,10 +114,7 @@ def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
 
 
 def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
-    """Whether `candidate` exceeds `configured` by more than both standard errors, and 0 by two of its own.
-
-    False if a standard error is unknown.
-    """
+    """Whether `candidate` exceeds `configured` by more than both standard errors, if known, and 0 by two of its own."""
     if candidate.error is None or configured.error is None or candidate.mean <= 2 * candidate.error:
         return False
     return candidate.mean - configured.mean > candidate.error + configured.error
@@ -130,10 +127,7 @@ WANTED = 0.5  # cosine of two batches that are half signal
 
 @dataclass(frozen=True)
 class StepSignal:
-    """Signal of a trained step (or noise level).
-
-    `norm`: mean gradient norm over batches; `share`: share of the squared norms of all steps.
-    """
+    """A trained step (or noise level): mean gradient `norm` over batches, `share` of the squared norms of all steps."""
 
     facts: StepFacts
     norm: float
@@ -205,10 +199,7 @@ class BatchGradients:
 
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
-    """Measure `batches` batches, log the report and write it to `out`.
-
-    Raises `ConfigError` with `data.train_on=files`, which samples no images.
-    """
+    """Measure `batches` batches, log the report and write it to `out`. Raises `ConfigError` if none can be sampled."""
     if config.data.train_on == "files":
         raise ConfigError(
             "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
@@ -282,10 +273,7 @@ def step_facts(worker: PolicyWorker) -> list[StepFacts]:
 
 
 def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
-    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch.
-
-    Everything else that depends on the step, such as noise, follows the samples' step.
-    """
+    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch."""
     step = samples[0].step
     tasks = run.algorithm.plan([replace(sample, step=1) for sample in samples])
     return [replace(task, samples=[replace(sample, step=step) for sample in task.samples]) for task in tasks]

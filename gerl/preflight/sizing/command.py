@@ -49,10 +49,7 @@ class Sizing:
 
 
 def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
-    """Size a run, log the report and write it to `out`. Raises `TrainingError` if no layout fits.
-
-    anew: compute the facts of a recipe even if they are recorded.
-    """
+    """Size a run (`anew`: without recorded facts), log and write the report. Raises `TrainingError` if nothing fits."""
     quiet_libraries()
     known = None if anew else recorded(config)
     if known is not None:

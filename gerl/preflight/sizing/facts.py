@@ -112,10 +112,7 @@ class Facts:
         return any(part.masters for part in self.parts)
 
     def trained_bytes(self) -> int:
-        """Return the bytes of the trained weights, their gradient, two moments and the averages, all fp32.
-
-        Without a LoRA the weights belong to the denoiser and are counted with it.
-        """
+        """Return the fp32 bytes of trained weights (if not the denoiser's own), gradient, moments and averages."""
         return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
@@ -124,10 +121,9 @@ class Facts:
 
 
 def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16, both: bool = True) -> Facts:
-    """Sample and train a micro-batch of `config` on shapes.
+    """Sample and train a micro-batch of `config` on shapes, with synthetic images in `folder`.
 
-    `folder`: for synthetic images. `both`: with and without gradient checkpointing; otherwise as configured. Raises
-    `ModelError` for an unknown model, or one that does not run on shapes.
+    `both`: with and without gradient checkpointing. Raises `ModelError` for a model that does not run on shapes.
     """
     stage, steps = Stage(), _Steps()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
@@ -312,10 +308,9 @@ def named_on_record(path: str) -> str:
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
-    """Build the pipeline of `path` without weights, in the precisions that `load_pipeline` uses.
+    """Build the pipeline of `path` without weights, on other devices with random ones, in `load_pipeline`'s precisions.
 
-    On a `device` other than meta, weights are initialised randomly. Raises `ModelError` if the architecture is unknown
-    or cannot be built.
+    Raises `ModelError` if the architecture is unknown or cannot be built.
     """
     path = named_on_record(path)
     given = resolve(path)

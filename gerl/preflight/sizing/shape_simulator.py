@@ -332,14 +332,12 @@ aten = torch.ops.aten
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
-# CPU attention, which torch's counter omits; `custom_mapping` for `FlopCounterMode`
-CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-FORMULAS = {**flop_registry, **CPU_ATTENTION}
+# attention on the CPU, which torch's `FlopCounterMode` omits
+for cpu, gpu in (
+    (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention),
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward, aten._scaled_dot_product_flash_attention_backward),
+):
+    flop_registry.setdefault(cpu, flop_registry[gpu])
 
 
 def _spread(indices: torch.Tensor, shape: torch.Size, dim: int = -1, **_: Any) -> torch.Tensor:
@@ -406,8 +404,8 @@ class Ledger(TorchDispatchMode):
             if packet is aten.topk:
                 result = (result[0], _spread(result[1], args[0].shape, *args[2:3], **kwargs))
         self.count(result)
-        if packet in FORMULAS:
-            self.flops += int(FORMULAS[packet](*args, **kwargs, out_val=result))
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         return result
 
     def _as_positions(self, indices: Any) -> list[Any]:
