@@ -482,45 +482,42 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
     if group == "experiment":
         for key in ("experiment", "preset"):  # `config.yaml` of a run names its origin by them
             content.pop(key, None)
-    _check_keys(content, where)
-    _by_path(content, group, path, where, known)
-    for other_group, other in _named(content, group):
-        places = (path.parent,) if other_group == group else (path.parent / other_group, path.parents[1] / other_group)
-        files = (place / f"{other}{suffix}" for place in places for suffix in SUFFIXES)
-        if other not in shipped(other_group) and (file := next((f for f in files if f.is_file()), None)) is not None:
-            _make_known(file, other_group, other, str(file), known)
+    for key in map(str, content):
+        block, dot, leaf = key.partition(".")
+        if dot:
+            raise ConfigError(f"{where}: {key} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
+    defaults = content.get("defaults")
+    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
+        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
+        for key, value in [(str(key), value) for key, value in pairs if isinstance(value, str)]:
+            place = key.removeprefix("override ").strip("/") or group
+            if value.endswith(SUFFIXES):
+                defaults[i] = _by_path(value, key, place, path, where, known)
+            elif value != "_self_":
+                _by_name(value, place, path, group, known)
     if group == "experiment":
         _replace_scorers(content)
     ConfigStore.instance().store(name, content, group=group, package="_global_")
 
 
-def _by_path(content: DictConfig, group: str, path: Path, where: str, known: list[tuple[Path, str]]) -> None:
-    """Register the files whose paths are in `defaults`, relative to the file, and replace the paths by names."""
-    defaults = content.get("defaults")
-    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
-        key, value = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("", entry)
-        if not isinstance(value, str) or not value.endswith(SUFFIXES):
-            continue
-        file = (path.parent / Path(value).expanduser()).absolute()
-        if not file.is_file():
-            raise ConfigError(
-                f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there"
-            )
-        name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
-        _make_known(file, str(key).removeprefix("override ").strip("/") or group, name, str(file), known)
-        defaults[i] = {key: name} if key else name
+def _by_path(value: str, key: str, place: str, path: Path, where: str, known: list[tuple[Path, str]]) -> Any:
+    """Register a file whose path, relative to the file `path`, is an entry of `defaults`; return the new entry."""
+    file = (path.parent / Path(value).expanduser()).absolute()
+    if not file.is_file():
+        raise ConfigError(f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there")
+    name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
+    _make_known(file, place, name, str(file), known)
+    return {key: name} if key else name
 
 
-def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
-    """Return group and name of each entry in the `defaults` of a file of `group`."""
-    defaults = content.get("defaults")
-    for entry in defaults if isinstance(defaults, ListConfig) else ():
-        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
-        for key, value in pairs:
-            place = str(key).removeprefix("override ").strip("/") or group
-            if isinstance(value, str) and value != "_self_":
-                other, _, last = value.lstrip("/").rpartition("/")
-                yield other or place, last
+def _by_name(value: str, place: str, path: Path, group: str, known: list[tuple[Path, str]]) -> None:
+    """Register the user's file that an entry of the `defaults` of the file `path` names, if gerl has none."""
+    other, _, name = value.lstrip("/").rpartition("/")
+    other = other or place
+    folders = (path.parent,) if other == group else (path.parent / other, path.parents[1] / other)
+    files = (folder / f"{name}{suffix}" for folder in folders for suffix in SUFFIXES)
+    if name not in shipped(other) and (file := next((f for f in files if f.is_file()), None)) is not None:
+        _make_known(file, other, name, str(file), known)
 
 
 def _replace_scorers(content: DictConfig) -> None:
@@ -531,14 +528,6 @@ def _replace_scorers(content: DictConfig) -> None:
             i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
         ]
         defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
-
-
-def _check_keys(content: DictConfig, where: str) -> None:
-    """Raise `ConfigError` for dotted keys in a file, which nests its blocks instead."""
-    for name in map(str, content):
-        block, dot, leaf = name.partition(".")
-        if dot:
-            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
 
 
 def default_experiment(model: str | None) -> str:

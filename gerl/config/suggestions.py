@@ -199,7 +199,7 @@ def _block(name: str) -> tuple[str, str]:
 
 
 def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:
-    """Return `(block.name, field)` of all keys, or of those `algorithm` reads, with `reward.scorers.NAME.*` for a scorer."""
+    """Return all keys as `(block.name, field)`, with `reward.scorers.NAME.*`; of `algorithm`: only those it reads."""
     rows: dict[str, dataclasses.Field[Any]] = {}
     for block in dataclasses.fields(Config):
         chosen = [algorithm] if algorithm else [cls.config_class for cls in ALGORITHMS.values()]

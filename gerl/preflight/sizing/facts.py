@@ -35,12 +35,11 @@ from gerl.model.policy import EMA, Policy, chosen, parameters_of
 from gerl.model.quantization import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
 from gerl.model.teachers import TeacherModel, add_fake, fake_parameters, in_teachers
-from gerl.preflight.bench import TEXT, Bench, with_pictures
+from gerl.preflight.bench import TEXT, Bench, picture_names, with_pictures
 from gerl.preflight.findings import rows_of
 from gerl.preflight.sizing.shape_simulator import Picture, Stage, Tally, Tokens
 from gerl.protocol import Prompt, RolloutTask
 from gerl.trainer.extensions.kl_in_reward import kl_to_base
-from gerl.utils.condition_images import COLUMNS
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
@@ -134,7 +133,9 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         worker.algorithm = build_algorithm(config)
         without_decoder(worker.algorithm)
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
-        task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
+        pictures = picture_names(pipe, may_have_pictures(config.data))
+        prompt = with_pictures(Prompt(0, TEXT), pictures, folder, config)
+        task = Bench(worker, prompt).task(worker.algorithm)
         stage.phase = "rollout"
         ways = _ways(worker, both)
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
@@ -191,15 +192,6 @@ def parts_of(policy: Policy) -> list[Part]:
         for name, c in pipe.components.items()
         if isinstance(c, torch.nn.Module)
     ]
-
-
-def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
-    """Return a prompt with the condition images that the pipeline requires, or accepts if prompts may have them."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    pictured = may_have_pictures(config.data)
-    needed = inspect.Parameter.empty
-    names = [name for name in COLUMNS if name in accepted and (pictured or accepted[name].default is needed)]
-    return with_pictures(Prompt(0, TEXT), names, folder, config)
 
 
 def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
