@@ -32,7 +32,6 @@ from gerl.preflight.bench import TEXT, Bench
 from gerl.preflight.sizing.command import Sizing, sized
 from gerl.preflight.sizing.facts import Facts, build_pipeline, build_policy, find_facts
 from gerl.preflight.sizing.hardware import Name
-from gerl.preflight.sizing.shape_simulator import CPU_ATTENTION
 from gerl.protocol import Prompt
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
@@ -325,7 +324,7 @@ def real_run(config: Config) -> Real:
 def _measured(work: Callable[[], object]) -> Taken:
     with profile(profile_memory=True) as found:
         work()
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:  # not at once: it keeps tensors
+    with FlopCounterMode(display=False) as counter:  # not at once: it keeps tensors
         work()
     return Taken(most_alive(found), counter.get_total_flops())
 

@@ -1,7 +1,4 @@
-"""Python objects that a configuration, which is text, refers to by name: reward functions and a pipeline in memory.
-
-They are registered in this process during a run; functions are also sent to the processes of scorers.
-"""
+"""Python objects that a configuration, which is text, refers to by name: reward functions and a pipeline in memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +12,7 @@ _pipelines: dict[str, object] = {}
 
 @contextlib.contextmanager
 def offered(functions: Mapping[str, Function], pipelines: Mapping[str, object]) -> Iterator[None]:
-    """Register `functions` as `PREFIX` and their names, and `pipelines` as values of model.path, during the block.
-
-    Those of other runs of this process stay registered.
-    """
+    """Register `functions` and `pipelines` by name during the block; those of other runs stay registered."""
     before = dict(_functions), dict(_pipelines)
     _functions.update(functions)
     _pipelines.update(pipelines)

@@ -49,10 +49,7 @@ _watched: Health | None = None  # a process has a single Ray session
 
 
 def check(now: bool = False) -> None:
-    """Raise `RayDied` if a service of this process's Ray session is gone; probes every few seconds, or `now`.
-
-    Called before the object store is used: without its services Ray ends the process silently.
-    """
+    """Raise `RayDied` if a service of this process's Ray session is gone; probes every few seconds, or `now`."""
     if _watched is not None:
         _watched.check(now)
 
@@ -114,10 +111,7 @@ INSTALL = "install the torch build for its driver from https://pytorch.org/get-s
 
 
 def check_gpus(device: str) -> None:
-    """Warn that torch is built without CUDA and leaves the GPUs unused, if `device` is auto.
-
-    Raises `ClusterError` if `device` is cuda, or if CUDA cannot start.
-    """
+    """Raise `ClusterError` if CUDA cannot start; if torch has no CUDA, too, or only warn, as `device` is auto."""
     import torch
 
     if device == "cpu" or torch.version.hip is not None:

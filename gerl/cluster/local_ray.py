@@ -36,16 +36,16 @@ from gerl.utils.files import reason
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2  # attempts to start Ray, whose timeout of 30 s is short on a busy machine
 LOOPBACK = "127.0.0.1"
-SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")  # methods of Ray's node
+TOKEN = secrets.token_hex(32)  # of all clusters of this process: Ray reads it once
+# methods of Ray's node that start autoscaler, log monitor and dashboard server, which are not used: each takes a second
+# of CPU time, and Ray waits for the dashboard at start
+SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 LINUX = sys.platform == "linux"
 W = TypeVar("W")  # the class of a worker
 
 
 def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
-    """Start Ray with `options` of `ray.init`, and add the callbacks that end it, in any state, to `ends`.
-
-    Raises `ClusterError` if it does not start.
-    """
+    """Start Ray with `options` of `ray.init`; what ends it is added to `ends`. Raises `ClusterError` on failure."""
     mark, place = f"{os.getpid()}-{secrets.token_hex(8)}", ends.enter_context(folder())
     ends.enter_context(signals.before_leaving(lambda: kill(mark)))
     ends.callback(_end, mark)
@@ -54,7 +54,12 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
         try:
             _guard(mark)
             # Ray uses the loopback on macOS and Windows; on Linux it has no option for that
-            with constant("ENABLE_RAY_CLUSTER", False), environment(_variables(mark)), without_services(), shielded():
+            with contextlib.ExitStack() as while_starting:
+                for service in filter(partial(hasattr, Node), SERVICES):
+                    while_starting.enter_context(_replaced(Node, service, lambda *_, **__: None))
+                while_starting.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
+                while_starting.enter_context(environment(_variables(mark)))
+                while_starting.enter_context(shielded())
                 initialize(**options)
             break
         except Exception as error:  # Ray raises a plain Exception on a start-up timeout
@@ -116,43 +121,38 @@ def _end(mark: str) -> None:
         _guards.pop().communicate()
 
 
-@cache
-def _token() -> str:
-    return secrets.token_hex(32)  # one token for all clusters of this process: Ray reads it once
-
-
 def initialize(**options: object) -> None:
     """Call `ray.init`, restoring the signal handlers of Python and C."""
-    with constant("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
+    with _replaced(ray_constants, "RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True), signals.kept():
         ray.init(**options)
     worker = ray._private.worker
     # error of a call that nobody waits for any more (its worker died), which Ray would print
     worker._unhandled_error_handler = partial(logger.debug, "a call that is no longer needed failed: %s")
-    if worker.print_to_stdstream is not _print_but_dumps:
-        _printed.append(worker.print_to_stdstream)
-        worker.print_to_stdstream = _print_but_dumps
+    worker.print_to_stdstream = _print_but_dumps
 
 
-_printed: list[Any] = []
+_print = ray._private.worker.print_to_stdstream
 
 
 def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
     """Print messages of Ray except the log of a dead node service, which raises an error instead."""
     if data.get("pid") != "raylet":
-        _printed[-1](data, *arguments, **keywords)
+        _print(data, *arguments, **keywords)
 
 
 def _variables(mark: str) -> dict[str, str]:
     """Return the environment variables of Ray's processes, without those the user has set."""
-    # without SPT_NOENV Ray's agents overwrite the environment that identifies them with their titles
-    # Ray would lower the priority of its workers, which do all the computation
-    values = {MARK: mark, "SPT_NOENV": "1", "RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}
-    # Ray would start a process per core in advance, unusable for workers here, which have an environment of their own
-    values["RAY_prestart_worker_first_driver"] = "0"
-    # Ray would retry a failing environment three times, minutes each
-    values["RUNTIME_ENV_RETRY_TIMES"] = "1"
+    values = {
+        MARK: mark,
+        "RAY_AUTH_MODE": "token",
+        "SPT_NOENV": "1",  # Ray's agents would overwrite the environment that identifies them with their titles
+        "RAY_worker_niceness": "0",  # Ray would lower the priority of its workers, which do all the computation
+        # Ray would start a process per core in advance, unusable for workers, which have an environment of their own
+        "RAY_prestart_worker_first_driver": "0",
+        "RUNTIME_ENV_RETRY_TIMES": "1",  # Ray would retry a failing environment three times, minutes each
+    }
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        values["RAY_AUTH_TOKEN"] = _token()
+        values["RAY_AUTH_TOKEN"] = TOKEN
     return values
 
 
@@ -170,27 +170,13 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def constant(name: str, value: bool) -> Iterator[None]:
-    """Change a constant that Ray read from the environment on import."""
-    before = getattr(ray_constants, name, None)
-    setattr(ray_constants, name, value)
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(ray_constants, name, before)
-
-
-@contextlib.contextmanager
-def without_services() -> Iterator[None]:
-    """Let Ray start without autoscaler, log monitor and dashboard server during the block.
-
-    They are not used, each takes a second of CPU time, and Ray waits for the dashboard at start.
-    """
-    with contextlib.ExitStack() as stack:
-        for name in [name for name in SERVICES if hasattr(Node, name)]:
-            stack.callback(setattr, Node, name, getattr(Node, name))
-            setattr(Node, name, lambda *_, **__: None)
-        yield
+        setattr(owner, name, before)
 
 
 _shield = threading.local()
@@ -223,8 +209,7 @@ def _install() -> None:
 def unshielded(cls: type[W]) -> type[W]:
     """Return a subclass of a worker that unblocks `signals.NUMBERS` and ignores them by empty handlers.
 
-    Blocked signals stay blocked in processes that a scorer starts, which SIGTERM could then not end; handlers are not
-    inherited.
+    Otherwise they would stay blocked in processes that a scorer starts; handlers are not inherited.
     """
 
     class Worker(cls):  # type: ignore[valid-type, misc]
@@ -255,8 +240,7 @@ KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is rem
 def folder() -> Iterator[Path]:
     """Create a folder for Ray, removed after the block unless an error leaves it; also remove stale folders.
 
-    It is created in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError` if it cannot be
-    created.
+    It is in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError`.
     """
     place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)

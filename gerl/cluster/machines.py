@@ -30,8 +30,7 @@ W = TypeVar("W")  # the class of a worker
 class Cluster:
     """Ray session or this process; as a context manager it ends only what it started.
 
-    Joins the Ray cluster at the environment variable RAY_ADDRESS if set, otherwise starts an embedded one. The
-    resources of a joined cluster are known once it is entered.
+    Joins the cluster at RAY_ADDRESS if set, whose resources are known once entered; otherwise starts an embedded Ray.
     """
 
     def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
@@ -45,7 +44,9 @@ class Cluster:
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # GPU share of a rollout and actor worker: one, minus the shares of scorers beside it
         self.ranks = config.ranks_per_worker
-        self._resources = {"GPU": float(_gpus()), "CPU": float(_cores()), "nodes": 1.0}
+        import torch  # a scorer's process may not need it
+
+        self._resources = {"GPU": float(torch.cuda.device_count()), "CPU": float(_cores()), "nodes": 1.0}
         self.device, self.num_workers = "cpu", config.workers or 1
         if not self.joined:
             check_gpus(config.device)
@@ -57,7 +58,7 @@ class Cluster:
         if self.config.device == "cuda" and not there:
             seen = "the Ray cluster has" if self.joined else "torch sees"
             raise ClusterError(f"cluster.device=cuda, but {seen} no GPU: use cluster.device=auto or cpu")
-        self.device = "cuda" if self.config.device == "cuda" or (there and self.config.device == "auto") else "cpu"
+        self.device = "cuda" if there and self.config.device != "cpu" else "cpu"
         self.num_workers = self.config.workers or self._default_workers()
         if self.config.layout == "split" and self.device == "cuda" and not self.remote:
             raise ClusterError(
@@ -170,13 +171,13 @@ class Cluster:
 
     def _check_devices(self) -> None:
         cores = int(self._resources["CPU"])
-        if self.device != "cuda" and self.processes > max(cores, 1):
-            logger.warning(
-                "%d worker processes share %d cores, and each loads the model: fewer are faster and need less "
-                "memory (cluster.num_workers=%d)",
-                *(self.processes, cores, max(1, cores // self.ranks)),
-            )
         if self.device != "cuda":
+            if self.processes > max(cores, 1):
+                logger.warning(
+                    "%d worker processes share %d cores, and each loads the model: fewer are faster and need less "
+                    "memory (cluster.num_workers=%d)",
+                    *(self.processes, cores, max(1, cores // self.ranks)),
+                )
             return
         devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else int(self._resources["GPU"])
         if self.processes > devices:
@@ -195,15 +196,12 @@ class Cluster:
     @property
     def threads(self) -> int:
         """CPU threads of a worker's process, at most OMP_NUM_THREADS or, without Ray, torch's setting."""
-        share, given = max(1, int(self._resources["CPU"]) // self.processes), os.environ.get("OMP_NUM_THREADS", "")
-        if not self.remote:
-            import torch
+        import torch
 
-            limit = torch.get_num_threads()
-        else:
-            first = given.split(",")[0].strip()
-            limit = int(first) if first.isdigit() and int(first) else sys.maxsize
-        return self.config.threads_per_worker or min(share, limit)
+        share = max(1, int(self._resources["CPU"]) // self.processes)
+        given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+        under_ray = int(given) if given.isdigit() and int(given) else share
+        return self.config.threads_per_worker or min(share, under_ray if self.remote else torch.get_num_threads())
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
         """Pickle `functions` by value for the workers; those of installed packages are imported by name."""
@@ -273,10 +271,7 @@ class Cluster:
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
-    """Return the GPU share of each of `workers`, one per GPU, that leaves room for the shares `scorers`.
-
-    Raises `ClusterError` if scorers would have to take half a GPU or more from a worker.
-    """
+    """Return the GPU share of each worker, one per GPU, beside `scorers`. Raises `ClusterError` if half or less."""
     largest = max(scorers, default=0.0)
     count = sum(share > 0 for share in scorers)
     if not count or int(1 / largest) * (devices - workers) >= count:
@@ -293,12 +288,6 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
 def own_host() -> str:
     """Return the address at which Ray reaches this machine; the loopback for an embedded Ray."""
     return str(ray.util.get_node_ip_address())
-
-
-def _gpus() -> int:
-    import torch  # imported lazily: a scorer's process may not need it
-
-    return torch.cuda.device_count()
 
 
 def _cores() -> int:

@@ -75,10 +75,7 @@ class Parser(Generic[T]):
     read: Callable[[Option, object, str], object] = typed
 
     def parse(self, arguments: Sequence[str]) -> tuple[T, list[str]]:
-        """The command's own keys, defaults where they are not given, and the arguments that are passed on.
-
-        Raises `ConfigError` for what is missing, unknown, given twice or has an impossible value.
-        """
+        """Return the command's own keys and the arguments that are passed on; raises `ConfigError`."""
         values, overrides = self.values(arguments)
         return self.options(**values), overrides
 
@@ -155,10 +152,7 @@ class Parser(Generic[T]):
         return ConfigError(f"{name}: {self.name} has no such key; {hint}")
 
     def help(self, program: str | None = None) -> str:
-        """Every key with its explanation and default, and those of the configuration that are passed on.
-
-        program: the words that started the command, if not those of `self.program`.
-        """
+        """Explain every key, and those that are passed on; `program`: the words that started the command, if others."""
         width = max(len(option.name) for option in self._keys()) + 2
         lines = [f"usage: {program or self.program} {self.usage}", "", self.summary]
         for option in self._keys():

@@ -3,25 +3,26 @@
 import contextlib
 import functools
 import gc
-import importlib
 import importlib.metadata
 import inspect
 import ipaddress
 import logging
 import os
+import pkgutil
 import shlex
 import shutil
 import socket
 import sys
 import traceback
 import types
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gerl.commandline import signals
-from gerl.errors import ConfigError, GerlError, Interrupted, Stopped
+from gerl.errors import ConfigError, GerlError, Interrupted, Stopped, causes
 
 # --- Running a command line: help, log, signals, exit codes, output folder
 
@@ -56,12 +57,9 @@ def run_command(
 
 
 def start(
-    module: str,
-    log_format: str = "%(message)s",
-    arguments: Sequence[str] | None = None,
-    program: str | None = None,
+    module: str, log_format: str = "%(message)s", arguments: Sequence[str] | None = None, program: str | None = None
 ) -> int:
-    """Import the `module` of a command and return the result of its `main`; signals are handled during the import.
+    """Import the `module` of a command, with signals handled, and return the result of its `main`.
 
     `arguments`: None: those of the process. `program`: the command as typed, if it differs from its help.
     """
@@ -76,10 +74,7 @@ def start(
 
 
 def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
-    """Return the exit code of `work`, or of the exception that ends it, after printing its sentence.
-
-    A signal decides the exit code even after an error, whose sentence is then printed too.
-    """
+    """Return the exit code of `work`, or of the exception that ends it; a signal decides it even after an error."""
     logger.setLevel(logging.INFO)
     with signals.handled():
         try:
@@ -94,10 +89,9 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
                 number = error.signal_number if isinstance(error, Interrupted) else signals.SIGINT
             signals.answered()
             if number is None:
-                code = _said(error)
-                if code is None:
-                    raise
-                return code
+                if (code := _said(error)) is not None:
+                    return code
+                raise
             if isinstance(error, KeyboardInterrupt) or not signals.came_late():
                 logger.info("%s", with_notes(f"stopped by {signals.name(number)}", error))
             else:
@@ -131,20 +125,14 @@ def _said(error: BaseException) -> int | None:
 
 def with_notes(sentence: str, error: BaseException) -> str:
     """Return the sentence followed by the notes of the exception and of its causes, separated by semicolons."""
-    notes = list[str]()
-    seen: BaseException | None = error
-    while seen is not None:
-        notes += [note for note in getattr(seen, "__notes__", []) if note not in notes]
-        seen = seen.__cause__ or seen.__context__
-    return "; ".join([sentence, *notes])
+    notes = [note for cause in causes(error) for note in getattr(cause, "__notes__", [])]
+    return "; ".join([sentence, *dict.fromkeys(notes)])
 
 
 def _where(error: BaseException) -> str:
     """Return file and line of the last frame of an exception."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}," if trace else "something"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else "something"
 
 
 def make_folder(out: Path) -> None:
@@ -168,8 +156,7 @@ class CallablePackage(types.ModuleType):
     _place: str  # "module:function"
 
     def _function(self) -> types.FunctionType:
-        module, name = self._place.split(":")
-        found: types.FunctionType = getattr(importlib.import_module(module), name)
+        found: types.FunctionType = pkgutil.resolve_name(self._place)
         return found
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
@@ -196,9 +183,8 @@ Packages = Mapping[str, list[str]]
 def importing() -> Iterator[None]:
     """Pause Python's cyclic garbage collector during a block of imports, which makes them faster.
 
-    Imports create hundreds of thousands of permanent objects, which the collector would traverse again and again. They
-    are frozen after the block (`gc.freeze`). diffusers asks on import which distribution each package is from and
-    seldom uses the answer: it is computed on first use.
+    It would traverse hundreds of thousands of permanent objects again and again; they are frozen after the block.
+    diffusers asks on import which distribution each package is from, which is computed on first use.
     """
     if not gc.isenabled():
         yield
@@ -214,20 +200,15 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-class WhenRead(Packages):
+class WhenRead(UserDict[str, list[str]]):
     """A mapping of packages to their distributions, computed by `find` on first use: it reads many files."""
 
     def __init__(self, find: Callable[[], Packages]) -> None:
-        self._found = functools.cache(find)
+        self._find = find
 
-    def __getitem__(self, package: str) -> list[str]:
-        return self._found()[package]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found())
-
-    def __len__(self) -> int:
-        return len(self._found())
+    @functools.cached_property
+    def data(self) -> Packages:  # type: ignore[override]
+        return self._find()
 
 
 # --- Sockets of commands that serve pages or scores, and requests from other sites
@@ -273,10 +254,7 @@ def host_name(host: str) -> str:
 
 
 def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site sends this request and it is not a mere read.
-
-    `headers`: by lower-case name. Browsers name the site of a page in `Origin` and `Sec-Fetch-Site`.
-    """
+    """Whether a page of another site sends this request and it is no mere read; `headers`: by lower-case name."""
     if method in ("GET", "HEAD"):
         return False
     origin = headers.get("origin")

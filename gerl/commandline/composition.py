@@ -50,67 +50,46 @@ PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 
-@dataclass(frozen=True)
-class Files:
-    """The composed files: gerl's blocks as plain values, and the whole as Hydra's object."""
-
-    values: dict[str, Any]
-    whole: DictConfig
-
-    @property
-    def experiment(self) -> str:
-        return str(self.whole.hydra.runtime.choices.experiment)
-
-    @property
-    def algorithm(self) -> str:
-        """The preset."""
-        return str(self.whole.hydra.runtime.choices.algorithm)
-
-    @property
-    def one_folder(self) -> bool:
-        """Whether the folder of the run is fixed, not named by the time."""
-        return "${now:" not in str(OmegaConf.to_container(self.whole.hydra.run, resolve=False))
-
-    def run_dir(self) -> Path:
-        """Return the folder of the run; raises `ConfigError` if it is empty."""
-        try:
-            given = self.whole.hydra.run.dir
-        except OmegaConfBaseException as error:
-            raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(self.whole.hydra)})) from None
-        if not given:
-            raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
-        return Path(given)
-
-
-def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> Files:
+def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfig:
     """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`."""
     for override in filter(is_hydra, given):
-        if override.is_delete() or override.key_or_group == "hydra":
+        group = override.key_or_group
+        if override.is_delete() or group == "hydra":
             raise ConfigError(
                 f"{override.input_line}: Hydra's own settings are set one by one, and none can be removed; give "
                 f"{RUN_DIR}=FOLDER, or omit it"
             )
-    for override in given:
-        group = override.key_or_group
         if group.startswith("hydra/") and group.removeprefix("hydra/") not in GROUPS:
             raise ConfigError(f"{group}: there is no such key; there are hydra/{', hydra/'.join(GROUPS)}; {LISTED}")
     register()
-    groups = [o.input_line or "" for o in given if o.key_or_group.startswith("hydra/")]
     GlobalHydra.instance().clear()
     with sentences(chosen), initialize_config_dir(str(config_folder()), version_base="1.3"):
-        names = [_in_quotes(own_file(override)) for override in chosen]
+        files = [own_file(override).partition("=") for override in chosen]
+        names = [f"{group}={name if name.isascii() else quoted(name)}" for group, _, name in files]
+        groups = [o.input_line or "" for o in given if o.key_or_group.startswith("hydra/")]
         whole = compose("config", [*names, *groups], return_hydra_config=True)
-        values = OmegaConf.to_container(OmegaConf.masked_copy(whole, [str(name) for name in whole if name != "hydra"]))
-    assert isinstance(values, dict)
     for override in (o for o in given if o.key_or_group.startswith("hydra.")):
         set_hydra(whole, override)
-    return Files({str(block): entries for block, entries in values.items()}, whole)
+    return whole
 
 
-def _in_quotes(override: str) -> str:
-    """Return `experiment=NAME`, quoted if the name is not ASCII."""
-    group, _, name = override.partition("=")
-    return override if name.isascii() else f"{group}={quoted(name)}"
+def _run_dir(whole: DictConfig) -> Path:
+    """Return the folder of the run; raises `ConfigError` if it is empty."""
+    try:
+        given = whole.hydra.run.dir
+    except OmegaConfBaseException as error:
+        raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(whole.hydra)})) from None
+    if not given:
+        raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
+    return Path(given)
+
+
+def _blocks(composed: DictConfig, names: Sequence[str], resolve: bool) -> dict[str, Any]:
+    """Return blocks as plain values; `resolve`: also their interpolations, and a missing value `???` is an error."""
+    blocks = OmegaConf.masked_copy(composed, list(names))
+    values = OmegaConf.to_container(blocks, resolve=resolve, throw_on_missing=resolve)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
 
 
 def register() -> None:
@@ -154,16 +133,13 @@ def set_hydra(composed: DictConfig, override: Override) -> None:
     try:
         OmegaConf.update(composed, key, override.value(), merge=True, force_add=override.is_force_add())
     except (ConfigAttributeError, ConfigKeyError):
-        raise ConfigError(f"{key}: there is no such key{_near_of_hydra(key)}; {LISTED}") from None
+        near = f", did you mean {difflib.get_close_matches(key, (RUN_DIR, SWEEPS), n=1, cutoff=0)[0]!r}"
+        if key.startswith(("hydra.sweeper.", "hydra.launcher.")):
+            kind = key.split(".")[1]
+            near = f" of Hydra's own {kind}; use that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
+        raise ConfigError(f"{key}: there is no such key{near}; {LISTED}") from None
     except OmegaConfBaseException:
         raise ConfigError(f"{override.input_line}: this key takes a value of another kind") from None
-
-
-def _near_of_hydra(name: str) -> str:
-    if name.startswith(("hydra.sweeper.", "hydra.launcher.")):
-        kind = name.split(".")[1]
-        return f" of Hydra's own {kind}; use that of a plugin, such as hydra/{kind}={PLUGINS[kind]}"
-    return f", did you mean {difflib.get_close_matches(name, (RUN_DIR, SWEEPS), n=1, cutoff=0)[0]!r}"
 
 
 @contextlib.contextmanager
@@ -194,23 +170,18 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
 
 
 def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
-    """Resolve the interpolations `${...}` in nested `values`, which replace gerl's blocks in `whole`.
-
-    Raises `ConfigError` for an interpolation without a value, and for a missing value `???`.
-    """
+    """Resolve the interpolations `${...}` in `values`, which replace gerl's blocks in `whole`; raises `ConfigError`."""
     OmegaConf.set_struct(whole, False)
     try:
         for block in [str(name) for name in whole if name != "hydra" and name not in values]:
             del whole[block]
         for block, entries in values.items():
             whole[block] = entries
-        plain = OmegaConf.to_container(OmegaConf.masked_copy(whole, list(values)), resolve=True, throw_on_missing=True)
+        return _blocks(whole, list(values), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_unresolved(error, values)) from None
     except RecursionError:
         raise ConfigError(ENDLESS) from None
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
 
 
 def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str:
@@ -221,21 +192,19 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
         raw = raw.get(name) if isinstance(raw, Mapping) else None
     given = f"{key}={raw}" if raw is not None else key
     dollar = "write a literal dollar sign as '\\$'"
-    match error:
-        case MissingMandatoryValue():
-            return f"{key}=???: the value is missing, set one"
-        case InterpolationKeyError():
-            name = str(raw).partition("${")[2].partition("}")[0]
-            return f"{given}: there is no key {name!r} to refer to; {dollar}"
-        case UnsupportedInterpolationType():
-            return f"{given}: nothing with this name can be interpolated, use for example oc.env:NAME; {dollar}"
-        case InterpolationResolutionError():
-            return (
-                f"{given}: it cannot be interpolated; set the environment variable that it names, or give a "
-                f"default as in ${{oc.env:NAME,VALUE}}; {dollar}"
-            )
-        case GrammarParseError():
-            return f"{given}: what begins with ${{ must end with }}; {dollar}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key}=???: the value is missing, set one"
+    name = str(raw).partition("${")[2].partition("}")[0]
+    reasons: dict[type[OmegaConfBaseException], str] = {  # subclasses first
+        InterpolationKeyError: f"there is no key {name!r} to refer to",
+        UnsupportedInterpolationType: "nothing with this name can be interpolated, use for example oc.env:NAME",
+        InterpolationResolutionError: "it cannot be interpolated; set the environment variable that it names, or give "
+        "a default as in ${oc.env:NAME,VALUE}",
+        GrammarParseError: "what begins with ${ must end with }",
+    }
+    for kind, reason in reasons.items():
+        if isinstance(error, kind):
+            return f"{given}: {reason}; {dollar}"
     return f"{given}: it is not a number, string, list or dictionary; correct it"
 
 
@@ -279,10 +248,9 @@ class ParsedCommand:
 
 
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
-    """Compose defaults, experiment and `overrides` (`experiment=NAME`, `key=value`); raises `ConfigError`.
+    """Compose defaults, experiment (a name or file) and `overrides`, which outrank `below`; raises `ConfigError`.
 
-    `experiment` may also be the path of a yaml file. `asked`: the result of `asked_for` for `overrides`, if known.
-    `below`: keys with lower priority than `overrides`.
+    `asked`: the result of `asked_for` for `overrides`, if known.
     """
     overrides = normal(overrides)
     found = asked if asked is not None and asked.whole else _compose(overrides, below)
@@ -290,12 +258,9 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
     if preset not in shipped("algorithm"):  # a file of the user, found by --config-dir
         preset = ""
     elif algorithm_of(preset) != name:  # a file sets it above the preset of another algorithm
-        unread = [
-            key
-            for key in map(str, preset_of(preset))
-            if name not in readers(key) and f"algorithm.{key}" not in found.given
-        ]
-        values["algorithm"] = {key: value for key, value in values["algorithm"].items() if key not in unread}
+        unread = {key for key in map(str, preset_of(preset)) if name not in readers(key)}
+        block = values["algorithm"].items()
+        values["algorithm"] = {k: v for k, v in block if k not in unread or f"algorithm.{k}" in found.given}
         preset = preset if values["algorithm"].get("path") else name
     config = _config(values, [*below, *overrides])
     return Composed(config, found.experiment, found.run_dir, preset, _kept(config, found.experiment, overrides))
@@ -320,23 +285,19 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """Apply `overrides` to the configuration of an existing run; raises `ConfigError`.
 
-    Keys that exist may be added again and missing ones deleted, so the run's own command changes nothing. Experiment,
-    algorithm and folder are ignored.
+    The run's own command changes nothing. Experiment, algorithm and folder are ignored.
     """
     overrides = normal(overrides)
     check_arguments(overrides)
     left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")
     kept = [override for override in overrides if key_of(override) not in left_out]
-    values = {block: {**entries, **settings.get(block, {})} for block, entries in defaults().items()}
-    set_keys(values := deepcopy(values), [read(override) for override in kept], again=True)
+    values = deepcopy({block: {**entries, **settings.get(block, {})} for block, entries in defaults().items()})
+    set_keys(values, [read(override) for override in kept], again=True)
     return _config(resolved(values, OmegaConf.create()), kept)
 
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
-    """Normalise the arguments: `out=` becomes the folder, another model selects the plain experiment.
-
-    The experiment signs has the size, the steps and the LoRA of the small model that ships with gerl.
-    """
+    """Normalise the arguments: `out=` becomes the folder, another model than that of the signs demo selects plain."""
     found = [f"{folder}={o.removeprefix('out=')}" if o.startswith(f"{OUT}=") else o for o in overrides]
     own, chosen = load_own_algorithm(found), {key_of(o) for o in found} & set(CHOICES)
     if own is not None and not chosen:
@@ -380,14 +341,18 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     if several := next((o for o in chosen if "," in o and not o.endswith(SUFFIXES)), None):
         raise ConfigError(f"{several}: a run has one {key_of(several)}; -m trains once with each of several")
     given = [read(o) for o in overrides if o not in chosen]
-    files = compose_files(chosen, given)
-    set_keys(files.values, [read(o) for o in below])
-    set_keys(files.values, [o for o in given if not is_hydra(o)])
-    values = resolved(files.values, files.whole)
+    whole = compose_files(chosen, given)
+    with sentences(chosen):
+        values = _blocks(whole, [str(name) for name in whole if name != "hydra"], resolve=False)
+    set_keys(values, [read(o) for o in below])
+    set_keys(values, [o for o in given if not is_hydra(o)])
+    values = resolved(values, whole)
     _check_algorithm(values, chosen, overrides)
     values["algorithm"] = with_own_name(values["algorithm"])
+    choices = whole.hydra.runtime.choices
+    one_folder = "${now:" not in str(OmegaConf.to_container(whole.hydra.run, resolve=False))
     keys = frozenset(map(key_of, overrides))
-    return ParsedCommand(files.experiment, files.algorithm, files.run_dir(), files.one_folder, values, keys)
+    return ParsedCommand(str(choices.experiment), str(choices.algorithm), _run_dir(whole), one_folder, values, keys)
 
 
 def check_arguments(overrides: Sequence[str]) -> None:
@@ -398,8 +363,7 @@ def check_arguments(overrides: Sequence[str]) -> None:
 
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
-    replaced = any(key_of(override) == WHOLE and override[:1] not in "+~" for override in overrides)
-    replaced |= any(override.startswith(f"++{WHOLE}=") for override in overrides)
+    replaced = any(override.startswith((f"{WHOLE}=", f"++{WHOLE}=")) for override in overrides)
     reward, model = values.get("reward"), values.get("model")
     if isinstance(reward, dict) and not reward.get("scorers") and not replaced:
         reward["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
@@ -418,15 +382,9 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
     others = [name for name in config.reward.scorers if name not in named]
     if "experiment" in keys or WHOLE in keys or not own or not others:
         return ""
-    default = ScorerConfig()
-    alone = {
-        name: {
-            f.name: getattr(config.reward.scorers[name], f.name)
-            for f in dataclasses.fields(ScorerConfig)
-            if getattr(config.reward.scorers[name], f.name) != getattr(default, f.name)
-        }
-        for name in named
-    }
+    default = dataclasses.asdict(ScorerConfig())
+    scorers = {name: dataclasses.asdict(config.reward.scorers[name]) for name in named}
+    alone = {name: {k: v for k, v in scorer.items() if v != default[k]} for name, scorer in scorers.items()}
     return (
         f"the reward also has {' and '.join(others)}, of the default experiment={experiment}; for "
         f"{' and '.join(alone)} alone write {typed({WHOLE: alone})}"
@@ -524,45 +482,42 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
     if group == "experiment":
         for key in ("experiment", "preset"):  # `config.yaml` of a run names its origin by them
             content.pop(key, None)
-    _check_keys(content, where)
-    _by_path(content, group, path, where, known)
-    for other_group, other in _named(content, group):
-        places = (path.parent,) if other_group == group else (path.parent / other_group, path.parents[1] / other_group)
-        files = (place / f"{other}{suffix}" for place in places for suffix in SUFFIXES)
-        if other not in shipped(other_group) and (file := next((f for f in files if f.is_file()), None)) is not None:
-            _make_known(file, other_group, other, str(file), known)
+    for key in map(str, content):
+        block, dot, leaf = key.partition(".")
+        if dot:
+            raise ConfigError(f"{where}: {key} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
+    defaults = content.get("defaults")
+    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
+        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
+        for key, value in [(str(key), value) for key, value in pairs if isinstance(value, str)]:
+            place = key.removeprefix("override ").strip("/") or group
+            if value.endswith(SUFFIXES):
+                defaults[i] = _by_path(value, key, place, path, where, known)
+            elif value != "_self_":
+                _by_name(value, place, path, group, known)
     if group == "experiment":
         _replace_scorers(content)
     ConfigStore.instance().store(name, content, group=group, package="_global_")
 
 
-def _by_path(content: DictConfig, group: str, path: Path, where: str, known: list[tuple[Path, str]]) -> None:
-    """Register the files whose paths are in `defaults`, relative to the file, and replace the paths by names."""
-    defaults = content.get("defaults")
-    for i, entry in enumerate(defaults if isinstance(defaults, ListConfig) else ()):
-        key, value = next(iter(entry.items())) if isinstance(entry, DictConfig) else ("", entry)
-        if not isinstance(value, str) or not value.endswith(SUFFIXES):
-            continue
-        file = (path.parent / Path(value).expanduser()).absolute()
-        if not file.is_file():
-            raise ConfigError(
-                f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there"
-            )
-        name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
-        _make_known(file, str(key).removeprefix("override ").strip("/") or group, name, str(file), known)
-        defaults[i] = {key: name} if key else name
+def _by_path(value: str, key: str, place: str, path: Path, where: str, known: list[tuple[Path, str]]) -> Any:
+    """Register a file whose path, relative to the file `path`, is an entry of `defaults`; return the new entry."""
+    file = (path.parent / Path(value).expanduser()).absolute()
+    if not file.is_file():
+        raise ConfigError(f"{where}: defaults lists {value}, but there is no such file {file}; correct the path there")
+    name = f"{_plain(file)}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # gerl may have one of that name
+    _make_known(file, place, name, str(file), known)
+    return {key: name} if key else name
 
 
-def _named(content: DictConfig, group: str) -> Iterator[tuple[str, str]]:
-    """Return group and name of each entry in the `defaults` of a file of `group`."""
-    defaults = content.get("defaults")
-    for entry in defaults if isinstance(defaults, ListConfig) else ():
-        pairs: Any = entry.items() if isinstance(entry, DictConfig) else [("", entry)]
-        for key, value in pairs:
-            place = str(key).removeprefix("override ").strip("/") or group
-            if isinstance(value, str) and value != "_self_":
-                other, _, last = value.lstrip("/").rpartition("/")
-                yield other or place, last
+def _by_name(value: str, place: str, path: Path, group: str, known: list[tuple[Path, str]]) -> None:
+    """Register the user's file that an entry of the `defaults` of the file `path` names, if gerl has none."""
+    other, _, name = value.lstrip("/").rpartition("/")
+    other = other or place
+    folders = (path.parent,) if other == group else (path.parent / other, path.parents[1] / other)
+    files = (folder / f"{name}{suffix}" for folder in folders for suffix in SUFFIXES)
+    if name not in shipped(other) and (file := next((f for f in files if f.is_file()), None)) is not None:
+        _make_known(file, other, name, str(file), known)
 
 
 def _replace_scorers(content: DictConfig) -> None:
@@ -573,14 +528,6 @@ def _replace_scorers(content: DictConfig) -> None:
             i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
         ]
         defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
-
-
-def _check_keys(content: DictConfig, where: str) -> None:
-    """Raise `ConfigError` for dotted keys in a file, which nests its blocks instead."""
-    for name in map(str, content):
-        block, dot, leaf = name.partition(".")
-        if dot:
-            raise ConfigError(f"{where}: {name} has a dot; in a file write '{block}:', and indented below it '{leaf}:'")
 
 
 def default_experiment(model: str | None) -> str:
@@ -635,10 +582,7 @@ FOLDER = ("-cd", "--config-dir")
 
 @dataclass(frozen=True)
 class HydraOptions:
-    """The arguments without Hydra's options.
-
-    `multirun`: train once per combination of values. `shown`: only print the configuration.
-    """
+    """The arguments without Hydra's options; `multirun`: a run per combination; `shown`: print the configuration."""
 
     arguments: list[str]
     multirun: bool = False
@@ -648,8 +592,7 @@ class HydraOptions:
 def hydra_options(given: Sequence[str]) -> HydraOptions:
     """Separate Hydra's options from the arguments of a command line; raises `ConfigError` for unsupported ones.
 
-    With `--config-dir DIR`, `experiment=NAME` becomes the path of a file in DIR/experiment or DIR, `algorithm=NAME`
-    of one in DIR/algorithm.
+    With `--config-dir DIR`, names become the paths of files in DIR/experiment or DIR, and DIR/algorithm.
     """
     rest, values = list[str](), dict[str, str]()
     waiting = iter(given)
@@ -709,42 +652,31 @@ def _key(key: object) -> str:
 
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Replace names in `experiment=NAME[,NAME ...]` or `algorithm=` by the paths of files in the folder."""
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: there is no such folder; use the one with your experiments")
-    return [_own(argument, folder) for argument in arguments]
-
-
-def _own(argument: str, folder: Path) -> str:
-    """Replace names in `experiment=NAME[,NAME ...]` or `algorithm=` by the paths of files in the folder."""
-    group, _, names = argument.partition("=")
-    return (
-        f"{group}={','.join(_path(group, name, folder) for name in names.split(','))}" if group in CHOICES else argument
-    )
-
-
-def files_in(group: str, folder: Path) -> list[str]:
-    """Return the names by which `group=NAME` finds the files of a `--config-dir`."""
-    return sorted({file.stem for place in _places(group, folder) for file in place.glob("*.y*ml")})
-
-
-def _places(group: str, folder: Path) -> tuple[Path, ...]:
-    return (folder / "experiment", folder) if group == "experiment" else (folder / group,)
+    parts = [argument.partition("=") for argument in arguments]
+    return [
+        f"{group}={','.join(_path(group, name, folder) for name in rest.split(','))}"
+        if group in CHOICES
+        else f"{group}{equals}{rest}"
+        for group, equals, rest in parts
+    ]
 
 
 def _path(group: str, name: str, folder: Path) -> str:
-    places = _places(group, folder)
-    files = [place / f"{name}{suffix}" for place in places for suffix in ("", ".yaml", ".yml")]
-    if name and not Path(name).is_file():  # a path stays a path
-        if (
-            file := next((file for file in files if file.suffix in (".yaml", ".yml") and file.is_file()), None)
-        ) is not None:
-            return str(file)
-        if not name.endswith((".yaml", ".yml")) and name not in shipped(group):
-            there = files_in(group, folder)
-            near = near_names(name, [*there, *shipped(group)])
-            hint = f"did you mean {either(near)}?" if near else f"it has {', '.join(there) or 'none'}"
-            raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
-    return name
+    if not name or Path(name).is_file():  # a path stays a path
+        return name
+    places = [folder / "experiment", folder] if group == "experiment" else [folder / group]
+    files = [place / f"{name}{suffix}" for place in places for suffix in ("", *SUFFIXES)]
+    if file := next((file for file in files if file.suffix in SUFFIXES and file.is_file()), None):
+        return str(file)
+    if name.endswith(SUFFIXES) or name in shipped(group):
+        return name
+    there = sorted({file.stem for place in places for file in place.glob("*.y*ml")})
+    near = near_names(name, [*there, *shipped(group)])
+    hint = f"did you mean {either(near)}?" if near else f"it has {', '.join(there) or 'none'}"
+    raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
 
 
 # --- Arguments `key=value` in Hydra's grammar, parsed one by one and set in nested dictionaries.
@@ -764,10 +696,7 @@ def key_of(argument: str) -> str:
 
 
 def read(argument: str) -> Override:
-    """Parse an argument with Hydra; a value outside its grammar is read as text, or as YAML if bracketed.
-
-    Raises `ConfigError` if neither succeeds.
-    """
+    """Parse an argument; a value outside Hydra's grammar is text, or YAML if bracketed. Raises `ConfigError`."""
     name, equals, value = argument.partition("=")
     if key_of(argument) in PROMPTS:
         argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
@@ -853,10 +782,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = False) -> None:
-    """Set, add and delete keys in nested `values`, in the given order; raises `ConfigError`.
-
-    `again`: the arguments may have been applied before: keys to add may exist, keys to delete may be missing.
-    """
+    """Set, add and delete keys in nested `values`; `again`: they may exist or be missing. Raises `ConfigError`."""
     blocks = list(values)
     for override in given:
         key, value = override.key_or_group, override.value()

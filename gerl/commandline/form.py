@@ -96,28 +96,22 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
         is_alone = not equals and _is_value(after)
         text = value if equals else after if is_alone else ""
         if _is_taken(name, nearest):
-            values = [] if equals else _values(arguments[i + 1 :])
+            values = [] if equals else list(takewhile(_is_value, arguments[i + 1 :]))
             given.append(" ".join([argument, *values]))
-            foreign[name] = (
-                value or (f"[{','.join(values)}]" if len(values) > 1 else "".join(values)) or "true"
-            )  # a switch
+            several = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
+            foreign[name] = value or several or "true"  # a switch
             continue
         key = nearest(name)
         if key is None and not given:
             return f"{argument}: there is no such option; arguments are key=value without dashes, --help lists the keys"
         if key is not None:
             given.append(f"{argument} {after}" if is_alone else argument)
-            written.append(_written(key, text or "VALUE"))
+            written += [shlex.quote(f"{part}={text or 'VALUE'}") for part in key.split()]
     if not foreign:
         return f"{' '.join(given)}: drop the dashes, write {' '.join(written)}; --help lists the keys"
     own = dict(argument.split("=", 1) for argument in arguments if _is_assignment(argument))
     said = advice(foreign, own, first=" ".join(written))
     return f"{' '.join(given)}: {'drop the dashes, ' if said.startswith('write ') else ''}{said}"
-
-
-def _values(arguments: Sequence[str]) -> list[str]:
-    """Return the values after an option with dashes."""
-    return list(takewhile(_is_value, arguments))
 
 
 def _is_value(argument: str) -> bool:
@@ -127,11 +121,6 @@ def _is_value(argument: str) -> bool:
 
 def _write(name: str, value: str) -> str:
     return f"write {shlex.quote(f'{name}={value}')}"
-
-
-def _written(keys: str, value: str) -> str:
-    """Return the arguments that set each of `keys`, separated by spaces."""
-    return " ".join(shlex.quote(f"{key}={value}") for key in keys.split())
 
 
 # --- The yaml files of users: read with errors that name line and column; and names near to one that is wrong
@@ -156,14 +145,12 @@ def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
     """Return line, column and problem of a yaml error."""
     mark = error.problem_mark or error.context_mark
     problem = " ".join((error.problem or error.context or "it is not yaml").split())
-    if mark is not None and _character(path, mark.line, mark.column) == "\t":  # the C parser does not name it
-        problem = "a tab, where yaml expects spaces"
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
-
-
-def _character(path: Path, line: int, column: int) -> str:
+    if mark is None:
+        return problem
     lines = path.read_text(encoding="utf-8").splitlines()
-    return lines[line][column : column + 1] if line < len(lines) else ""
+    if mark.line < len(lines) and lines[mark.line][mark.column :].startswith("\t"):  # the C parser does not name it
+        problem = "a tab, where yaml expects spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:

@@ -13,10 +13,7 @@ Field = dataclasses.Field[Any]
 
 
 def help_text(program: str, arguments: Sequence[str] = ()) -> str:
-    """Return the most used keys with type, default and explanation, for the preset of `algorithm=NAME`.
-
-    With the argument `all`: every key of every algorithm, and which algorithms read it.
-    """
+    """Return the most used keys for `algorithm=NAME`; with the argument `all`, every key and its readers."""
     lines = [
         f"usage: {program} [experiment=NAME|FILE.yaml] [key=value ...]",
         "",

@@ -1,7 +1,4 @@
-"""All keys, defaults, ranges and explanations of gerl's configuration.
-
-The tree is flat: one dataclass per block, composed by Hydra (`configs/`) and validated here before any work is done.
-"""
+"""The configuration of gerl: one dataclass per block, composed by Hydra (`configs/`) and validated here."""
 
 from gerl.config.algorithms import AlgorithmConfig, AnyAlgorithm, algorithm_config
 from gerl.config.blocks import (
@@ -38,37 +35,9 @@ from gerl.config.suggestions import (
 )
 
 __all__ = [
-    "LISTED",
-    "MOST_IMAGES",
-    "ActorConfig",
-    "AlgorithmConfig",
-    "Answer",
-    "AnyAlgorithm",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "GuardConfig",
-    "LoggerConfig",
-    "ModelConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "ScorerConfig",
-    "Source",
-    "TrainerConfig",
-    "ValidationConfig",
-    "absent",
-    "algorithm_config",
-    "answered",
-    "did_you_mean",
-    "expected",
-    "from_mapping",
-    "is_foreign",
-    "keys",
-    "nearest_key",
-    "other_name",
-    "readers",
-    "shown",
-    "sources",
+    "LISTED", "MOST_IMAGES", "ActorConfig", "AlgorithmConfig", "Answer", "AnyAlgorithm", "CheckpointConfig",
+    "ClusterConfig", "Config", "DataConfig", "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig",
+    "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source", "TrainerConfig", "ValidationConfig", "absent",
+    "algorithm_config", "answered", "did_you_mean", "expected", "from_mapping", "is_foreign", "keys", "nearest_key",
+    "other_name", "readers", "shown", "sources",
 ]  # fmt: skip

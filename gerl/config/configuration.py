@@ -4,28 +4,11 @@ from dataclasses import dataclass, field, fields
 
 from pydantic import ConfigDict
 
+from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
-from gerl.config.blocks import (
-    ActorConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    DataConfig,
-    GuardConfig,
-    LoggerConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ScorerConfig,
-    TrainerConfig,
-    ValidationConfig,
-    sources,
-)
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
 from gerl.config.rules import check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
-
-# --- The whole configuration: its blocks, and checks across blocks
 
 MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
 
@@ -36,19 +19,19 @@ class Config:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    model: blocks.ModelConfig = field(default_factory=blocks.ModelConfig)
+    sampling: blocks.SamplingConfig = field(default_factory=blocks.SamplingConfig)
+    rollout: blocks.RolloutConfig = field(default_factory=blocks.RolloutConfig)
     algorithm: AnyAlgorithm = field(default_factory=algorithm_config)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    reward: RewardConfig = field(default_factory=lambda: RewardConfig({"ocr": ScorerConfig()}))
-    data: DataConfig = field(default_factory=DataConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    actor: blocks.ActorConfig = field(default_factory=blocks.ActorConfig)
+    reward: blocks.RewardConfig = field(default_factory=lambda: blocks.RewardConfig({"ocr": blocks.ScorerConfig()}))
+    data: blocks.DataConfig = field(default_factory=blocks.DataConfig)
+    validation: blocks.ValidationConfig = field(default_factory=blocks.ValidationConfig)
+    guard: blocks.GuardConfig = field(default_factory=blocks.GuardConfig)
+    checkpoint: blocks.CheckpointConfig = field(default_factory=blocks.CheckpointConfig)
+    cluster: blocks.ClusterConfig = field(default_factory=blocks.ClusterConfig)
+    logger: blocks.LoggerConfig = field(default_factory=blocks.LoggerConfig)
+    trainer: blocks.TrainerConfig = field(default_factory=blocks.TrainerConfig)
 
     def __post_init__(self) -> None:
         self.algorithm.check_sampling(self.sampling)
@@ -94,10 +77,10 @@ class Config:
 
     def _check_sources(self) -> None:
         if self.data.regularise is not None:
-            sources(self.data.regularise, "data.regularise", weighted=False)
+            blocks.sources(self.data.regularise, "data.regularise", weighted=False)
         held_out = self.validation.data
-        given = sources(self.data.train, "data.train")
-        given += [] if held_out is None else sources(held_out, "validation.data")
+        given = blocks.sources(self.data.train, "data.train")
+        given += [] if held_out is None else blocks.sources(held_out, "validation.data")
         if self.data.stream is not None and not any(source.on_hub for source in given):
             raise ConfigError(
                 f"data.stream={self.data.stream}: it is for data sets of the Hub, and neither data.train nor "
@@ -132,10 +115,7 @@ class Config:
 
 
 def described(config: Config, preset: str = "") -> str:
-    """Describe model, algorithm, size, steps, guidance, trained weights and reward in one line, as in the log.
-
-    `preset`: the name by which the algorithm was selected.
-    """
+    """Describe a run in one line, as in the log; `preset`: the name by which the algorithm was selected."""
     sampling, model = config.sampling, config.model
     own = "the pipeline's own"
     sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]

@@ -1,5 +1,6 @@
 """Translation of other programs' keys, for hints: the table `other_programs.yaml`, and rules in code."""
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -52,10 +53,9 @@ def known_as(name: str) -> str | None:
 
 
 def elsewhere(name: str, keys: Collection[str] = ()) -> str | None:
-    """Return gerl's key for another program's `name`; None if unknown.
+    """Return gerl's key, or several separated by a space, for another program's `name`; None if unknown.
 
-    Several keys, separated by a space, if the value applies to all of them. The longest suffix of `name` that is known,
-    or is one of gerl's `keys`, decides: `actor_rollout_ref.rollout.n` is `rollout.n`.
+    The longest suffix that is known, or one of gerl's `keys`, decides: `actor_rollout_ref.rollout.n` is `rollout.n`.
     """
     if name.startswith(FREE) or absent(name):
         return None
@@ -82,19 +82,33 @@ def absent(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Given:
-    """Keys of a command line or a call with their unparsed values."""
+    """Keys of other programs given together, with their values."""
 
     values: Mapping[str, Any]
 
     def number(self, *names: str) -> float | None:
         """Return the number given for one of `names`, or for a key with such a suffix; None if missing."""
-        for name, value in self.values.items():
-            if set(ends(name)) & set(names) and isinstance(number := plain(value), int | float):
-                return None if isinstance(number, bool) else number
-        return None
+        found = (_number(value) for name, value in self.values.items() if set(ends(name)) & set(names))
+        return next((number for number in found if number is not None), None)
+
+    def is_switched(self, name: str, on: bool) -> bool:
+        """Whether the switch `name` is given as `on`."""
+        return any(name in ends(given) and plain(value) is on for given, value in self.values.items())
 
     def __contains__(self, name: str) -> bool:
         return any(name in ends(given) for given in self.values)
+
+
+Rule = Callable[[Any, Given], Any]
+RULES: dict[str, Rule] = {}
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), rule))
+        return rule
+
+    return register
 
 
 def plain(value: Any) -> Any:
@@ -104,63 +118,11 @@ def plain(value: Any) -> Any:
     if value.lower() in ("none", "null", "true", "false"):
         return {"none": None, "null": None, "true": True, "false": False}[value.lower()]
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(value)
-        except ValueError:
-            pass
-    if value[:1] in ("[", "{"):
-        try:
-            return yaml.safe_load(value)
-        except yaml.YAMLError:
-            pass
+    with contextlib.suppress(yaml.YAMLError):
+        return yaml.safe_load(value) if value[:1] in ("[", "{") else value
     return value
-
-
-def _whole(value: float) -> Any:
-    return int(value) if float(value).is_integer() else value
-
-
-def _parts(whole: float | None, part: Any, said: str) -> Any:
-    """Return `actor.updates_per_step` as the quotient of whole and part, or the reason why it is unknown."""
-    size = plain(part)
-    if isinstance(size, bool) or not isinstance(size, int | float) or size <= 0 or whole is None:
-        return Why(f"VALUE is {said} / {{}}", "actor.updates_per_step")
-    if whole % size:
-        return Why(f"VALUE is {said} / {{}}, which is not an integer", "actor.updates_per_step")
-    return {"actor.updates_per_step": int(whole // size)}
-
-
-def _mini_batch(value: Any, given: Given) -> Any:
-    prompts = given.number(
-        "data.train_batch_size", "train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step"
-    )
-    return _parts(prompts, value, "prompts of a step")
-
-
-def _train_batch(value: Any, given: Given) -> Any:
-    """Return prompts per step: in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU."""
-    return {"rollout.prompts_per_step": value} if "ppo_mini_batch_size" in given else None
-
-
-def _global_batch(value: Any, given: Given) -> Any:
-    prompts = given.number("num_prompts_per_step", "rollout.prompts_per_step")
-    each = given.number("num_generations_per_prompt", "rollout.n")
-    images = None if prompts is None or each is None else prompts * each
-    return _parts(images, value, "images of a step")
-
-
-def _accumulation(value: Any, given: Given) -> Any:
-    return _parts(given.number("num_batches_per_epoch", "sample_num_batches_per_epoch"), value,
-                  "sample.num_batches_per_epoch")  # fmt: skip
-
-
-def _micro_batches(value: Any, given: Given) -> Any:
-    del value, given
-    return Why("micro-batches accumulate automatically; the batch of a step is rollout.prompts_per_step x rollout.n")
-
-
-def _per_generation(value: Any, given: Given) -> Any:
-    return _parts(_number(value), given.number("gradient_accumulation_steps") or 1, "steps_per_generation")
 
 
 def _number(value: Any) -> float | None:
@@ -168,6 +130,56 @@ def _number(value: Any) -> float | None:
     return read if isinstance(read, int | float) and not isinstance(read, bool) else None
 
 
+def _listed(value: Any) -> list[Any]:
+    read = plain(value)
+    return list(read) if isinstance(read, list | tuple) else [read]
+
+
+def _whole(value: float) -> Any:
+    return int(value) if float(value).is_integer() else value
+
+
+def _updates(whole: float | None, part: Any, said: str) -> Any:
+    """Return `actor.updates_per_step` as the quotient of whole and part, or the reason why it is unknown."""
+    size = _number(part)
+    if size is None or size <= 0 or whole is None:
+        return Why(f"VALUE is {said} / {{}}", "actor.updates_per_step")
+    if whole % size:
+        return Why(f"VALUE is {said} / {{}}, which is not an integer", "actor.updates_per_step")
+    return {"actor.updates_per_step": int(whole // size)}
+
+
+@_rule("ppo_mini_batch_size mini_batch_size")
+def _mini_batch(value: Any, given: Given) -> Any:
+    names = ("data.train_batch_size", "train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step")
+    return _updates(given.number(*names), value, "prompts of a step")
+
+
+@_rule("train_batch_size")
+def _train_batch(value: Any, given: Given) -> Any:
+    """Return prompts per step: in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU."""
+    return {"rollout.prompts_per_step": value} if "ppo_mini_batch_size" in given else None
+
+
+@_rule("train_global_batch_size")
+def _global_batch(value: Any, given: Given) -> Any:
+    prompts = given.number("num_prompts_per_step", "rollout.prompts_per_step")
+    each = given.number("num_generations_per_prompt", "rollout.n")
+    return _updates(None if prompts is None or each is None else prompts * each, value, "images of a step")
+
+
+@_rule("train.gradient_accumulation_steps train_gradient_accumulation_steps")
+def _accumulation(value: Any, given: Given) -> Any:
+    batches = given.number("num_batches_per_epoch", "sample_num_batches_per_epoch")
+    return _updates(batches, value, "sample.num_batches_per_epoch")
+
+
+@_rule("steps_per_generation")
+def _per_generation(value: Any, given: Given) -> Any:
+    return _updates(_number(value), given.number("gradient_accumulation_steps") or 1, "steps_per_generation")
+
+
+@_rule("num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch")
 def _batches(value: Any, given: Given) -> Any:
     size, each = given.number("sample.train_batch_size"), given.number("num_image_per_prompt")
     gpus, count = given.number("num_processes", "num_gpus", "nproc_per_node", "n_gpus_per_node"), _number(value)
@@ -176,6 +188,7 @@ def _batches(value: Any, given: Given) -> Any:
     return Why("VALUE is {} batches x GPUs x images of a batch / images of a prompt", "rollout.prompts_per_step")
 
 
+@_rule("generation_batch_size")
 def _generation(value: Any, given: Given) -> Any:
     images, each = _number(value), given.number("num_generations", "rollout.n")
     if images is not None and each and images % each == 0:
@@ -183,32 +196,33 @@ def _generation(value: Any, given: Given) -> Any:
     return Why("VALUE is {} images / images of a prompt", "rollout.prompts_per_step")
 
 
-def _workers(value: Any, given: Given) -> Any:
+@_rule("n_gpus_per_node gpus_per_node nnodes num_nodes")
+def _workers(_: Any, given: Given) -> Any:
     machines, each = given.number("nnodes", "num_nodes"), given.number("n_gpus_per_node", "gpus_per_node")
-    if each is None:
-        return None if "nnodes" not in given and "num_nodes" not in given else Why(
-            "VALUE is {} machines x GPUs of each; by default it is all GPUs", "cluster.num_workers"
-        )  # fmt: skip
-    del value
-    return {"cluster.num_workers": _whole((machines or 1) * each)}
-
-
-def _clipped(value: Any, given: Given) -> Any:
-    del given
-    if (number := _number(value)) is not None and number > 0.02:
-        return Why("{} is for tokens of a language model; here it would never clip, as log-probabilities are means "
-                   "over latent dimensions: remove it, published values are about 1e-4")  # fmt: skip
+    if each is not None:
+        return {"cluster.num_workers": _whole((machines or 1) * each)}
+    if "nnodes" in given or "num_nodes" in given:
+        return Why("VALUE is {} machines x GPUs of each; by default it is all GPUs", "cluster.num_workers")
     return None
 
 
-def _fraction(value: Any, given: Given) -> Any:
+@_rule("clip_range train_clip_range clip_ratio cliprange clip_eps epsilon ppo_clip_range clip_ratio_low clip_range_lt "
+       "ratio_clip_min epsilon_low clip_ratio_high clip_range_gt ratio_clip_max epsilon_high")  # fmt: skip
+def _clipped(value: Any, _: Given) -> Any:
+    if (_number(value) or 0) <= 0.02:
+        return None
+    return Why("{} is for tokens of a language model; here it would never clip, as log-probabilities are means over "
+               "latent dimensions: remove it, published values are about 1e-4")  # fmt: skip
+
+
+@_rule("train.timestep_fraction train_timestep_fraction")
+def _fraction(value: Any, _: Given) -> Any:
     """Translate flow_grpo's share of all steps; gerl's share is of the trained steps, which exclude the last."""
-    del given
     return {"algorithm.timestep_fraction": 1} if (_number(value) or 0) >= 0.9 else None
 
 
-def _targets(value: Any, given: Given) -> Any:
-    del given
+@_rule("lora_target_modules target_modules lora_layers")
+def _targets(value: Any, _: Given) -> Any:
     layers = plain(value)
     if isinstance(layers, str) and re.fullmatch(r"[\w.]+(\s*[, ]\s*[\w.]+)+", layers):
         layers = re.split(r"[\s,]+", layers)
@@ -217,42 +231,38 @@ def _targets(value: Any, given: Given) -> Any:
     return {"model.lora_targets": ".*"} if layers == "all-linear" else None
 
 
-def _betas(value: Any, given: Given) -> Any:
-    del value
+@_rule("adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2")
+def _betas(_: Any, given: Given) -> Any:
     first, second = (given.number(f"adam_beta{i}", f"train_adam_beta{i}") for i in (1, 2))
     return {"actor.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
-def _resolution(value: Any, given: Given) -> Any:
-    del given
+@_rule("resolution image_size")
+def _resolution(value: Any, _: Given) -> Any:
     sides = plain(value)
     if isinstance(sides, str) and (found := re.fullmatch(r"(\d+)\s*[,x]\s*(\d+)", sides)):
         return {"sampling.height": int(found[2]), "sampling.width": int(found[1])}  # kohya: width, height
-    if isinstance(sides, list) and len(set(map(str, sides))) == 1:
+    if not isinstance(sides, list):
+        return None
+    if len(set(map(str, sides))) == 1:
         return {"sampling.height": sides[0], "sampling.width": sides[0]}
-    if isinstance(sides, list):
-        return Why("all images of a run have the same size, set sampling.height and sampling.width", "")
-    return None
+    return Why("all images of a run have the same size, set sampling.height and sampling.width", "")
 
 
-def _scorers(value: Any, given: Given) -> Any:
-    del given
+@_rule("reward_fn reward_funcs rewards")
+def _scorers(value: Any, _: Given) -> Any:
     read = plain(value)
-    names = {str(name): 1.0 for name in (read if isinstance(read, list | tuple) else [read])}
-    weights = read if isinstance(read, Mapping) else names
+    weights = read if isinstance(read, Mapping) else {str(name): 1.0 for name in _listed(value)}
     good = isinstance(read, str | Mapping | list | tuple)
-    if good and weights and all(_is_weight(name, weight) for name, weight in weights.items()):
+    if good and weights and all(str(n).isidentifier() and type(w) in (int, float) for n, w in weights.items()):
         return {"reward.scorers": {str(name): {"weight": weight} for name, weight in weights.items()}}
     return Why("VALUE is a dictionary, such as {ocr: {weight: 1}, mine: {path: FILE.py}}", "reward.scorers")
 
 
-def _is_weight(name: object, weight: object) -> bool:
-    return str(name).isidentifier() and isinstance(weight, int | float) and not isinstance(weight, bool)
-
-
-def _function(value: Any, given: Given) -> Any:
+@_rule("custom_reward_function.path reward_function_path custom_reward_function.name reward_function_name "
+       "custom_reward_function")  # fmt: skip
+def _function(_: Any, given: Given) -> Any:
     """Combine the file of a scorer and its function, which are two keys in other programs."""
-    del value
     texts = {"path": "", "function": ""}
     for name, part in given.values.items():
         key = MEANING.get(known_as(name) or "", "")
@@ -263,23 +273,21 @@ def _function(value: Any, given: Given) -> Any:
     return {"reward.scorers": {"mine": {leaf: text for leaf, text in texts.items() if text}}}
 
 
-def _prompts(value: Any, given: Given) -> Any:
-    del given
+@_rule("dataset dataset_dir dataset_name")
+def _prompts(value: Any, _: Given) -> Any:
     read = plain(value)
-    if not isinstance(read, str):
-        return None
-    if re.search(r"\.(txt|jsonl|csv|parquet)$", read) or re.match("hf:", read):
+    if not isinstance(read, str) or re.search(r"\.(txt|jsonl|csv|parquet)$", read) or read.startswith("hf:"):
         return None
     if re.fullmatch(r"[\w.-]+/[\w.-]+", read) and not read.startswith("."):
-        return Why(f"VALUE is the file with its prompts, such as {read}/train.txt, or hf:{read}[train] of the Hub",
-                   "data.train")  # fmt: skip
-    return Why("VALUE is the file itself, not its folder: .txt, .jsonl, .csv or .parquet, or hf:owner/name[split]",
-               "data.train")  # fmt: skip
+        file = f"VALUE is the file with its prompts, such as {read}/train.txt, or hf:{read}[train] of the Hub"
+    else:
+        file = "VALUE is the file itself, not its folder: .txt, .jsonl, .csv or .parquet, or hf:owner/name[split]"
+    return Why(file, "data.train")
 
 
-def _steps(value: Any, given: Given) -> Any:
+@_rule("sde_steps")
+def _steps(value: Any, _: Given) -> Any:
     """Translate Flow-Factory's list of stochastic steps to [first, end)."""
-    del given
     steps = plain(value)
     numbers = isinstance(steps, list | tuple) and len(steps) > 0 and all(type(step) is int for step in steps)
     if numbers and sorted(steps) == list(range(min(steps), max(steps) + 1)):
@@ -287,79 +295,78 @@ def _steps(value: Any, given: Given) -> Any:
     return Why("VALUE is [first, end) of consecutive steps, such as [0,5]", "sampling.window_range")
 
 
-def _range(value: Any, given: Given) -> Any:
-    del given
+@_rule("sde_window_range")
+def _range(value: Any, _: Given) -> Any:
     text = str(value).strip()
     steps = plain(f"[{text[1:-1]}]" if text[:1] == "(" else value)
     return {"sampling.window_range": list(steps)} if isinstance(steps, list | tuple) else None
 
 
-def _trackers(value: Any, given: Given) -> Any:
-    del given
-    read = plain(value)
-    names = [str(name).lower() for name in (read if isinstance(read, list | tuple) else [read])]
-    known = [name for name in names if name not in ("console", "none", "file")]
-    return {"logger.trackers": known}
+@_rule("report_to log_with logging_backend trainer.logger logger")
+def _trackers(value: Any, _: Given) -> Any:
+    names = [str(name).lower() for name in _listed(value)]
+    return {"logger.trackers": [name for name in names if name not in ("console", "none", "file")]}
 
 
+@_rule("run_name experiment_name exp_name output_name")
 def _run_name(value: Any, given: Given) -> Any:
     """Translate the name of a run to its folder, unless another key gives the folder."""
     folders = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir"
-    if any(name in given for name in folders.split()):
-        return ""
-    return {"hydra.run.dir": f"outputs/{value}"}
+    return "" if any(name in given for name in folders.split()) else {"hydra.run.dir": f"outputs/{value}"}
 
 
-def _recipe(value: Any, given: Given) -> Any:
-    del given
+@_rule("config config_name config_file recipe")
+def _recipe(value: Any, _: Given) -> Any:
     if str(value).endswith((".yaml", ".yml")):
         return None
     return Why("VALUE is an experiment of gerl, listed by gerl recipes, or a file of your own", "experiment")
 
 
+@_rule("num_iterations")
 def _iterations(value: Any, given: Given) -> Any:
     """Translate PettingLLMs' training steps (recognised by config_name); in TRL the key counts updates per rollout."""
     return {"trainer.steps": value} if "config_name" in given else None
 
 
-def _teacher(value: Any, given: Given) -> Any:
-    del given
+@_rule("teacher_model.model_path teacher_path teacher_model_path")
+def _teacher(value: Any, _: Given) -> Any:
     return {"algorithm.teachers": [{"path": str(value)}]}
 
 
-def _every(value: Any, given: Given) -> Any:
+@_rule("eval_steps eval_freq")
+def _every(value: Any, _: Given) -> Any:
     """Refuse a share of the run, which only other programs accept instead of a number of steps."""
-    del given
-    if 0 < (_number(value) or 0) < 1:
-        return Why("VALUE is a number of trainer steps, {} of all", "validation.every")
-    return None
+    share = 0 < (_number(value) or 0) < 1
+    return Why("VALUE is a number of trainer steps, {} of all", "validation.every") if share else None
 
 
+@_rule("filter_groups filter_groups.enable use_dynamic_sampling")
 def _dynamic(value: Any, given: Given) -> Any:
     """Translate `filter_groups.enable`, whose number is in another key."""
     number = given.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches")
     return {"algorithm.dynamic_sampling": _whole(number)} if plain(value) is True and number else None
 
 
+@_rule("use_kl_loss")
 def _kl_switch(value: Any, given: Given) -> Any:
     return "" if plain(value) is True and "kl_loss_coef" in given else None
 
 
-def _kl_weight(value: Any, given: Given) -> Any:
+@_rule("kl_loss_coef")
+def _kl_weight(_: Any, given: Given) -> Any:
     """Ignore verl's KL weight if its switch is off."""
-    del value
-    off = any("use_kl_loss" in ends(name) and plain(part) is False for name, part in given.values.items())
-    return "" if off else None
+    return "" if given.is_switched("use_kl_loss", on=False) else None
 
 
+@_rule("kl_penalty")
 def _penalty(value: Any, given: Given) -> Any:
     """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""
     if _number(value) is not None:
         return None
-    used = any("use_kl_in_reward" in ends(name) and plain(part) is True for name, part in given.values.items())
-    return {"algorithm.kl_type": value} if used else ""
+    return {"algorithm.kl_type": value} if given.is_switched("use_kl_in_reward", on=True) else ""
 
 
+@_rule("sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled")
 def _shard(value: Any, given: Given) -> Any:
     """Translate sharding of weights, which gerl does among the ranks of a worker."""
     kind = str(value).lower()
@@ -371,46 +378,7 @@ def _shard(value: Any, given: Given) -> Any:
     return Why("a worker has the whole model; to shard it set model.shard=all and cluster.ranks_per_worker=N")
 
 
+@_rule("ema train.ema use_ema")
 def _averaged(value: Any, given: Given) -> Any:
     """Ignore the EMA switch if the decay is given."""
-    decay = given.number("ema_decay", "ema_rate")
-    return "" if plain(value) is True and decay is not None else None
-
-
-Rule = Callable[[Any, Given], Any]
-_BY_RULE: dict[Rule, str] = {
-    _mini_batch: "ppo_mini_batch_size mini_batch_size",
-    _train_batch: "train_batch_size",
-    _global_batch: "train_global_batch_size",
-    _accumulation: "train.gradient_accumulation_steps train_gradient_accumulation_steps",
-    _micro_batches: "gradient_accumulation_steps",
-    _per_generation: "steps_per_generation",
-    _batches: "num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch",
-    _generation: "generation_batch_size",
-    _workers: "n_gpus_per_node gpus_per_node nnodes num_nodes",
-    _clipped: """clip_range train_clip_range clip_ratio cliprange clip_eps epsilon ppo_clip_range clip_ratio_low
-        clip_range_lt ratio_clip_min epsilon_low clip_ratio_high clip_range_gt ratio_clip_max epsilon_high""",
-    _fraction: "train.timestep_fraction train_timestep_fraction",
-    _targets: "lora_target_modules target_modules lora_layers",
-    _betas: "adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2",
-    _resolution: "resolution image_size",
-    _scorers: "reward_fn reward_funcs rewards",
-    _function: """custom_reward_function.path reward_function_path custom_reward_function.name reward_function_name
-        custom_reward_function""",
-    _prompts: "dataset dataset_dir dataset_name",
-    _steps: "sde_steps",
-    _range: "sde_window_range",
-    _trackers: "report_to log_with logging_backend trainer.logger logger",
-    _run_name: "run_name experiment_name exp_name output_name",
-    _recipe: "config config_name config_file recipe",
-    _iterations: "num_iterations",
-    _teacher: "teacher_model.model_path teacher_path teacher_model_path",
-    _every: "eval_steps eval_freq",
-    _penalty: "kl_penalty",
-    _shard: "sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled",
-    _averaged: "ema train.ema use_ema",
-    _kl_switch: "use_kl_loss",
-    _kl_weight: "kl_loss_coef",
-    _dynamic: "filter_groups filter_groups.enable use_dynamic_sampling",
-}
-RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+    return "" if plain(value) is True and given.number("ema_decay", "ema_rate") is not None else None

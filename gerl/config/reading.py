@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gerl.config.algorithms import UnknownAlgorithm, settings_class
+from gerl.config.changes import flat_settings
 from gerl.config.configuration import Config
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import fits, kind_words, shown
@@ -62,10 +63,7 @@ Spelling = Callable[[Mapping[str, Any]], str]
 
 
 def refusal(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling | None = None) -> str:
-    """Return the error message for keys of other programs: the translation of all, and reasons for missing ones.
-
-    own: gerl's keys given with them. spelling: formatter of keys and values.
-    """
+    """Return the error message for keys of other programs, next to gerl's `own`; `spelling` formats keys and values."""
     *others, last = given
     named = f"{', '.join(others)} and {last} are keys" if others else f"{last}: a key"
     return f"{named} of another program: {advice(given, own, spelling)}"
@@ -86,15 +84,8 @@ def advice(given: Mapping[str, Any], own: Mapping[str, Any], spelling: Spelling 
 
 def typed(values: Mapping[str, Any]) -> str:
     """Format arguments for a shell."""
-    return " ".join(
-        _in_shell(f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items())
-    )
-
-
-def _in_shell(arguments: Iterable[str]) -> Iterator[str]:
-    for argument in arguments:
-        doubled = "'" in argument and not re.search(r'["$`\\!]', argument)
-        yield f'"{argument}"' if doubled else shlex.quote(argument)
+    given = [f"{key}={value if isinstance(value, str) else flow(value)}" for key, value in values.items()]
+    return " ".join(f'"{a}"' if "'" in a and not re.search(r'["$`\\!]', a) else shlex.quote(a) for a in given)
 
 
 def flow(value: Any) -> str:
@@ -112,22 +103,11 @@ def flow(value: Any) -> str:
 def _check_booleans(values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a boolean instead of a number or vice versa, which pydantic would convert."""
     known = dict(keys(settings_class(values["algorithm"])))
-    for name, value in _given(values):
+    for name, value in flat_settings(values).items():
         scorer = re.fullmatch(r"reward\.scorers\.([^.]+)\.(\w+)", name)
         f = known.get(f"reward.scorers.NAME.{scorer[2]}" if scorer else name)
         if f is not None and _is_boolean(value) != _is_boolean(f.type) and not fits(value, f.type, spelled=True):
             raise ConfigError(f"{name}={shown(value)}: it must be {kind_words(f.type)}")
-
-
-def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all keys with their values, including the keys of each scorer."""
-    for block, entries in values.items():
-        for leaf, value in entries.items() if isinstance(entries, Mapping) else ():
-            yield f"{block}.{leaf}", value
-            if (block, leaf) == ("reward", "scorers") and isinstance(value, Mapping):
-                for name, own in value.items():
-                    if isinstance(own, Mapping):
-                        yield from ((f"reward.scorers.{name}.{key}", part) for key, part in own.items())
 
 
 def _is_boolean(given: Any) -> bool:

@@ -1,8 +1,7 @@
 """Registry of algorithms: those in gerl/algorithms and gerl/algorithms/contrib, and those in files of the user.
 
-The selected algorithm declares the class of the block `algorithm`. The configuration therefore looks up algorithms,
-which belong to a layer above it, by file like plug-ins once one is selected. Their modules import torch lazily, so that
-a wrong key is reported without it.
+They belong to a layer above the configuration, which therefore looks them up by file, like plug-ins. Their modules
+import torch lazily, so that a wrong key is reported without it.
 """
 
 import importlib
@@ -54,10 +53,9 @@ class Registry(Mapping[str, Algorithm]):
         return self[name] if path is None else self._by_path[canonical(path)]
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
-        """Register and return the algorithm class in the file `path`.
+        """Register and return the only algorithm class in the file `path`. Raises `ConfigError` if it cannot be used.
 
         `source`: the text of the file, or the class itself, if it comes from another process or a Python program.
-        Raises `ConfigError` if the file has no single complete algorithm, or its name is taken.
         """
         given, path = path, canonical(path)
         if path.startswith(PREFIX):

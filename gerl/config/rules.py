@@ -2,61 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from gerl.config.algorithms import AlgorithmConfig
-from gerl.config.blocks import (
-    ActorConfig,
-    ClusterConfig,
-    DataConfig,
-    GuardConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ScorerConfig,
-    TrainerConfig,
-    ValidationConfig,
-)
+from gerl.config.blocks import ScorerConfig
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
-# --- Interface of `Config` for checks, which cannot import `Config` because it imports them
-
-
-class Settings(Protocol):
-    """The parts of a `Config` used by checks."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def sampling(self) -> SamplingConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def actor(self) -> ActorConfig: ...
-    @property
-    def reward(self) -> RewardConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def validation(self) -> ValidationConfig: ...
-    @property
-    def guard(self) -> GuardConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
-    @property
-    def trainer(self) -> TrainerConfig: ...
-    @property
-    def lockstep(self) -> bool: ...
-
+if TYPE_CHECKING:
+    from gerl.config.configuration import Config
 
 # --- Checks of a whole configuration that the table of exclusions cannot express
 
 
-def check_teachers(config: Settings) -> None:
+def check_teachers(config: "Config") -> None:
     """Raise `ConfigError` if a teacher is a LoRA but no LoRA is trained."""
     if config.model.train != "lora" and (taught := [t for t in config.algorithm.needs.teachers if t.lora is not None]):
         raise ConfigError(
@@ -69,12 +28,12 @@ def check_teachers(config: Settings) -> None:
 # --- Keys against reward hacking, and their requirements: a KL, watched scorers, held-out prompts
 
 
-def check_remedies(config: Settings) -> None:
+def check_remedies(config: "Config") -> None:
     """Raise `ConfigError` if a requirement of a key against reward hacking is missing."""
-    algorithm = config.algorithm
+    algorithm, scorers = config.algorithm, config.reward.scorers
     if algorithm.kl_share < 1:
-        reference_scorers(algorithm, config.reward.scorers)
-    held_out = [name for name, scorer in config.reward.scorers.items() if scorer.during == "validation"]
+        reference_scorers(algorithm, scorers)
+    held_out = [name for name, scorer in scorers.items() if scorer.during == "validation"]
     if held_out and config.validation.data is None:
         raise ConfigError(
             f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; set validation.data, "
@@ -82,16 +41,13 @@ def check_remedies(config: Settings) -> None:
         )
     if (shaping := getattr(algorithm, "diversity", "none")) != "none":
         name = getattr(algorithm, "diversity_scorer", "")
+        key = f"reward.scorers.{name.split('/')[0]}"
         if name.split("/")[0] in held_out:
+            raise ConfigError(f"algorithm.diversity={shaping}: {name} runs during validation only; remove {key}.during")
+        if name.split("/")[0] not in scorers:
             raise ConfigError(
-                f"algorithm.diversity={shaping}: {name} runs during validation only; remove "
-                f"reward.scorers.{name.split('/')[0]}.during"
-            )
-        if name.split("/")[0] not in config.reward.scorers:
-            raise ConfigError(
-                f"algorithm.diversity={shaping}: there is no scorer {name!r} to measure dissimilarity; "
-                f"add one, such as +reward.scorers.{name.split('/')[0]}.weight=0, or name it in "
-                "algorithm.diversity_scorer"
+                f"algorithm.diversity={shaping}: there is no scorer {name!r} to measure dissimilarity; add one, such "
+                f"as +{key}.weight=0, or name it in algorithm.diversity_scorer"
             )
 
 
@@ -128,10 +84,6 @@ def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, ScorerCo
 Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
 
 
-def _no_refusal(_: Settings) -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Saving:
     """A key that saves time, with an example value, its effect, and the reason if a configuration cannot use it."""
@@ -140,29 +92,27 @@ class Saving:
     example: str
     effect: Effect
     saves: str
-    refusal: Callable[[Settings], str | None] = _no_refusal
+    refusal: Callable[["Config"], str | None] = lambda _: None
 
-    def value(self, config: Settings) -> object:
+    def value(self, config: "Config") -> object:
         """Return the key's value in `config`; None if the algorithm has no such key."""
         block, name = self.key.split(".")
         return getattr(getattr(config, block), name, None)
 
 
-def _of_cache(config: Settings) -> str | None:
+def _of_cache(config: "Config") -> str | None:
     if config.sampling.cache == "none":
         return None
     if config.algorithm.needs.trajectory and config.sampling.kernel == "ode":
         return f"{config.algorithm.name} trains at steps without noise, which must be exact"
-    if config.model.compile is not None:
-        return (
-            f"it is switched on and off between steps, which would recompile with model.compile={config.model.compile}"
-        )
+    if (backend := config.model.compile) is not None:
+        return f"it is switched on and off between steps, which would recompile with model.compile={backend}"
     if config.lockstep:
         return "ranks that work in lockstep must run the same blocks"
     return None
 
 
-def _of_step_batch(config: Settings) -> str | None:
+def _of_step_batch(config: "Config") -> str | None:
     if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
         return "algorithm.cfg=detach_uncond runs the halves of each step separately; use cfg=joint"
     if config.actor.step_batch > 1 and config.algorithm.needs.reward_gradient and not config.algorithm.needs.ratio:
@@ -170,7 +120,7 @@ def _of_step_batch(config: Settings) -> str | None:
     return None
 
 
-def _of_drawing(config: Settings) -> str | None:
+def _of_drawing(config: "Config") -> str | None:
     if config.rollout.quantize == "none":
         return None
     algorithm, model = config.algorithm, config.model
@@ -203,7 +153,7 @@ SAVINGS = (
 )
 
 
-def check_savings(config: Settings) -> None:
+def check_savings(config: "Config") -> None:
     """Raise `ConfigError` if a key that saves time cannot be used with the rest of the configuration."""
     for saving in SAVINGS:
         if reason := saving.refusal(config):
@@ -211,16 +161,14 @@ def check_savings(config: Settings) -> None:
             raise ConfigError(f"{saving.key}={value}: {reason}; remove it")
 
 
-def saving_notes(config: Settings) -> list[str]:
+def saving_notes(config: "Config") -> list[str]:
     """Return notes for the log if a key that saves time changes the images or the sampling policy."""
     sampling, found = config.sampling, []
     if sampling.cache != "none":
         exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
+        together = "; the images of a batch together decide what is skipped" * (sampling.cache == "first_block")
         found.append(
-            f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}; the "
-            "images of a batch together decide what is skipped"
-            if sampling.cache == "first_block"
-            else f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}"
+            f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}{together}"
         )
         if config.algorithm.needs.trajectory and sampling.window_size is None and not config.algorithm.needs.tree:
             found.append(

@@ -25,10 +25,7 @@ def key(
     above: float | None = None,
     often: bool = False,
 ) -> Any:
-    """Define a key with its default, explanation (shown by `--help`) and range (`above` is exclusive).
-
-    `often`: whether plain `--help` lists it, see `main_key`.
-    """
+    """Define a key with its default, explanation and range (`above` is exclusive); `often`: plain `--help` lists it."""
     metadata = {"help": help, "low": low, "high": high, "above": above, "often": often}
     if isinstance(default, dict | list):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -96,6 +93,22 @@ def kind_words(kind: Any) -> str:
     return "a dictionary, such as {NAME: VALUE}" if origin is dict else KINDS.get(kind, "a value of another kind")
 
 
+def unfit(value: object, f: "dataclasses.Field[Any]", spelled: bool = False) -> str:
+    """Describe the values that the key `f` accepts; empty if `value` is one of them. `spelled`: as in `fits`."""
+    if not fits(value, f.type, spelled):
+        return kind_words(f.type)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if not math.isfinite(value):
+        return "a finite number"
+    low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
+    if low is not None and value < low:
+        return f"at least {low}"
+    if high is not None and value > high:
+        return f"at most {high}"
+    return f"greater than {above}" if above is not None and value <= above else ""
+
+
 def shown(value: object) -> str:
     """Format a value as on the command line, on one line, truncated if long."""
     if value is None or isinstance(value, bool):
@@ -126,19 +139,8 @@ class Block:
         for f in resolved_fields(type(self)):
             value = getattr(self, f.name)
             self._check_form(f.name, value)
-            if not fits(value, f.type):
-                raise ConfigError(f"{self._path(f.name)}={shown(value)}: it must be {kind_words(f.type)}")
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                continue
-            low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
-            if not math.isfinite(value):
-                raise ConfigError(f"{self._path(f.name)}={value}: it must be a finite number")
-            if low is not None and value < low:
-                raise ConfigError(f"{self._path(f.name)}={value}: it must be at least {low}")
-            if high is not None and value > high:
-                raise ConfigError(f"{self._path(f.name)}={value}: it must be at most {high}")
-            if above is not None and value <= above:
-                raise ConfigError(f"{self._path(f.name)}={value}: it must be greater than {above}")
+            if wanted := unfit(value, f):
+                raise ConfigError(f"{self._path(f.name)}={shown(value)}: it must be {wanted}")
         self.check()
 
     def _check_form(self, name: str, value: object) -> None:

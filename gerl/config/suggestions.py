@@ -24,7 +24,7 @@ from gerl.config.other_programs import (
     plain,
 )
 from gerl.config.registry import ALGORITHMS
-from gerl.config.schema import fits, kind_words, resolved_fields, shown
+from gerl.config.schema import resolved_fields, shown, unfit
 
 # --- Translation of other programs' keys to equivalent keys of gerl, or the reason why there is none.
 #
@@ -32,7 +32,6 @@ from gerl.config.schema import fits, kind_words, resolved_fields, shown
 
 OPEN = "VALUE"  # placeholder for an unknown value
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
-Fields = Mapping[str, Any]  # gerl's keys with their fields
 
 
 @dataclass
@@ -44,15 +43,15 @@ class Answer:
     idle: list[str] = field(default_factory=list)  # keys that need no translation
 
 
-def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> Answer:
-    """Translate the keys of other programs in `given`, next to gerl's `own`; `fields`: all of gerl's keys."""
+def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
+    """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
     found, everything = Answer(), Given(given)
     sources: dict[str, str] = {}
     for name, value in given.items():
         if reason := absent(name):
             found.why[name] = reason
             continue
-        lines = _lines(name, value, everything, fields, found)
+        lines = _lines(name, value, everything, found)
         if not lines and name not in found.why:
             found.idle.append(name)
         for key, meant in lines.items():
@@ -65,41 +64,42 @@ def answer(given: Mapping[str, Any], own: Mapping[str, Any], fields: Fields) -> 
             elif before == OPEN or key not in found.written:
                 found.written[key] = meant
                 sources[key] = name
+    chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
+    used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # the default algorithms
+    for key in [key for key in found.written if key.startswith("algorithm.")]:
+        able = readers(key.partition(".")[2])
+        if not set(used) <= set(able):
+            found.why[key] = f"read with algorithm={' or '.join(able[:4])}"
     return found
 
 
-def _lines(name: str, value: Any, given: Given, fields: Fields, found: Answer) -> dict[str, Any]:
+def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]:
     """Return gerl's keys and values for one key, and note the reasons for unknown values in `found`."""
-    end = known_as(name) or ""
-    meaning = (elsewhere(name, fields) or "").split()
-    text = str(value).lower()
+    end, fields = known_as(name) or "", dict(keys())
     result: Any = RULES[end](value, given) if end in RULES else None
-    result = FLAGS.get(end, {}).get(text) if result is None else result
+    result = FLAGS.get(end, {}).get(str(value).lower()) if result is None else result
     result = HINTS.get(end) if result is None else result
     if isinstance(result, str):
         return dict(line.split("=", 1) for line in re.split(r" (?=[a-z_.]+=)", result) if line)
     if isinstance(result, Why):
         return _open(name, value, result, found)
-    lines = result if isinstance(result, dict) else {key: value for key in meaning}
+    lines = result if isinstance(result, dict) else {key: value for key in (elsewhere(name, fields) or "").split()}
     translated: dict[str, Any] = {}
     for key, meant in lines.items():
         other = VALUES.get(key, {}).get(str(meant).lower()) if isinstance(meant, str | bool | None) else None
         if isinstance(other, Why):
             translated |= _open(name, meant, Why(other.text, other.key or key), found)
             continue
-        meant = _as_spelt(key, meant, fields) if other is None else other
-        if reason := unfit(key, meant, fields):
+        f = fields.get(re.sub(r"^reward\.scorers\.\w+\.", "reward.scorers.NAME.", key))
+        meant = meant if other is None else other
+        reason = _unfit(key, meant, f)
+        if reason and isinstance(meant, str) and not _unfit(key, meant.lower(), f):
+            meant, reason = meant.lower(), ""  # other programs may use capitals
+        if reason:
             translated |= _open(name, meant, Why(f"{OPEN} is {reason}, and {name} is {_text(meant)}", key), found)
         else:
             translated[key] = meant
     return translated
-
-
-def _as_spelt(key: str, value: Any, fields: Fields) -> Any:
-    """Return a choice in gerl's spelling, since other programs may use capitals."""
-    if key in fields and isinstance(value, str) and unfit(key, value, fields) and not unfit(key, value.lower(), fields):
-        return value.lower()
-    return value
 
 
 def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
@@ -107,24 +107,11 @@ def _open(name: str, value: Any, why: Why, found: Answer) -> dict[str, Any]:
     return {why.key: OPEN} if why.key else {}
 
 
-def unfit(key: str, value: Any, fields: Fields) -> str:
+def _unfit(key: str, value: Any, f: "dataclasses.Field[Any] | None") -> str:
     """Describe the values that `key` accepts; empty if `value` is accepted."""
     if key in CHOSEN:
         return "" if isinstance(value, str) and value.strip() else "a name"
-    if key.startswith("sampling.call."):
-        return ""
-    f, read = fields[re.sub(r"^reward\.scorers\.\w+\.", "reward.scorers.NAME.", key)], plain(value)
-    if not fits(read, f.type, spelled=True):
-        return kind_words(f.type)
-    low, high, above = (f.metadata.get(bound) for bound in ("low", "high", "above"))
-    if isinstance(read, int | float) and not isinstance(read, bool):
-        if low is not None and read < low:
-            return f"at least {low}"
-        if high is not None and read > high:
-            return f"at most {high}"
-        if above is not None and read <= above:
-            return f"greater than {above}"
-    return ""
+    return "" if f is None else unfit(plain(value), f, spelled=True)
 
 
 def other_value(key: str, value: object) -> str:
@@ -147,10 +134,7 @@ LISTED = "gerl train --help all lists all keys"
 
 
 def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str:
-    """Return `, did you mean 'x'` for the key nearest to `name`, otherwise a reason or the keys of its block.
-
-    `algorithm`: consider only the keys that it reads; None for all.
-    """
+    """Return `, did you mean 'x'`, a reason, or the keys of the block; `algorithm`: consider only the keys it reads."""
     if reason := absent(name):
         return f": {reason}"
     if near := nearest_key(name, algorithm):
@@ -163,8 +147,7 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
     """Return the key nearest to `name`, or `name` itself if it is a key; None if none is near.
 
-    For another program's name, return gerl's equivalent, or several separated by a space. `algorithm` as in
-    `did_you_mean`.
+    For another program's name: gerl's equivalent, or several separated by a space.
     """
     names = [known for known, _ in keys(algorithm)]
     block, scorer = _block(name)
@@ -202,18 +185,6 @@ def is_foreign(name: str) -> bool:
     return not own and (other_name(name) is not None or absent(name) is not None)
 
 
-def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
-    """Translate other programs' keys, given next to gerl's `own`, and note algorithm keys that are not read."""
-    found = answer(given, own, dict(keys()))
-    chosen = str(own.get("algorithm", found.written.get("algorithm", "")))
-    used = [chosen] if chosen in ALGORITHMS else ["flow_grpo", "awm"]  # the default algorithms
-    for key in [key for key in found.written if key.startswith("algorithm.")]:
-        leaf = key.partition(".")[2]
-        if not set(used) <= set(readers(leaf)):
-            found.why[key] = f"read with algorithm={' or '.join(readers(leaf)[:4])}"
-    return found
-
-
 def other_name(name: str) -> str | None:
     """Return gerl's key for another program's `name`; None for a key of gerl or an unknown name."""
     names = [known for known, _ in keys()]
@@ -228,10 +199,7 @@ def _block(name: str) -> tuple[str, str]:
 
 
 def keys(algorithm: type[AlgorithmConfig] | None = None) -> list[tuple[str, dataclasses.Field[Any]]]:
-    """Return all keys as `(block.name, field)`, in order, with a scorer's keys as `reward.scorers.NAME.*`.
-
-    `algorithm`: only the algorithm keys that it reads; None for those of all algorithms, each once.
-    """
+    """Return all keys as `(block.name, field)`, with `reward.scorers.NAME.*`; of `algorithm`: only those it reads."""
     rows: dict[str, dataclasses.Field[Any]] = {}
     for block in dataclasses.fields(Config):
         chosen = [algorithm] if algorithm else [cls.config_class for cls in ALGORITHMS.values()]

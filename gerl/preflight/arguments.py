@@ -1,7 +1,4 @@
-"""Check a run before starting it: `python -m gerl.preflight [experiment=NAME] [key=value ...] [out=FILE.json]`.
-
-The keys are parsed before torch and diffusers are imported.
-"""
+"""Check a run before starting it: `python -m gerl.preflight [key=value ...]`, whose keys are read without torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,9 +86,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
         raise ConfigError(f"out={out}: expected the path of a .json file in an existing folder")
     if signal is not None and (images := signal * config.rollout.prompts_per_step * config.rollout.n) > MOST_IMAGES:
         raise ConfigError(f"signal={shown(signal)}: that is {shown(images)} images, at most {MOST_IMAGES}; lower it")
-    if options.hardware is None and any(
-        name in (a.partition("=")[0] for a in arguments) for name in ("gpus", "share", "anew")
-    ):
+    if options.hardware is None and {"gpus", "share", "anew"} & {a.partition("=")[0] for a in arguments}:
         raise ConfigError(
             "gpus, share and anew belong to hardware, which is not set: add for example hardware=h100-80gb"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from gerl.algorithms import Algorithm, build_algorithm, count_pairs
@@ -142,11 +143,8 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
     prompt file they are supplied at once if its prompts may have condition images.
     """
     config, prompt, pipe = bench.config, bench.prompt, bench.worker.policy.pipe
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    lacking = [name for name in COLUMNS if name in accepted and not prompt.metadata.get(name)]
-    needed = [name for name in lacking if accepted[name].default is inspect.Parameter.empty]
-    if not from_file and may_have_pictures(config.data):
-        needed = lacking
+    lacking = [name for name in picture_names(pipe, optional=True) if not prompt.metadata.get(name)]
+    needed = [name for name in lacking if name in picture_names(pipe, not from_file and may_have_pictures(config.data))]
     refused: CallRefused | None = None
     for names in [needed] if needed == lacking else [needed, lacking]:
         bench.prompt = with_pictures(prompt, names, folder, config)
@@ -167,6 +165,13 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
     raise refused
 
 
+def picture_names(pipe: DiffusionPipeline, optional: bool) -> list[str]:
+    """Return the condition images that the pipeline requires, or also the `optional` ones."""
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    required = inspect.Parameter.empty
+    return [name for name in COLUMNS if name in accepted and (optional or accepted[name].default is required)]
+
+
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:
     """Return `prompt` with a grey image (white for a mask) for each of `names`, in the size of the images to sample."""
     metadata = dict(prompt.metadata)
@@ -179,10 +184,7 @@ def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Co
 
 
 def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
-    """Run the configured micro-batch, halved until it fits, and a larger one if it is no larger than `first`.
-
-    The linear memory model needs two sizes.
-    """
+    """Run the configured micro-batch, halved until it fits, and a larger one if needed for a line through two sizes."""
     config, worker = bench.config, bench.worker
     configured = config.rollout.micro_batch_size, config.actor.micro_batch_size or config.rollout.micro_batch_size
     rollout, actor = configured

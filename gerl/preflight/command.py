@@ -1,7 +1,4 @@
-"""Examine a run before starting it, in the time of a few steps.
-
-One prompt is sampled and trained on in this process, like on a worker of the run, with synthetic rewards.
-"""
+"""Examine a run in the time of a few steps: sample and train one prompt as a worker does, with synthetic rewards."""
 
 import logging
 import tempfile

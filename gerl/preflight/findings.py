@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import jinja2
 import torch
 
 from gerl.algorithms.planning import update_parts
@@ -36,8 +37,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 class Usage:
     """Time and memory of a piece of work.
 
-    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory, which includes Python and its
-    libraries. None if the system does not report it.
+    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory; None if not reported.
     """
 
     seconds: float
@@ -196,10 +196,7 @@ def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
 
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
-    """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: share of images trained on.
-
-    Every image is in one of the updates of an epoch; each update waits for the busiest worker.
-    """
+    """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: of the images trained on."""
     parts = (
         update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
     )
@@ -212,10 +209,9 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
 def forecast_memory(
     config: Config, runs: Sequence[Run], configured: Run, images: int, sizes: range, capacity: int | None
 ) -> Memory:
-    """Forecast the memory of a worker that samples `images` per step.
+    """Forecast the memory of a worker that samples `images` per step, in micro-batches of one of `sizes`.
 
     Peaks are linear in the micro-batch size, fitted to `runs`. All trajectories of a step are held until its end.
-    `sizes`: possible micro-batch sizes. `capacity`: bytes available to a worker.
     """
     held = configured.trajectories / configured.images
     # without the trajectories of the measured micro-batch, which are added for a whole step below
@@ -333,89 +329,7 @@ class Report:
 
     def text(self, config: Config) -> str:
         """Return the report for the terminal."""
-        lines = ["", *self._model(), *self._ratio()]
-        if self.run is not None:
-            lines += ["", *self._table(self.run), ""]
-            if self.seconds is not None and self.memory is not None:
-                lines += self._memory(self.memory, self.seconds.images_per_worker, self.run.unit)
-                lines += self._projection(self.seconds, self.run.unit, config)
-        kinds = {"problem": self.problems, "warning": self.warnings, "note": self.notes}
-        remarks = [f"{kind}: {sentence}" for kind, sentences in kinds.items() for sentence in sentences]
-        lines += ["", *remarks] if remarks else []
-        return "\n".join([*lines, *([] if self.problems else ["", "it can train"])])
-
-    def _model(self) -> Iterator[str]:
-        if self.pipeline is None:
-            return
-        instead = f" instead of {self.own_scheduler}" if self.own_scheduler else ""
-        where = f"{self.workers} worker(s) on {self.device}"
-        yield f"{self.model}: {self.pipeline}, {self.scheduler}{instead}; {self.algorithm}; {where}"
-        yield from wrapped("frozen", ", ".join(f"{c.name} {_count(c.parameters)} {c.dtype}" for c in self.components))
-        for c in self.components:
-            if c.lora_modules:
-                got = "" if self.run is None else f", of which {self.run.gradients[c.name]} got a gradient"
-                yield from wrapped(
-                    "trained",
-                    f"LoRA of {c.lora_parameters:,} parameters on {c.lora_modules} of {c.linear_layers} linear layers "
-                    f"of {c.name}{got}: {_layers(c.targets)}",
-                )
-            elif c.lora_parameters:
-                yield from wrapped(
-                    "trained", f"{c.lora_parameters:,} weights of {c.name} (full fine-tuning), in float32"
-                )
-
-    def _ratio(self) -> Iterator[str]:
-        if self.run is None:
-            return
-        if self.probe is None and self.max_ratio_deviation is not None:
-            text = "not measured; with algorithm.cfg=off the trained policy is not the one that sampled"
-        elif self.probe is None:
-            text = f"none: {self.algorithm} does not compare probabilities with those of the rollout"
-        else:
-            assert self.run.deviation is not None  # a probe implies a ratio
-            clip = "no clip range" if self.clip is None else f"clip range {self.clip:g}"
-            text = (
-                f"max |ratio - 1| on policy {self.run.deviation:.1e} (a run stops above "
-                f"{self.max_ratio_deviation:g}), |log ratio| in half a micro-batch "
-                f"{self.probe.log_ratio_noise:.1e} (99th percentile); {clip}"
-            )
-        yield from wrapped("ratio", text)
-        if self.stock_difference is not None:
-            parts = f"; gradients of single samples add up within {self.parts_difference:.1e}"
-            text = f"images sampled without noise differ from its own by {self.stock_difference:.1e}"
-            yield from wrapped("pipeline", text + (parts if self.parts_difference is not None else ""))
-
-    def _table(self, run: Run) -> Iterator[str]:
-        yield f"{'':<10}{'micro-batch':>12}{f's/{run.unit}':>12}{'seconds':>12}{'peak memory':>14}"
-        yield f"{'load':<10}{'':>12}{'':>12}{self.load_seconds:>12.2f}{size(self.load_peak):>14}"
-        for name, batch, usage in (("rollout", run.drawn, run.rollout), ("update", run.trained, run.update)):
-            each = usage.seconds / run.images
-            yield f"{name:<10}{batch:>12}{each:>12.3g}{usage.seconds:>12.2f}{size(usage.peak):>14}"
-
-    def _memory(self, memory: Memory, images: int, unit: str) -> Iterator[str]:
-        yield from wrapped(
-            "memory",
-            f"in a step {size(memory.rollout)} in the rollout, {size(memory.update)} in the update, of "
-            f"{size(memory.capacity)} available per worker; {size(memory.trajectories)} are the trajectories of "
-            f"{images} {unit}s",
-        )
-        words = {None: NOT_KNOWN, 0: "none"}
-        largest = {"rollout": memory.largest_rollout, "actor": memory.largest_update}
-        fits = " and ".join(f"{key}.micro_batch_size {words.get(n, n)}" for key, n in largest.items())
-        yield from wrapped(
-            "largest", f"{fits}, by a line through two measured sizes; the {unit}s of a step need no more"
-        )
-
-    def _projection(self, seconds: Seconds, unit: str, config: Config) -> Iterator[str]:
-        per_step, steps = config.rollout.prompts_per_step, config.trainer.steps
-        epoch = "100 prompts" if self.prompts is None else f"an epoch of {self.prompts} prompts"
-        in_epoch = duration((self.steps_per_epoch or 100 / per_step) * seconds.step)
-        yield from wrapped(
-            "time",
-            f"a step of {seconds.images} {unit}s: {duration(seconds.step)} ({duration(seconds.rollout)} rollout, "
-            f"{duration(seconds.update)} update); {epoch}: {in_epoch}; trainer.steps={steps}: "
-            f"{duration(steps * seconds.step)}; rewards, validation and checkpoints not included",
-        )
+        return rendered("preflight", **vars(self), config=config)
 
 
 def judge_run(report: Report, trained: Sequence[int]) -> None:
@@ -507,9 +421,27 @@ def write_json(out: Path, values: dict[str, object]) -> None:
         raise ConfigError(f"out={out}: it cannot be written ({reason(error)}); choose another file") from None
 
 
-def wrapped(label: str, text: str) -> list[str]:
-    """Wrap a labelled paragraph of the terminal text into lines."""
-    return textwrap.wrap(f"{label:<{INDENT}}{text}", WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False)
+def rendered(template: str, **values: object) -> str:
+    """Render a report of the folder `reports` for the terminal."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "reports"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"wrapped": _wrapped, "size": size, "sizes": _sizes, "duration": duration, "count": _count}
+    environment.filters |= {**filters, "layers": _layers, "fmt": format}
+    return environment.get_template(f"{template}.txt.j2").render(**values).removesuffix("\n")
+
+
+def _wrapped(text: str, label: str) -> str:
+    """Wrap a labelled paragraph into lines."""
+    paragraph = f"{label:<{INDENT}}{' '.join(text.split())}"
+    return textwrap.fill(paragraph, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False) + "\n"
+
+
+def _sizes(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in counts.items())
 
 
 def _layers(targets: Sequence[str]) -> str:

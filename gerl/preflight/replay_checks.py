@@ -1,7 +1,6 @@
-"""Check that rollouts and updates match the pipeline, independently of the algorithm.
+"""Check that rollouts and updates match the pipeline, which may sample, edit or mix samples inside its loop.
 
-A pipeline may sample, edit or mix samples inside its loop. The ratio does not reveal this, since it compares gerl's
-rollout with gerl's replay.
+The ratio does not reveal this, since it compares gerl's rollout with gerl's replay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +23,9 @@ LARGEST = {False: 1e-3, True: 0.1}  # relative difference; key: whether the base
 
 
 def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
-    """Return the distance of images of a rollout without noise from the plain pipeline's, relative to the contrast.
+    """Return the distance of images sampled without noise from the plain pipeline's, relative to their centred norm.
 
-    The contrast is the norm of the centred images. For a consistency model, whose sampler is stochastic, the rollout
-    uses its noise.
+    For a consistency model, whose sampler is stochastic, the rollout uses its noise.
     """
     pipe = rollout.policy.pipe
     kernel, noise = ("cps", 1.0) if family(pipe.scheduler) in RESAMPLES else ("ode", 0.0)
@@ -59,10 +57,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
 
 
 def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
-    """Return the relative distance of the summed gradients of single samples from the gradient of the micro-batch.
-
-    0 if the pipeline takes one sample per call.
-    """
+    """Return the relative distance of summed gradients of single samples from the batch's; 0 for a single sample."""
     rollout, policy = worker.rollout, worker.policy
     tape = rollout.sample(task)[1][0]
     if tape.batch_size == 1:

@@ -21,7 +21,7 @@ from gerl.errors import ConfigError, TrainingError
 from gerl.model.errors import model_errors
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
-from gerl.preflight.findings import wrapped, write_json
+from gerl.preflight.findings import rendered, write_json
 from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import read_prompts, without_people
@@ -47,6 +47,9 @@ class Cosine:
 
     mean: float
     error: float | None
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.error is None else f" +- {self.error:.3f}")
 
     @property
     def highest(self) -> float:
@@ -109,10 +112,7 @@ def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
 
 
 def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
-    """Whether `candidate` exceeds `configured` by more than both standard errors, and 0 by two of its own.
-
-    False if a standard error is unknown.
-    """
+    """Whether `candidate` exceeds `configured` by more than both standard errors, if known, and 0 by two of its own."""
     if candidate.error is None or configured.error is None or candidate.mean <= 2 * candidate.error:
         return False
     return candidate.mean - configured.mean > candidate.error + configured.error
@@ -125,10 +125,7 @@ WANTED = 0.5  # cosine of two batches that are half signal
 
 @dataclass(frozen=True)
 class StepSignal:
-    """Signal of a trained step (or noise level).
-
-    `norm`: mean gradient norm over batches; `share`: share of the squared norms of all steps.
-    """
+    """A trained step (or noise level): mean gradient `norm` over batches, `share` of the squared norms of all steps."""
 
     facts: StepFacts
     norm: float
@@ -180,52 +177,7 @@ class Signal:
 
     def text(self) -> str:
         """Return the report for the terminal."""
-        weights = "" if self.weighting is None else f", timestep_weights {self.weighting}"
-        lines = ["", *wrapped(
-            "signal",
-            f"{self.model}, {self.algorithm}, kernel {self.kernel}{weights}: {self.batches} independent batches of "
-            f"{self.images} images, LoRA of {self.parameters:,} parameters, no optimizer step",
-        )]  # fmt: skip
-        lines += ["", *self._steps(), "", *self._choices(), "", *self._conclusion()]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _steps(self) -> Iterator[str]:
-        scored = any(step.facts.std is not None for step in self.steps)
-        own = f"{'std':>9}{'|J|':>9}{'weight':>9}" if scored else ""
-        yield f"{'step':>6}{'sigma':>8}{own}{'norm':>10}{'share':>8}   cosine between batches"
-        for step in self.steps:
-            facts, own = step.facts, ""
-            if scored:
-                own = "".join(f"{value:>9.3g}" for value in (facts.std, facts.jacobian, facts.weight))
-            numbers = f"{facts.step:>6}{facts.sigma:>8.3f}{own}{step.norm:>10.3g}{step.share:>8.1%}"
-            yield f"{numbers}   {format_cosine(step.cosine)}"
-
-    def _choices(self) -> Iterator[str]:
-        yield f"{'the whole update':<38}{'cosine between batches':<26}times the images for {WANTED}"
-        for choice in (self.update, *self.choices):
-            yield f"{choice.name:<38}{format_cosine(choice.cosine):<26}{choice.times_images}"
-
-    def _conclusion(self) -> Iterator[str]:
-        if self.recommended is not None:
-            assert self.recommended.cosine is not None and self.update.cosine is not None
-            text = (
-                f"{self.recommended.setting}: batches agree by {format_cosine(self.recommended.cosine)} instead of "
-                f"{format_cosine(self.update.cosine)}, a difference beyond the standard errors"
-            )
-        elif self.batches == 2:
-            text = "nothing: two batches have no standard error; use signal=4"
-        elif self.choices:
-            text = "nothing: no other weights or window are better by more than the standard errors"
-        else:
-            text = "nothing: the algorithm has no weights or windows to choose from"
-        yield from wrapped("recommend", text)
-
-
-def format_cosine(cosine: Cosine | None) -> str:
-    """Format a cosine with its standard error."""
-    if cosine is None:
-        return "-"
-    return f"{cosine.mean:.3f}" + (f" +- {cosine.error:.3f}" if cosine.error is not None else "")
+        return rendered("signal", **vars(self), wanted=WANTED)
 
 
 # --- Measurement of batches: sampled, scored and credited as in a run, by its workers and scorers, but without an
@@ -245,10 +197,7 @@ class BatchGradients:
 
 
 def run(config: Config, batches: int, out: Path | None = None) -> Signal:
-    """Measure `batches` batches, log the report and write it to `out`.
-
-    Raises `ConfigError` with `data.train_on=files`, which samples no images.
-    """
+    """Measure `batches` batches, log the report and write it to `out`. Raises `ConfigError` if none can be sampled."""
     if config.data.train_on == "files":
         raise ConfigError(
             "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
@@ -322,10 +271,7 @@ def step_facts(worker: PolicyWorker) -> list[StepFacts]:
 
 
 def plan(run: Run, samples: Sequence[Sample]) -> list[RolloutTask]:
-    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch.
-
-    Everything else that depends on the step, such as noise, follows the samples' step.
-    """
+    """Plan micro-batches of `samples`, with the window (or noise levels) of the run's first step in every batch."""
     step = samples[0].step
     tasks = run.algorithm.plan([replace(sample, step=1) for sample in samples])
     return [replace(task, samples=[replace(sample, step=step) for sample in task.samples]) for task in tasks]

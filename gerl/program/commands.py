@@ -1,7 +1,4 @@
-"""The program `gerl` and its commands: `gerl COMMAND [key=value ...]`.
-
-The overview and unknown names are answered before anything else is imported.
-"""
+"""The program `gerl COMMAND [key=value ...]`; overview and unknown names are answered before other imports."""
 
 import sys
 import textwrap

@@ -4,6 +4,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
@@ -34,8 +36,7 @@ PARSER = Parser(
 )
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A row of the table of recipes: a shipped experiment and the first sentence of its file."""
 
     name: str
@@ -69,19 +70,14 @@ def recipe(name: str) -> Recipe:
     """Compose a shipped experiment into a row; its sentence is the first one of the file's comment."""
     composed = compose_run([f"experiment={name}"])
     reward = ", ".join(composed.config.reward.scorers)
-    lines = iter(text_of(name).splitlines()[1:])  # behind @package
-    words = list[str]()
-    for line in lines:
-        if not line.startswith("# "):
-            break
-        words.append(line.removeprefix("# "))
-    sentence = " ".join(words).partition(". ")[0].removesuffix(".")
+    comment = takewhile(lambda line: line.startswith("# "), text_of(name).splitlines()[1:])  # below @package
+    sentence = " ".join(line.removeprefix("# ") for line in comment).partition(". ")[0].removesuffix(".")
     return Recipe(name, composed.config.model.path, composed.preset, reward, f"{sentence}.")
 
 
 def table(recipes: Sequence[Recipe]) -> str:
     """Format a row for each recipe, with its sentence below."""
-    cells = [COLUMNS, *([getattr(recipe, column) for column in COLUMNS] for recipe in recipes)]
+    cells = [COLUMNS, *(recipe[: len(COLUMNS)] for recipe in recipes)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     lines = [rows[0]]

@@ -18,10 +18,9 @@ BROKEN = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.Decomp
 
 
 def with_absolute_paths(metadata: Mapping[str, object], folder: Path, where: str) -> dict[str, object]:
-    """Return the `metadata` of a prompt with the paths of condition images made absolute, relative to `folder`.
+    """Return a prompt's `metadata` with absolute paths of condition images, given as paths in `folder` or file:// URLs.
 
-    An image is a path or a file:// URL. Raises `DataError` beginning with `where` for a file that is missing or not an
-    image; only its header is read.
+    Raises `DataError` beginning with `where` for a file that is missing or, by its header, not an image.
     """
     found = dict(metadata)
     for name in COLUMNS:
@@ -61,8 +60,7 @@ def absolute_picture(value: str, folder: Path, what: str) -> str:
 def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     """Return the files of a prompt's images; prompts with different images never share a micro-batch.
 
-    Pipelines differ in whether a list of images means one per prompt or all for every prompt; for a single prompt both
-    are the same.
+    Pipelines differ in whether a list of images means one per prompt or all for every prompt.
     """
     paths: list[str] = []
     for name in COLUMNS:
@@ -72,11 +70,7 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
 
 
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
-    """Read the prompt's images as arguments of the pipeline with the same names.
-
-    Columns that are not arguments of the pipeline are left to the scorers. Raises `DataError` naming the prompt if a
-    file is not an image.
-    """
+    """Read the prompt's images as arguments of the pipeline, which ignores other columns. Raises `DataError`."""
     accepted = inspect.signature(type(pipe).__call__).parameters
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
     try:
@@ -94,11 +88,7 @@ def read_picture(path: str | Path) -> Image.Image:
 
 
 def open_picture(path: str | Path) -> Image.Image:
-    """Open an image with EXIF orientation applied.
-
-    Raises:
-        DataError: the file is missing, unreadable, or has more than 8 bits per channel.
-    """
+    """Open an image, upright by EXIF. Raises `DataError` if unreadable, or with more than 8 bits per channel."""
     try:
         with Image.open(path) as image:
             if image.mode[0] in "IF":

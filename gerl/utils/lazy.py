@@ -17,9 +17,8 @@ class LazyModule(ModuleType):
 
 @cache
 def lazy(name: str) -> Any:
-    """Return a proxy of the module `name`.
+    """Return a proxy of the module `name`, so that a wrong key is reported without importing torch.
 
-    For modules that the configuration imports, such as algorithms, so that a wrong key is reported without importing
-    torch. Write `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
+    Write `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
     """
     return LazyModule(name)

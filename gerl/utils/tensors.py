@@ -40,10 +40,7 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
 
 class PackedTensors(dict[int, torch.Tensor]):
-    """Tensors `[B, T]` of one dtype by number, pickled as one.
-
-    Pickled one by one, each would include the storage it is a view of and some kilobytes of overhead.
-    """
+    """Tensors `[B, T]` of one dtype by number, pickled as one: each would include the storage it is a view of."""
 
     def __reduce__(self) -> tuple[Callable[..., "PackedTensors"], tuple[object, ...]]:
         if not self:

@@ -11,12 +11,11 @@ import torch
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.model.denoisers import quiet_libraries
-from gerl.preflight.findings import size, wrapped, write_json
+from gerl.preflight.findings import rendered, write_json
 from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.facts import Facts, find_facts, recorded
 from gerl.preflight.sizing.hardware import GPUS, Name
 from gerl.preflight.sizing.layouts import Batch, Choice, Layout, Memory
-from gerl.preflight.sizing.shape_simulator import Tally
 from gerl.utils.files import finite
 
 logger = logging.getLogger("gerl")
@@ -50,10 +49,7 @@ class Sizing:
 
 
 def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None = None, anew: bool = False) -> Sizing:
-    """Size a run, log the report and write it to `out`. Raises `TrainingError` if no layout fits.
-
-    anew: compute the facts of a recipe even if they are recorded.
-    """
+    """Size a run (`anew`: without recorded facts), log and write the report. Raises `TrainingError` if nothing fits."""
     quiet_libraries()
     known = None if anew else recorded(config)
     if known is not None:
@@ -110,59 +106,6 @@ def configured(config: Config, facts: Facts) -> Layout:
 def text(found: Sizing) -> str:
     """Return the report for the terminal."""
     facts, gpu = found.facts, GPUS[found.hardware]
-    lines = ["", f"{facts.model}: {facts.pipeline}, {facts.algorithm}, {facts.dtype}; {found.gpus} x {found.hardware}"]
-    parts = [f"{p.name} {size(p.weights.total)}" for p in facts.parts]
-    lines += wrapped("weights" if facts.whole else "frozen", ", ".join(parts))
-    averages = f"{facts.averages} average{'s' if facts.averages > 1 else ''}"
-    copies = f"weight, gradient, two moments and {averages}, {4 * (4 + facts.averages)} bytes each"
-    what = f"{facts.lora:,} weights of the denoiser" if facts.whole else f"LoRA of {facts.lora:,} parameters"
-    lines += wrapped("trained", f"{what}: {copies}")
-    work = {name: tally.total / facts.images for name, tally in _work(found)}
-    lines += wrapped(
-        "work",
-        f"{', '.join(f'{name} {value / 1e12:.3g}' for name, value in work.items())} TFLOP per {facts.unit}, "
-        f"{sum(work.values()) / 1e12:.3g} in total; at {found.share:.0%} of {gpu.peak / 1e12:.0f} TFLOP/s",
-    )
-    lines += ["", *_column("as configured", found.layout, found.batch, found.memory, found)]
-    fits = "it fits" if found.fits else "it does not fit"
-    rollout, actor = found.largest
-    lines += wrapped(
-        "fits",
-        f"{fits} into {size(layouts.room(gpu))}, {gpu.memory / 1e9:.0f} GB less a tenth; largest that do: "
-        f"rollout.micro_batch_size {rollout or 'none'} and actor.micro_batch_size {actor or 'none'}",
-    )
-    lines += wrapped("time", _time(found, found.seconds))
-    if found.choice is not None and (found.choice.layout, found.choice.batch) != (found.layout, found.batch):
-        choice = found.choice
-        lines += ["", *_column("cheapest that fits", choice.layout, choice.batch, choice.memory, found)]
-        lines += wrapped("time", _time(found, choice.seconds))
-    return "\n".join(lines)
-
-
-def _work(found: Sizing) -> list[tuple[str, Tally]]:
-    return [("rollout", found.facts.rollout), ("update", found.facts.updates[found.layout.checkpointing])]
-
-
-def _time(found: Sizing, seconds: float) -> str:
-    step = found.images * seconds / found.gpus
-    return (
-        f"{seconds:.3g} s per GPU and {found.facts.unit}, {step:.3g} s per step of {found.images}; rewards, "
-        "validation and the network between machines not included"
-    )
-
-
-def _column(title: str, layout: Layout, batch: Batch, taken: Memory, found: Sizing) -> list[str]:
-    """Return the lines about the memory of a rank in a layout."""
-    lines = wrapped(
-        title.split()[0],
-        f"{title}: {layout.keys()} rollout.micro_batch_size={batch.rollout} actor.micro_batch_size={batch.actor}",
-    )
-    own = {
-        "weights": taken.weights,
-        "optimizer and averages" if found.facts.whole else "LoRA": taken.lora,
-        f"trajectories of {batch.step:.0f} {found.facts.unit}s": taken.tape,
-    }
-    lines = list(lines) + list(wrapped("", ", ".join(f"{name} {size(value)}" for name, value in own.items())))
-    lines += wrapped("", "activations: " + ", ".join(f"{n} {size(v)}" for n, v in taken.activations.items()))
-    lines += wrapped("", f"peak {size(taken.peak)}: " + ", ".join(f"{n} {size(v)}" for n, v in taken.phases.items()))
-    return lines
+    tallies = {"rollout": facts.rollout, "update": facts.updates[found.layout.checkpointing]}
+    work = {name: tally.total / facts.images for name, tally in tallies.items()}  # per image
+    return rendered("sizing", **vars(found), fits=found.fits, gpu=gpu, room=layouts.room(gpu), work=work)

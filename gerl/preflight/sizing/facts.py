@@ -5,9 +5,10 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,11 @@ from gerl.model.policy import EMA, Policy, chosen, parameters_of
 from gerl.model.quantization import stored_bytes
 from gerl.model.sharding import layers, repeated_blocks
 from gerl.model.teachers import TeacherModel, add_fake, fake_parameters, in_teachers
-from gerl.preflight.bench import TEXT, Bench, with_pictures
+from gerl.preflight.bench import TEXT, Bench, picture_names, with_pictures
 from gerl.preflight.findings import rows_of
 from gerl.preflight.sizing.shape_simulator import Picture, Stage, Tally, Tokens
 from gerl.protocol import Prompt, RolloutTask
 from gerl.trainer.extensions.kl_in_reward import kl_to_base
-from gerl.utils.condition_images import COLUMNS
 from gerl.workers.actor import Actor
 from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
@@ -111,10 +111,7 @@ class Facts:
         return any(part.masters for part in self.parts)
 
     def trained_bytes(self) -> int:
-        """Return the bytes of the trained weights, their gradient, two moments and the averages, all fp32.
-
-        Without a LoRA the weights belong to the denoiser and are counted with it.
-        """
+        """Return the fp32 bytes of trained weights (if not the denoiser's own), gradient, moments and averages."""
         return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
@@ -123,21 +120,22 @@ class Facts:
 
 
 def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16, both: bool = True) -> Facts:
-    """Sample and train a micro-batch of `config` on shapes.
+    """Sample and train a micro-batch of `config` on shapes, with synthetic images in `folder`.
 
-    `folder`: for synthetic images. `both`: with and without gradient checkpointing; otherwise as configured. Raises
-    `ModelError` for an unknown model, or one that does not run on shapes.
+    `both`: with and without gradient checkpointing. Raises `ModelError` for a model that does not run on shapes.
     """
     stage, steps = Stage(), _Steps()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
-    worker.policy = build_policy(config, dtype, stage)
-    pipe = worker.policy.pipe
+    policy = worker.policy = build_policy(config, dtype, stage)
+    pipe = policy.pipe
     with _on_shapes(pipe):
         worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
         worker.algorithm = build_algorithm(config)
         without_decoder(worker.algorithm)
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
-        task = Bench(worker, _prompt(pipe, config, folder)).task(worker.algorithm)
+        pictures = picture_names(pipe, may_have_pictures(config.data))
+        prompt = with_pictures(Prompt(0, TEXT), pictures, folder, config)
+        task = Bench(worker, prompt).task(worker.algorithm)
         stage.phase = "rollout"
         ways = _ways(worker, both)
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
@@ -145,7 +143,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
         steps.begin("rollout, measured")
         images = worker.sample(task)
-        for p in worker.policy.trained.values():
+        for p in policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
@@ -154,6 +152,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.trajectories[task.id], len(task.samples)
+    loras = {teacher.lora for teacher in config.algorithm.needs.teachers}  # assumed to be as large as the trained one
     return Facts(
         config.model.path,
         type(pipe).__name__,
@@ -163,17 +162,10 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         count,
         rows_of(task.segments),
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
-        [
-            part_of(name, c, name in worker.policy.denoisers, worker.policy.whole)
-            for name, c in pipe.components.items()
-            if _is_module(c)
-        ]
-        + teachers_parts(worker.policy),
-        sum(p.numel() for p in worker.policy.trained.values()),
-        len(worker.policy.averages())
-        + (worker.policy.reference is not None and not worker.policy.reference_moves)
-        + count_loras(config.algorithm.needs.teachers),
-        worker.policy.sampler is not None or worker.policy.old is not None,
+        parts_of(policy),
+        sum(p.numel() for p in policy.trained.values()),
+        len(policy.averages()) + (policy.reference is not None and not policy.reference_moves) + len(loras - {None}),
+        policy.sampler is not None or policy.old is not None,
         drawn.nbytes / count,
         stage.tallies["rollout"],
         updates,
@@ -191,29 +183,15 @@ class _Steps:
         logger.info("%d of %d: %s (%.0f s so far)", self.done, self.total, what, time.perf_counter() - self.start)
 
 
-def teachers_parts(policy: Policy) -> list[Part]:
-    """Return the components of teachers with a separate pipeline, each pipeline once."""
-    pipes = {t.teacher.path: t.pipe for t in policy.teachers if t.pipe is not None}
+def parts_of(policy: Policy) -> list[Part]:
+    """Return the components of the pipeline, and of teachers with a separate pipeline, each pipeline once."""
+    teachers = {f" of {t.teacher.path}": t.pipe for t in policy.teachers if t.pipe is not None}
     return [
-        part_of(f"{name} of {path}", c, name in policy.denoisers)
-        for path, pipe in pipes.items()
+        part_of(f"{name}{teacher}", c, name in policy.denoisers, policy.whole and not teacher)
+        for teacher, pipe in {"": policy.pipe, **teachers}.items()
         for name, c in pipe.components.items()
-        if _is_module(c)
+        if isinstance(c, torch.nn.Module)
     ]
-
-
-def count_loras(teachers: Sequence[Teacher]) -> int:
-    """Count the teacher LoRAs, which are assumed to be as large as the trained one."""
-    return len({teacher.lora for teacher in teachers if teacher.lora is not None})
-
-
-def _prompt(pipe: DiffusionPipeline, config: Config, folder: Path) -> Prompt:
-    """Return a prompt with the condition images that the pipeline requires, or accepts if prompts may have them."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    pictured = may_have_pictures(config.data)
-    needed = inspect.Parameter.empty
-    names = [name for name in COLUMNS if name in accepted and (pictured or accepted[name].default is needed)]
-    return with_pictures(Prompt(0, TEXT), names, folder, config)
 
 
 def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
@@ -260,10 +238,6 @@ def _on_shapes(pipe: DiffusionPipeline) -> Iterator[None]:
         raise ModelError(f"{kind} cannot be sized, since it does not run without weights: {first}") from error
 
 
-def _is_module(component: object) -> bool:
-    return isinstance(component, torch.nn.Module)
-
-
 def part_of(name: str, component: torch.nn.Module, denoises: bool, trained: bool = False) -> Part:
     """Return the weights of a component without its LoRA; `trained`: whether denoisers are trained fully."""
     blocks = repeated_blocks(component)
@@ -306,6 +280,7 @@ def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = fro
 RECORD = "architectures.yaml"  # in gerl/assets
 
 
+@cache
 def architectures() -> dict[str, Any]:
     """Return the recorded architectures: `models` of the Hub, and `parts` that several of them share."""
     found = yaml.safe_load((resources.files("gerl") / "assets" / RECORD).read_text(encoding="utf-8"))
@@ -325,10 +300,9 @@ def named_on_record(path: str) -> str:
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
-    """Build the pipeline of `path` without weights, in the precisions that `load_pipeline` uses.
+    """Build the pipeline of `path` without weights, on other devices with random ones, in `load_pipeline`'s precisions.
 
-    On a `device` other than meta, weights are initialised randomly. Raises `ModelError` if the architecture is unknown
-    or cannot be built.
+    Raises `ModelError` if the architecture is unknown or cannot be built.
     """
     path = named_on_record(path)
     given = resolve(path)
@@ -355,13 +329,12 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
     model, device = config.model, "meta" if stage is not None else "cpu"
     pipe = build_pipeline(model.path, dtype, device)
     denoisers, whole = find_denoisers(pipe), model.train != "lora"
-    for denoiser in denoisers.values():
-        denoiser.requires_grad_(False)
-        with torch.device(device):
+    with torch.device(device):
+        for denoiser in denoisers.values():
+            denoiser.requires_grad_(False)
             if not whole:
                 add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
-    if config.algorithm.needs.imitation:
-        with torch.device(device):
+        if config.algorithm.needs.imitation:
             add_fake(denoisers, 1.0, device, 0)
     if whole:
         for p in parameters_of(denoisers, chosen(model.train, denoisers)).values():
@@ -414,17 +387,15 @@ def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipe
     components: dict[str, Any] = {}
     for name, value in index.items():
         if _is_component(value):
-            library, kind = value
-            components[name] = _component(_class(f"{library}.{kind}"), folder / name, dtype, device)
+            kind = _class(".".join(value))
+            if issubclass(kind, torch.nn.Module):
+                config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+                components[name] = _module(kind, config, dtype, device)
+            else:
+                components[name] = kind.from_pretrained(folder / name)  # type: ignore[attr-defined]
         elif not name.startswith("_"):
             components[name] = None if value == [None, None] else value
     return _assembled(getattr(diffusers, index["_class_name"]), components)
-
-
-def _component(kind: type, folder: Path, dtype: torch.dtype, device: str) -> Any:
-    if not issubclass(kind, torch.nn.Module):
-        return kind.from_pretrained(folder)  # type: ignore[attr-defined]
-    return _module(kind, json.loads((folder / "config.json").read_text(encoding="utf-8")), dtype, device)
 
 
 def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipeline:
@@ -445,10 +416,8 @@ def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipelin
 
 def build_part(part: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
     """Build a recorded component from its class and configuration."""
-    kind = _class(part["class"])
-    if not issubclass(kind, torch.nn.Module):
-        return kind(**part["config"])
-    return _module(kind, part["config"], dtype, device)
+    kind, config = _class(part["class"]), part["config"]
+    return _module(kind, config, dtype, device) if issubclass(kind, torch.nn.Module) else kind(**config)
 
 
 def _assembled(kind: type[DiffusionPipeline], components: Mapping[str, Any]) -> DiffusionPipeline:

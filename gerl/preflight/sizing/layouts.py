@@ -178,10 +178,7 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
 
 
 def layouts(gpus: int, together: int, whole: bool = False) -> Iterator[Layout]:
-    """Yield all layouts that `ModelConfig` accepts, with equal quantisation, or only the encoders in int8.
-
-    `whole`: whether the denoisers' weights are trained.
-    """
+    """Yield all layouts that `ModelConfig` accepts; `whole`: whether the denoisers' weights are trained."""
     for ranks, shard, kinds, on, offload in itertools.product(GROUPS, SHARDS, QUANTIZED, (False, True), OFFLOADS):
         if gpus % ranks or ranks > together or (ranks == 1) != (shard == "none"):
             continue
@@ -210,8 +207,7 @@ class Choice:
 def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, share: float) -> Choice | None:
     """Return the fitting layout with the least time per image; None if none fits.
 
-    Unquantised weights are preferred to quantised ones, then configured micro-batches to smaller ones, which are halved
-    down to `smallest` images in the rollout and one in the update.
+    Unquantised weights are preferred, then configured micro-batches to smaller ones, of at least `smallest` images.
     """
     candidates = [
         layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates

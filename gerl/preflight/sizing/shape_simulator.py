@@ -1,11 +1,10 @@
 """Simulate sampling and training of a pipeline on shapes without values, and count memory and operations."""
 
-import copy
 import functools
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 from transformers import BatchEncoding, Cache
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -234,7 +233,8 @@ class Stage:
         grad = torch.is_grad_enabled() and trains
         adapted = bool(lora) and not lora[0].disable_adapters
         # equal calls of a model return equal values
-        self._generator.manual_seed(zlib.crc32(repr((name, adapted, _sums((args, kwargs)))).encode()))
+        sums = [float(v.sum()) for v in _tensors((args, kwargs))]
+        self._generator.manual_seed(zlib.crc32(repr((name, adapted, sums)).encode()))
         signature, graphs = _signature((args, kwargs)), self.graphs if grad else 0
         key = (self.phase, id(function), name, grad, adapted, graphs, _switches(module), signature)
         cost = self._costs.get(key)
@@ -246,11 +246,11 @@ class Stage:
                 self.ledger.count(fakes)
                 output = function(*fakes[0], **fakes[1])
                 cost.forward, cost.output = self.ledger.flops, tree_map(_describe, output)
-                outputs = [v for v in tree_leaves(output) if isinstance(v, torch.Tensor)] if grad else []
+                outputs = _tensors(output) if grad else []
                 del fakes, output
         self.tallies[self.phase].called(name, cost.forward)
         leaves, structure = tree_flatten(cost.output)
-        values = [self._values(v) if isinstance(v, Shape) else self._real(v) for v in leaves]
+        values = [self._values(v) if isinstance(v, Shape) else v for v in leaves]
         if grad:
             places = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
             handle = Handle(self, name, cost, outputs)
@@ -286,22 +286,21 @@ class Stage:
             return torch.zeros(shape.size, dtype=shape.dtype)
         return torch.randn(shape.size, generator=self._generator).to(shape.dtype)
 
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, DiagonalGaussianDistribution):
-            found = copy.copy(value)
-            found.__dict__ = {k: self._values(v) if isinstance(v, Shape) else v for k, v in vars(value).items()}
-            return found
-        return value
+
+def _distribution(values: Iterable[Any], names: Any) -> DiagonalGaussianDistribution:
+    found = object.__new__(DiagonalGaussianDistribution)
+    vars(found).update(zip(names, values, strict=True))
+    return found
+
+
+# so that `tree_map` reaches the tensors of what a VAE returns
+register_pytree_node(DiagonalGaussianDistribution, lambda d: (list(vars(d).values()), tuple(vars(d))), _distribution)
 
 
 def _describe(value: Any) -> Any:
     """Return a call's output with tensors replaced by shapes, so that it holds no memory."""
     if isinstance(value, Cache):
         return None
-    if isinstance(value, DiagonalGaussianDistribution):
-        found = copy.copy(value)
-        found.__dict__ = {k: _describe(v) for k, v in vars(value).items()}
-        return found
     return Shape(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
@@ -310,9 +309,8 @@ def _switches(module: torch.nn.Module) -> tuple[bool, ...]:
     return tuple(part.training for part in module.modules())
 
 
-def _sums(tree: Any) -> list[float]:
-    """Return the sum of each tensor, to distinguish inputs."""
-    return [float(v.sum()) for v in tree_leaves(tree) if isinstance(v, torch.Tensor)]
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [v for v in tree_leaves(tree) if isinstance(v, torch.Tensor)]
 
 
 def _signature(tree: Any) -> object:
@@ -334,25 +332,12 @@ aten = torch.ops.aten
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
-def _attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward(
-    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
-
-
-# CPU attention, which torch's counter omits; `custom_mapping` for `FlopCounterMode`
-CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-
-
-def _shape(value: object) -> object:
-    return value.shape if isinstance(value, torch.Tensor) else value
+# attention on the CPU, which torch's `FlopCounterMode` omits
+for cpu, gpu in (
+    (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention),
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward, aten._scaled_dot_product_flash_attention_backward),
+):
+    flop_registry.setdefault(cpu, flop_registry[gpu])
 
 
 def _spread(indices: torch.Tensor, shape: torch.Size, dim: int = -1, **_: Any) -> torch.Tensor:
@@ -385,23 +370,19 @@ class Ledger(TorchDispatchMode):
 
     def leave_out(self, tensors: object) -> None:
         """Exclude the storages of `tensors`, such as weights."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor, counted=False)
+        for tensor in _tensors(tensors):
+            self._follow(tensor.untyped_storage(), 0)
 
     def count(self, tensors: object) -> None:
         """Count the storages of `tensors` from now on, until they are freed."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor, counted=True)
+        for tensor in _tensors(tensors):
+            self._follow(storage := tensor.untyped_storage(), storage.nbytes())
         self.peak = max(self.peak, self.live)
 
-    def _follow(self, tensor: torch.Tensor, counted: bool) -> None:
-        storage = tensor.untyped_storage()
+    def _follow(self, storage: torch.UntypedStorage, size: int) -> None:
         key = id(storage)
         if key in self._known:
             return
-        size = storage.nbytes() if counted else 0
 
         def freed(_: object) -> None:
             self._known.pop(key, None)
@@ -423,9 +404,7 @@ class Ledger(TorchDispatchMode):
             if packet is aten.topk:
                 result = (result[0], _spread(result[1], args[0].shape, *args[2:3], **kwargs))
         self.count(result)
-        if packet in CPU_ATTENTION:
-            self.flops += CPU_ATTENTION[packet](*map(_shape, args), **{k: _shape(v) for k, v in kwargs.items()})
-        elif packet in flop_registry:
+        if packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         return result
 
@@ -444,8 +423,7 @@ class Ledger(TorchDispatchMode):
     @staticmethod
     def _has_values(func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operation uses only real tensors, or creates integers without input tensors."""
-        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        if tensors:
+        if tensors := _tensors((args, kwargs)):
             return not any(isinstance(v, FakeTensor) or v.is_meta for v in tensors)
         dtype = kwargs.get("dtype")
         if dtype is None:

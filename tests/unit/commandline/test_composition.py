@@ -13,7 +13,6 @@ from gerl.algorithms.awm import AWMConfig
 from gerl.commandline.composition import (
     compose_run,
     experiments,
-    files_in,
     hydra_options,
     quoted,
     shipped,
@@ -321,7 +320,9 @@ def test_a_file_at_the_top_of_the_folder_and_one_of_gerl(folder: Path) -> None:
 def test_a_preset_of_the_folder(folder: Path) -> None:
     composed = compose_run(hydra_options(["algorithm=special", "--config-dir", str(folder)]).arguments)
     assert (composed.config.algorithm.kl_coef, composed.preset, composed.experiment) == (0.5, "", "signs")
-    assert files_in("algorithm", folder) == ["special"] and files_in("experiment", folder) == ["base", "flat", "mine"]
+    for group, names in (("algorithm", "special"), ("experiment", "base, flat, mine")):
+        with pytest.raises(ConfigError, match=rf"{group}=zzz: .*; it has {names}$"):
+            hydra_options([f"{group}=zzz", "--config-dir", str(folder)])
     with pytest.raises(ConfigError, match=r"algorithm=speical: .*'special'"):
         hydra_options(["algorithm=speical", "--config-dir", str(folder)])
 
