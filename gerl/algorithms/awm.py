@@ -11,22 +11,17 @@ noise of a trajectory. `algorithm.weighting` is W:
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from gerl.algorithms.base import ClippedConfig, DownSampledConfig
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import LikelihoodWeighting
 from gerl.config.exclusions import Exclusion
 from gerl.config.schema import key
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 EPSILON = 1e-10
 POWER = 0.25

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, assert_never
+from typing import Any, ClassVar, Generic, TypeVar, assert_never
 
 from gerl.algorithms.core_algos import (
     batch_advantages,
@@ -20,6 +20,7 @@ from gerl.algorithms.core_algos import (
     scaled_by_diversity,
     shaped_by_diversity,
 )
+from gerl.algorithms.lazily import Policy, ReplayedStep, Tape, Trajectory, engine, torch
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
@@ -27,17 +28,6 @@ from gerl.config.blocks import AdvantageEstimator, DiversityShaping, StdKind
 from gerl.config.schema import key, main_key
 from gerl.errors import CheckpointError
 from gerl.protocol import Group, RolloutTask, Sample, Segment, StepFacts, UpdateStats
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, Tape, Trajectory
-    from gerl.model.policy import Policy
-else:
-    torch, engine = lazy("torch"), lazy("gerl.engine")
-
 
 # --- Keys shared by several kinds of algorithms
 

@@ -20,18 +20,13 @@ two centred rewards agree.
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, group_mean, pooled_mean
+from gerl.algorithms.lazily import torch
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 LOWEST_KL = 1e-4  # KL weight of the worst image, with `kl_by_reward`
 

@@ -15,7 +15,7 @@ direction of its advantage stops.
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gerl.algorithms.base import ClippedConfig, ShapedConfig
 from gerl.algorithms.forward_process import (
@@ -26,16 +26,11 @@ from gerl.algorithms.forward_process import (
     per_sample,
     pooled_mean,
 )
+from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.errors import ConfigError
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 
 @dataclass(frozen=True)

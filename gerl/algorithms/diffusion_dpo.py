@@ -12,20 +12,15 @@ At the reference the loss is ln 2 and its derivatives by mse_w and mse_l are bet
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, per_sample
+from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 
 @dataclass(frozen=True)

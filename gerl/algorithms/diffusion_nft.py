@@ -14,15 +14,9 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, per_sample
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
+from gerl.algorithms.lazily import torch
 
 SMALLEST_WEIGHT = 1e-5
 

@@ -4,10 +4,11 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, assert_never
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
+from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, Tape, engine, torch
 from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import NAME, AlgorithmConfig, Needs, Teacher, teachers
@@ -15,19 +16,7 @@ from gerl.config.blocks import SamplingConfig, StepDistance
 from gerl.config.schema import key, main_key, shown
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed, sample_generators
-
-if TYPE_CHECKING:
-    import torch
-    from diffusers import DiffusionPipeline
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, Tape
-    from gerl.engine.transitions import Rule
-    from gerl.model.policy import Policy
-else:
-    torch, engine = lazy("torch"), lazy("gerl.engine")
 
 
 @dataclass(frozen=True)

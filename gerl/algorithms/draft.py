@@ -7,10 +7,11 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gerl.algorithms.base import Batch, KLWeight, Rewards, StepGradients
 from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
+from gerl.algorithms.lazily import Policy, ReplayedStep, Tape, torch
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     RewardEvaluation,
@@ -28,12 +29,6 @@ from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
 from gerl.protocol import Sample, StepFacts, UpdateStats
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl.engine import ReplayedStep, Tape
-    from gerl.model.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations  # torch is imported lazily
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,6 +24,7 @@ from gerl.algorithms.core_algos import (
     ratio_spread,
     step_weights,
 )
+from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, Tape, engine, torch, transitions
 from gerl.algorithms.planning import sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
@@ -31,17 +32,6 @@ from gerl.config.blocks import KLKind, SamplingConfig, StepLikelihood, StepWeigh
 from gerl.config.schema import key, main_key
 from gerl.errors import CheckpointError, ConfigError
 from gerl.protocol import StepFacts, UpdateStats
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, Tape, transitions
-    from gerl.engine.transitions import Rule
-    from gerl.model.policy import Policy
-else:
-    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)

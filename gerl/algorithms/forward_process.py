@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 from gerl.algorithms.base import (
     Algorithm,
@@ -21,6 +21,7 @@ from gerl.algorithms.base import (
     pooled_sum,
 )
 from gerl.algorithms.core_algos import best_of_group, regression_weights
+from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, engine, torch, transitions
 from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs, cfg_key
@@ -28,18 +29,7 @@ from gerl.config.blocks import CfgMode, LevelDraw
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import Sample, UpdateStats
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed, sample_generators
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, transitions
-    from gerl.engine.transitions import Rule
-    from gerl.model.policy import Policy
-else:
-    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)

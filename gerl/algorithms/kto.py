@@ -13,20 +13,14 @@ from __future__ import annotations  # torch is imported lazily
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gerl.algorithms.base import Pooled, Rewards, Sums
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.protocol import Sample
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.lazily import FlowRule, Policy, ReplayedStep, Tape, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import SamplingConfig
@@ -18,18 +19,7 @@ from gerl.config.exclusions import Exclusion
 from gerl.config.schema import key
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed, sample_generators
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, Tape, transitions
-    from gerl.engine.transitions import FlowRule
-    from gerl.model.policy import Policy
-else:
-    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gerl.algorithms.lazily import FlowRule, ReplayedStep, Tape, torch, transitions
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     RewardEvaluation,
@@ -30,15 +30,6 @@ from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl.engine import ReplayedStep, Tape, transitions
-    from gerl.engine.transitions import FlowRule
-else:
-    transitions = lazy("gerl.engine.transitions")
 
 PURE = 0.99  # noise level above which the first latents are the noise
 

@@ -4,7 +4,6 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gerl.algorithms.base import NormalisedConfig, Rewards
 from gerl.algorithms.core_algos import tree_advantages
@@ -14,19 +13,14 @@ from gerl.algorithms.flow_grpo import (
     TrajectoryClipConfig,
     WeightedConfig,
 )
+from gerl.algorithms.lazily import torch
 from gerl.algorithms.planning import group_ids, micro_batches, sde_window
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import NodeStdKind, SamplingConfig
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, Sample, Segment
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy("torch")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 
 from gerl.errors import GerlError, ModelError, causes
-from gerl.model.paths import INDEX
+from gerl.model.paths import INDEX, resolve
 from gerl.progress import waiting
 from gerl.utils.files import reason
 
@@ -46,6 +46,12 @@ def cache_bytes() -> int:
                 continue
             total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
     return total
+
+
+def model_folder(path: str) -> Path:
+    """Return the folder of the pipeline `path`, fetched if it is on the Hub. Raises `ModelError`."""
+    given = resolve(path)
+    return Path(given if Path(given).is_dir() else fetch(given))
 
 
 def fetch(path: str) -> str:

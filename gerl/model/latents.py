@@ -13,8 +13,7 @@ from gerl.config import ModelConfig
 from gerl.engine.latents import Inverse, record_decoding
 from gerl.engine.record import batch_size
 from gerl.errors import ModelError
-from gerl.model.hub import fetch
-from gerl.model.paths import resolve
+from gerl.model.hub import model_folder
 from gerl.model.prompts import PromptCache, identity
 from gerl.utils.condition_images import read_picture
 from gerl.utils.seeding import derive_seed
@@ -23,10 +22,9 @@ PROBED = 64  # pixels per side of the image used to find the scale of the latent
 
 
 class ImageLatents:
-    """Cache of VAE encodings and clean latents of image files, in memory and on disk."""
+    """Cache of VAE encodings and clean latents of image files; `gb`, `folder`: as of `PromptCache`."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
-        """Set the memory limit `gb` and the folder of the disk cache, None for memory only."""
         self.kept = PromptCache(gb, folder)
         self.inverses: dict[str, Inverse] = {}  # keyed by the arguments that determine the latents' shape
         self.sizes: dict[str, tuple[int, int]] = {}  # height and width in pixels, same keys
@@ -76,10 +74,7 @@ class ImageLatents:
 
 def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for VAE outputs of `model` in `dtype`."""
-    given = resolve(model.path)
-    folder = Path(given if Path(given).is_dir() else fetch(given))
-    parts = [path.name for path in folder.iterdir() if path.name.startswith("vae")]
-    return cache.expanduser() / "images" / identity(folder, sorted(parts), dtype)
+    return cache.expanduser() / "images" / identity(model_folder(model.path), ("vae",), dtype)
 
 
 def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from gerl.errors import ModelError
 from gerl.model.call import check_arguments
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
-from gerl.model.hub import fetch, refusal_of_code
+from gerl.model.hub import fetch, model_folder, refusal_of_code
 from gerl.model.lora import add_lora, begin_with, check_loads, lora_file, merge_start, read_start
 from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
@@ -121,9 +121,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         check_offered(offered, config)
         check_arguments(type(offered), sampling)
         return
-    given = resolve(config.path)
     with _loading(config.path):
-        folder = given if Path(given).is_dir() else fetch(given)
+        folder = str(model_folder(config.path))
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
@@ -386,8 +385,7 @@ def _found(path: str) -> tuple[str | None, str | None]:
     """Return the folder of a pipeline and its class name, as far as known."""
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return None, type(offered).__name__
-    given = resolve(path)
-    folder = given if Path(given).is_dir() else fetch(given)
+    folder = str(model_folder(path))
     name = DiffusionPipeline.load_config(folder)["_class_name"]
     return folder, name if isinstance(name, str) else None
 

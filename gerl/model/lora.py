@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -141,20 +141,38 @@ def remove_lora(denoiser: torch.nn.Module) -> None:
             del denoiser.peft_config
 
 
-@contextlib.contextmanager
-def lora_disabled(denoisers: list[torch.nn.Module]) -> Iterator[None]:
-    """Compute with the base model within the block.
+def adapted_layers(models: Iterable[torch.nn.Module]) -> list[BaseTunerLayer]:
+    """Return the layers of `models` with a LoRA, trained or not."""
+    return [module for model in models for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
-    Switches the adapter layers directly, since not every denoiser has `disable_adapters`.
+
+@contextlib.contextmanager
+def adapter_active(
+    denoisers: Iterable[torch.nn.Module], adapter: str | None, with_gradient: bool = False
+) -> Iterator[None]:
+    """Compute with the LoRA `adapter` instead of the trained one in the block; None: with the base model.
+
+    Layers without it have no LoRA. Switches the layers directly, since not every denoiser has `disable_adapters`.
     """
-    layers = [m for d in denoisers for m in d.modules() if isinstance(m, BaseTunerLayer)]
+    layers = adapted_layers(denoisers)
     for layer in layers:
-        layer.enable_adapters(False)
+        if adapter is None:
+            layer.enable_adapters(False)
+        else:
+            layer.set_adapter([adapter], inference_mode=not with_gradient)
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            if adapter is None:
+                layer.enable_adapters(True)
+            else:
+                layer.set_adapter([ADAPTER])
+
+
+def lora_disabled(denoisers: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Compute with the base model within the block."""
+    return adapter_active(denoisers, None)
 
 
 def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
@@ -184,7 +202,7 @@ def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
         raise ModelError(f"{file} is not a LoRA written by gerl: use one, or {type(pipe).__name__}.load_lora_weights")
     check_components(loras, pipe, file)
     for denoiser, lora in loras.items():
-        inject(pipe.components[denoiser], lora, ADAPTER)
+        inject(pipe.components[denoiser], lora.halves, ADAPTER)
 
 
 # --- LoRA matrices: read from a file or a checkpoint, checked against a model, and added to it
@@ -209,6 +227,9 @@ class Halves:
         return len(self.a)
 
 
+Layers = Mapping[str, Halves]  # by layer name
+
+
 @dataclass(frozen=True)
 class Lora:
     """LoRA of one denoiser: `A [rank, in]` and `B [out, rank]` by layer; a layer's update is `scale * B @ A`."""
@@ -227,14 +248,14 @@ class Lora:
         return self.alpha / self.rank
 
     @property
-    def halves(self) -> dict[str, Halves]:
+    def halves(self) -> Layers:
         """LoRA of each layer separately."""
         return {layer: Halves(a, b, self.scale) for layer, (a, b) in self.layers.items()}
 
-    @property
-    def targets(self) -> str:
-        """Its layers as a regular expression for peft, which would match a list of names by their ends."""
-        return "|".join(map(re.escape, self.layers))
+
+def _expression(layers: Iterable[str]) -> str:
+    """Return layers as a regular expression for peft, which would match a list of names by their ends."""
+    return "|".join(map(re.escape, layers))
 
 
 Pairs = dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]  # denoiser -> layer -> A and B
@@ -296,27 +317,38 @@ def read_lora(file: Path) -> dict[str, Lora] | None:
     alphas = {name: header.get(f"{name}.lora_alpha") for name in loras}
     if None in alphas.values() or any(header.get(f"{name}.{variant}") for name in loras for variant in VARIANTS):
         return None
-    for name, lora in loras.items():
-        if fault := _fault(lora, alphas[name]):
-            raise ModelError(DAMAGED.format(file, f"{name}: {fault}"))
-    return {name: replace(lora, alpha=float(header[f"{name}.lora_alpha"])) for name, lora in loras.items()} or None
+    try:
+        return {name: _checked(lora, name, alphas[name]) for name, lora in loras.items()} or None
+    except ModelError as error:
+        raise ModelError(DAMAGED.format(file, error)) from None
 
 
-def _fault(lora: Lora, alpha: object) -> str | None:
-    """Return the first property that rules out a file written by gerl; None for a valid LoRA."""
+def _checked(lora: Lora, name: str, alpha: object) -> Lora:
+    """Return the LoRA of the denoiser `name` with its `alpha`. Raises `ModelError` unless it is valid."""
+    check_numbers({f"{name}.{layer}": Halves(a, b, 1.0) for layer, (a, b) in lora.layers.items()})
+    if any(len(a) != lora.rank for a, _ in lora.layers.values()):
+        raise ModelError(f"the layers of {name} have different ranks")
+    return replace(lora, alpha=_alpha(alpha))
+
+
+def _alpha(alpha: object) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
-        return f"lora_alpha is {alpha!r:.40}"
-    for layer, (a, b) in lora.layers.items():
-        if not a.shape[0] == b.shape[1] == lora.rank > 0:
-            return f"{layer} has the ranks {a.shape[0]} and {b.shape[1]}, the first layer {lora.rank}"
-        if not (a.is_floating_point() and b.is_floating_point()):
-            return f"{layer} has numbers of type {a.dtype} and {b.dtype}"
-        if not (a.float().isfinite().all() and b.float().isfinite().all()):
-            return f"{layer} has non-finite values"
-    return None
+        raise ModelError(f"its lora_alpha is {alpha!r:.40}")
+    return float(alpha)
 
 
-def check_fit(lora: Lora | Mapping[str, Halves], denoiser: torch.nn.Module, where: str) -> None:
+def check_numbers(layers: Layers) -> None:
+    """Raise `ModelError` for matrices that do not belong together or are not finite."""
+    for layer, h in layers.items():
+        if not len(h.a) == h.b.shape[1] > 0:
+            raise ModelError(f"{layer} has the ranks {len(h.a)} and {h.b.shape[1]}")
+        if not (h.a.is_floating_point() and h.b.is_floating_point()):
+            raise ModelError(f"{layer} has numbers of type {h.a.dtype} and {h.b.dtype}")
+        if not (h.a.float().isfinite().all() and h.b.float().isfinite().all()):
+            raise ModelError(f"{layer} has non-finite values")
+
+
+def check_fit(lora: Lora | Layers, denoiser: torch.nn.Module, where: str) -> None:
     """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or differs in its size."""
     linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
@@ -342,19 +374,20 @@ def check_components(loras: Mapping[str, Lora], pipe: DiffusionPipeline, file: P
 
 
 @torch.no_grad()
-def inject(denoiser: ModelMixin, lora: Lora, name: str) -> None:
+def inject(denoiser: ModelMixin, layers: Layers, name: str) -> None:
     """Add a LoRA to `denoiser` as the adapter `name`; its layers compute in fp32 as those of `add_lora` do."""
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
+    one = next(iter(layers.values()))  # the others may have other ranks and scales, set below
+    config = LoraConfig(r=one.rank, lora_alpha=one.scale * one.rank, target_modules=_expression(layers))
     inject_adapter_in_model(config, denoiser, name)
-    for layer, halves in lora.layers.items():
+    for layer, halves in layers.items():
         adapted = denoiser.get_submodule(layer)
-        for part, values in zip((adapted.lora_A[name], adapted.lora_B[name]), halves, strict=True):
+        adapted.scaling[name] = halves.scale
+        for part, values in ((adapted.lora_A[name], halves.a), (adapted.lora_B[name], halves.b)):
             part.weight.data = values.to(part.weight.device, torch.float32)
 
 
 # --- Read LoRA files of diffusers, PEFT and kohya, and of other layouts that diffusers converts
 
-Layers = dict[str, Halves]  # by layer name
 Denoisers = Mapping[str, torch.nn.Module]
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 KOHYA = "lora_unet_"
@@ -376,11 +409,7 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
             if name in found:
                 raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
             found[name] = layers
-    for where, h in ((f"{name}.{layer}", h) for name, layers in found.items() for layer, h in layers.items()):
-        if not len(h.a) == h.b.shape[1] > 0:
-            raise ModelError(f"{where} has the ranks {len(h.a)} and {h.b.shape[1]}")
-        if not all(half.is_floating_point() and half.float().isfinite().all() for half in (h.a, h.b)):
-            raise ModelError(f"{where} has non-finite values")
+    check_numbers({f"{name}.{layer}": h for name, layers in found.items() for layer, h in layers.items()})
     if not any(found.values()):
         raise ModelError(f"{path} has no LoRA: give {KINDS}")
     return found
@@ -459,9 +488,7 @@ def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
         raise ModelError(f"it was trained with {other}, which gerl's LoRA does not have")
     pattern = config.get("alpha_pattern") or {}
     alpha = pattern.get(get_pattern_key(list(pattern), layer), config.get("lora_alpha", rank))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e30:
-        raise ModelError(f"its lora_alpha is {alpha!r:.40}")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return _alpha(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 # --- Write a trained LoRA in the formats of diffusers, PEFT and kohya (also read by ComfyUI), or merge it
@@ -499,7 +526,7 @@ def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=lora.targets,
+        target_modules=_expression(lora.layers),
         base_model_name_or_path=base,
         inference_mode=True,
     )
@@ -594,15 +621,10 @@ def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> 
 
 def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     """Return the layers of `denoiser` that make up each module of a kohya file, by module name."""
-    family = type(denoiser).__name__
-    if family not in LAYOUTS:
-        raise ModelError(
-            f"kohya's layout for {family} is unknown, only for {', '.join(LAYOUTS)}: use a diffusers or PEFT file"
-        )
     names: dict[str, tuple[str, ...]] = {}
     for layer in linear_layers(denoiser):
         with contextlib.suppress(ModelError):  # kohya has no name for it
-            original, parts = _original(layer, family)
+            original, parts = _original(layer, type(denoiser).__name__)
             names[KOHYA + original.replace(".", "_")] = parts
     return names
 
@@ -623,7 +645,7 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
 
 
 @torch.no_grad()
-def merge(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
+def merge(layers: Layers, denoiser: torch.nn.Module) -> None:
     """Add a LoRA to the weights of `denoiser`, computed in fp32 and rounded once to the weights' precision."""
     for layer, halves in layers.items():
         weight = denoiser.get_parameter(f"{layer}.weight")
@@ -636,6 +658,14 @@ def merge(layers: Mapping[str, Halves], denoiser: torch.nn.Module) -> None:
 logger = logging.getLogger(__name__)
 
 
+def read_fitting(source: str, denoisers: Denoisers) -> dict[str, Layers]:
+    """Read the LoRA `source`, a file, folder or Hub id, by denoiser. Raises `ModelError` if it does not fit."""
+    found = read_layers(local_lora(source) or fetch_lora(source), denoisers)
+    for name, layers in found.items():
+        check_fit(layers, denoisers[name], name)
+    return found
+
+
 def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """Read the LoRA of `model.lora` by denoiser; a LoRA on the Hub is fetched into the cache.
 
@@ -644,9 +674,7 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """
     assert config.lora is not None
     try:
-        found = read_layers(local_lora(config.lora) or fetch_lora(config.lora), denoisers)
-        for name, layers in found.items():
-            check_fit(layers, denoisers[name], name)
+        found = read_fitting(config.lora, denoisers)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith("model.lora=") else f"model.lora={config.lora!r}: {text}") from None

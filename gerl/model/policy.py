@@ -4,6 +4,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
-from gerl.model.lora import check_components, inject, lora_disabled, lora_file, read_lora
+from gerl.model.lora import (
+    adapted_layers,
+    adapter_active,
+    check_components,
+    inject,
+    lora_disabled,
+    lora_file,
+    read_lora,
+)
 from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
-from gerl.model.teachers import TeacherModel, adapter_active, fake_active
+from gerl.model.teachers import FAKE, TeacherModel
 from gerl.utils.files import first_line, reason
 
 
@@ -156,22 +165,16 @@ class Policy:
                     stack.enter_context(weights.swapped_in())
             yield
 
-    @contextlib.contextmanager
-    def base(self) -> Iterator[None]:
+    def base(self) -> AbstractContextManager[None]:
         """Compute as the reference of `algorithm.kl_coef`: the base model, or the weights set by `move_reference`."""
         if self.whole or self.reference is not None:
             assert self.reference is not None, "an algorithm that uses it must declare Needs.base_model"
-            with self.reference.swapped_in():
-                yield
-        else:
-            with lora_disabled(list(self.denoisers.values())):
-                yield
+            return self.reference.swapped_in()
+        return lora_disabled(self.denoisers.values())
 
-    @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
+    def first(self) -> AbstractContextManager[None]:
         """Compute as at the start of training within the block, even if the reference has moved."""
-        with self.base() if self.whole else lora_disabled(list(self.denoisers.values())):
-            yield
+        return self.base() if self.whole else lora_disabled(self.denoisers.values())
 
     @contextlib.contextmanager
     def teacher(self, number: int) -> Iterator[DiffusionPipeline]:
@@ -180,17 +183,15 @@ class Policy:
         if model.pipe is not None:
             yield model.pipe
         elif model.adapter is not None:
-            with adapter_active(self.denoisers, model.adapter):
+            with adapter_active(self.denoisers.values(), model.adapter):
                 yield self.pipe
         else:
             with self.first():
                 yield self.pipe
 
-    @contextlib.contextmanager
-    def fake(self) -> Iterator[None]:
+    def fake(self) -> AbstractContextManager[None]:
         """Compute and train with the LoRA that imitates the policy's images within the block (`algorithm=dmdr`)."""
-        with fake_active(self.denoisers):
-            yield
+        return adapter_active(self.denoisers.values(), FAKE, with_gradient=True)
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """Return the averaged LoRA as a diffusers safetensors file; `average`: an earlier copy to use instead."""
@@ -357,7 +358,7 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
                 _load(pipe, file, _adapter(name))
             else:
                 for denoiser, lora in loras.items():
-                    inject(pipe.components[denoiser], lora, _adapter(name))
+                    inject(pipe.components[denoiser], lora.halves, _adapter(name))
     switch(pipe, None)
 
 
@@ -391,4 +392,4 @@ def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
 
 def _layers(pipe: DiffusionPipeline) -> list[BaseTunerLayer]:
     models = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
-    return [module for model in models for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return adapted_layers(models)

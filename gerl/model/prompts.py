@@ -8,28 +8,35 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 from transformers import PreTrainedTokenizerBase
 
 from gerl.config import ModelConfig
 from gerl.engine.record import Tree, detached_copy, tensor_bytes
-from gerl.model.hub import fetch
-from gerl.model.paths import resolve
+from gerl.errors import GerlError
+from gerl.model.hub import model_folder
 from gerl.protocol import CutPrompts
-from gerl.utils.files import reason
+from gerl.utils.files import write_file
 from gerl.utils.tensors import pack_tensors
 
 # --- Cache of prompt encodings: outputs of a pipeline's `encode_*` methods, kept in memory and optionally on disk.
@@ -42,8 +49,8 @@ logger = logging.getLogger(__name__)
 ENCODES = re.compile(r"_?encode_(prompt|text)")
 GB = 10**9
 NEAR = 2e-2  # relative tolerance between joined and batched outputs: half precision rounds differently by batch size
-# An encoding with each tensor or list replaced by its batch dimension, or by one of these constants. A mask is None for
-# a single row, and 1 up to the row's length in a batch; the dtype follows the prefix.
+# Nested lists in place of an encoding's tuples, lists and dictionaries; for each tensor or list its batch dimension, or
+# one of these constants. A mask is None for a single row, and 1 up to the row's length in a batch; its dtype follows.
 Layout = object
 SHARED, ITEMS, MASK = "shared", "items", "mask "
 
@@ -57,10 +64,12 @@ def detach(pipe: DiffusionPipeline) -> None:
 
 
 class PromptCache:
-    """Cache of the outputs of a pipeline's `encode_*` methods, one entry per prompt."""
+    """Cache of the outputs of a pipeline's `encode_*` methods, one entry per prompt.
+
+    `gb`: memory limit. `folder`: of the disk cache; None for memory only.
+    """
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
-        """Set the memory limit `gb` and the folder of the disk cache, None for memory only."""
         self.most, self.folder = int(gb * GB), folder
         self.answers: OrderedDict[str, Tree] = OrderedDict()  # on the CPU, least recently used first
         self.bytes = 0
@@ -139,10 +148,8 @@ class PromptCache:
 
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
-    given = resolve(model.path)
-    folder = Path(given if Path(given).is_dir() else fetch(given))
-    parts = [path.name for path in folder.iterdir() if path.name.startswith(("text_encoder", "tokenizer", "processor"))]
-    return cache.expanduser() / identity(folder, sorted(parts), dtype, model.quantize_encoders)
+    parts = ("text_encoder", "tokenizer", "processor")
+    return cache.expanduser() / identity(model_folder(model.path), parts, dtype, model.quantize_encoders)
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:
@@ -198,15 +205,17 @@ def _layout(whole: Tree, parts: Sequence[Tree]) -> Layout:
         return MASK + str(whole.dtype).removeprefix("torch.")
     if isinstance(whole, list) and isinstance(one, list) and len(whole) == n * len(one) and one:
         return ITEMS
-    if isinstance(whole, list | tuple) and isinstance(one, list | tuple) and len(whole) == len(one):
-        return tuple(_layout(w, [_at(p, i) for p in parts]) for i, w in enumerate(whole))
-    if isinstance(whole, dict) and isinstance(one, dict) and whole.keys() == one.keys():
-        return {k: _layout(w, [_at(p, k) for p in parts]) for k, w in whole.items()}
-    return SHARED
+    children, spec = _opened(whole)
+    opened = [_opened(part) for part in parts]
+    if spec.is_leaf() or any(own != spec for _, own in opened):
+        return SHARED
+    columns = zip(*(own for own, _ in opened), strict=True)
+    return [_layout(child, column) for child, column in zip(children, columns, strict=True)]
 
 
-def _at(tree: Tree, place: object) -> Tree:
-    return tree[place]  # type: ignore[index]
+def _opened(tree: Tree) -> tuple[list[Tree], TreeSpec]:
+    """Return what a list, tuple or dictionary holds, and how to rebuild it."""
+    return tree_flatten(tree, is_leaf=lambda node: node is not tree)
 
 
 def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths: Sequence[int]) -> Tree:
@@ -225,19 +234,15 @@ def joined(layout: Layout, parts: Sequence[Tree], device: torch.device, lengths:
     if layout == SHARED:
         return max(parts, key=lambda part: sum(sizes.numel() for sizes in _sizes(part)))
     if layout == ITEMS:
-        each = range(len(one)) if isinstance(one, list) else ()
-        return [_at(part, i) for i in each for part in parts]
+        return [value for values in zip(*parts, strict=True) for value in values]
     if isinstance(layout, str):
         places = torch.arange(max(lengths))
         mask = torch.stack([places < length for length in lengths])
         return mask.to(device, getattr(torch, layout.removeprefix(MASK)))
-    if isinstance(layout, dict):
-        found = {k: joined(inner, [_at(p, k) for p in parts], device, lengths) for k, inner in layout.items()}
-        return found if type(one) is dict else type(one)(**found)
-    assert isinstance(layout, tuple)
-    inside = [joined(inner, [_at(p, i) for p in parts], device, lengths) for i, inner in enumerate(layout)]
-    kind: Callable[..., Tree] = type(one)
-    return kind(*inside) if hasattr(one, "_fields") else kind(inside)
+    assert isinstance(layout, list)
+    columns = zip(*(_opened(part)[0] for part in parts), strict=True)
+    inside = [joined(inner, column, device, lengths) for inner, column in zip(layout, columns, strict=True)]
+    return tree_unflatten(inside, _opened(one)[1])
 
 
 def _near(a: object, b: object) -> bool:
@@ -269,18 +274,17 @@ def _lengths(parts: Sequence[Tree]) -> list[int]:
 SAMPLE, PLACES = 2**12, 16  # bytes read at each of 16 positions in a file, for its fingerprint
 
 
-def identity(folder: Path, parts: Iterable[str], *settings: object) -> str:
-    """Return an id of an encoder: the components `parts` of a pipeline's `folder`, settings, and library versions."""
+def identity(folder: Path, prefixes: tuple[str, ...], *settings: object) -> str:
+    """Return an id of an encoder: components of a pipeline's `folder` by prefix, settings, and library versions."""
     versions = [module.__version__ for module in (torch, diffusers, transformers)]
     digest = sha256(json.dumps([*map(str, settings), *versions]).encode())
-    for part in parts:
-        for file in sorted(path for path in (folder / part).rglob("*") if path.is_file()):
-            size = file.stat().st_size
-            digest.update(f"{file.relative_to(folder)} {size}".encode())
-            with file.open("rb") as content:
-                for place in range(PLACES):
-                    content.seek(max(0, size - SAMPLE) * place // (PLACES - 1))
-                    digest.update(content.read(SAMPLE))
+    for file in sorted(path for prefix in prefixes for path in folder.glob(f"{prefix}*/**/*") if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder)} {size}".encode())
+        with file.open("rb") as content:
+            for place in range(PLACES):
+                content.seek(max(0, size - SAMPLE) * place // (PLACES - 1))
+                digest.update(content.read(SAMPLE))
     return digest.hexdigest()[:16]
 
 
@@ -296,60 +300,30 @@ def read_answer(folder: Path, key: str) -> Tree | None:
     try:
         with safe_open(file, "pt") as content:
             metadata = content.metadata() or {}
-            if metadata.get("key") == key:
-                return _restored(json.loads(metadata["tree"]), lambda name: content.get_tensor(name))
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+            if metadata.get("encodes") == key:
+                stored = set(content.keys())
+                values = json.loads(metadata["values"])
+                leaves = [content.get_tensor(str(i)) if str(i) in stored else v for i, v in enumerate(values)]
+                return tree_unflatten(leaves, treespec_loads(metadata["structure"]))
+    except (OSError, SafetensorError, ValueError, KeyError, NotImplementedError) as error:
         logger.warning("%s cannot be read, re-encoding its prompt: %s", file, error)
     return None
 
 
 def write_answer(folder: Path, key: str, answer: Tree) -> None:
     """Store `answer` under `key` if it has only tensors, numbers, texts and None in lists, tuples and dictionaries."""
-    tensors: dict[str, torch.Tensor] = {}
+    leaves, structure = tree_flatten(answer)
+    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
     try:
-        tree = json.dumps(_spelled_tree(answer, tensors))
-    except TypeError:
+        values = json.dumps([None if torch.is_tensor(leaf) else leaf for leaf in leaves])
+        metadata = {"encodes": key, "values": values, "structure": treespec_dumps(structure)}
+    except (TypeError, NotImplementedError):
         return
-    file = _file(folder, key)
-    part = file.with_name(f"{uuid4().hex}.part")  # several workers may write the same file
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(pack_tensors(tensors, {"key": key, "tree": tree}))
-        part.replace(file)
-    except OSError as error:
-        logger.warning("%s cannot be written, the prompt will be re-encoded next time: %s", file, reason(error))
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def _spelled_tree(tree: Tree, tensors: dict[str, torch.Tensor]) -> object:
-    """Return `tree` as JSON and add its tensors to `tensors` by name. Raises `TypeError` for other values."""
-    if isinstance(tree, torch.Tensor):
-        name = str(len(tensors))
-        tensors[name] = tree
-        return {"tensor": name}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [_spelled_tree(value, tensors) for value in tree]}  # type: ignore[attr-defined]
-    if type(tree) is dict:
-        return {"dict": [[name, _spelled_tree(value, tensors)] for name, value in tree.items()]}
-    if tree is None or type(tree) in (str, int, float, bool):
-        return {"value": tree}
-    raise TypeError(f"{type(tree).__name__} is not stored on disk")
-
-
-def _restored(spelled: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Tree:
-    ((kind, value),) = spelled.items()
-    match kind:
-        case "tensor":
-            return tensor(value)
-        case "list":
-            return [_restored(v, tensor) for v in value]
-        case "tuple":
-            return tuple(_restored(v, tensor) for v in value)
-        case "dict":
-            return {name: _restored(v, tensor) for name, v in value}
-        case _:
-            return value
+        write_file(_file(folder, key), pack_tensors(tensors, metadata))
+    except (OSError, GerlError) as error:
+        logger.warning("the encoding of a prompt is not stored, it will be computed again next time: %s", error)
 
 
 # --- Prompts that a pipeline's tokenizers truncate, found without encoding them and without knowing the pipeline.

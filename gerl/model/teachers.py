@@ -1,21 +1,17 @@
 """Teachers of a policy, and its fake model: LoRAs beside the trained one, inactive by default."""
 
-import contextlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import inject_adapter_in_model
 
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.hub import fetch_lora
-from gerl.model.lora import ADAPTER, Denoisers, Layers, Lora, check_fit, inject, read_layers
-from gerl.model.paths import local_lora
+from gerl.model.lora import ADAPTER, Denoisers, Layers, adapted_layers, inject, read_fitting
 from gerl.utils.seeding import derive_seed
 
 # --- Teachers of a policy: LoRAs beside the trained one, inactive by default
@@ -41,9 +37,7 @@ def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str
         if source is None or source in found:
             continue
         try:
-            found[source] = read_layers(local_lora(source) or fetch_lora(source), denoisers)
-            for name, layers in found[source].items():
-                check_fit(layers, denoisers[name], name)
+            found[source] = read_fitting(source, denoisers)
         except ModelError as error:
             raise ModelError(in_teachers(str(error), f"lora={source!r}")) from None
     return found
@@ -70,8 +64,8 @@ def attach_teachers(
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are intended
         for source, adapter in adapters.items():
             for name, layers in read[source].items():
-                inject(denoisers[name], _of_one_rank(layers), adapter)
-    for layer in adapted_layers(denoisers):
+                inject(denoisers[name], layers, adapter)
+    for layer in adapted_layers(denoisers.values()):
         layer.set_adapter([ADAPTER])
     for name, p in teachers_parameters(denoisers).items():
         p.data = p.data.to(device)
@@ -87,36 +81,6 @@ def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.
         for key, p in denoiser.named_parameters()
         if ".lora_" in key and f".{ADAPTER}." not in key
     }
-
-
-def _of_one_rank(layers: Layers) -> Lora:
-    """Return the layers as a LoRA of their largest rank, padded with zero rows, with the scales multiplied into B."""
-    rank = max(halves.rank for halves in layers.values())
-
-    def filled(a: torch.Tensor, b: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        more = rank - len(a)
-        pad = torch.nn.functional.pad
-        return pad(a.float(), (0, 0, 0, more)), pad(b.float() * scale, (0, more))
-
-    return Lora({layer: filled(h.a, h.b, h.scale) for layer, h in layers.items()}, alpha=float(rank))
-
-
-def adapted_layers(denoisers: Mapping[str, torch.nn.Module]) -> list[BaseTunerLayer]:
-    """Return the layers of `denoisers` with a LoRA, trained or not."""
-    return [m for denoiser in denoisers.values() for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
-
-
-@contextlib.contextmanager
-def adapter_active(denoisers: Mapping[str, torch.nn.Module], adapter: str) -> Iterator[None]:
-    """Activate the LoRA `adapter` instead of the trained one in the block; layers without it have no LoRA."""
-    layers = adapted_layers(denoisers)
-    for layer in layers:
-        layer.set_adapter([adapter], inference_mode=True)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_adapter([ADAPTER])
 
 
 # --- A second LoRA, trained to imitate the policy's images: the "fake" model of distribution matching.
@@ -135,18 +99,12 @@ def add_fake(
     """
     for name, denoiser in denoisers.items():
         first = denoiser.peft_config[ADAPTER]
-        config = LoraConfig(
-            r=first.r,
-            lora_alpha=scale * first.lora_alpha,
-            init_lora_weights="gaussian",
-            target_modules=first.target_modules,
-            exclude_modules=first.exclude_modules,
-        )
+        config = replace(first, lora_alpha=scale * first.lora_alpha)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # two LoRAs on a model are intended
             torch.manual_seed(derive_seed("fake", seed, name))
             inject_adapter_in_model(config, denoiser, FAKE)
-    for layer in adapted_layers(denoisers):
+    for layer in adapted_layers(denoisers.values()):
         layer.set_adapter([ADAPTER])
     found = fake_parameters(denoisers)
     for p in found.values():
@@ -158,19 +116,6 @@ def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> dict[str, torch
     """Return the fake LoRA's matrices by name; empty without a fake LoRA."""
     named = {f"{name}.{key}": p for name, denoiser in denoisers.items() for key, p in denoiser.named_parameters()}
     return {name: p for name, p in named.items() if ".lora_" in name and is_fake(name)}
-
-
-@contextlib.contextmanager
-def fake_active(denoisers: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Compute and train with the fake LoRA instead of the trained one within the block."""
-    layers = adapted_layers(denoisers)
-    for layer in layers:
-        layer.set_adapter([FAKE])
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_adapter([ADAPTER])
 
 
 def is_fake(name: str) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from gerl.algorithms.lazily import Tape
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     RewardEvaluation,
@@ -21,11 +23,6 @@ from gerl.algorithms.reward_gradient import (
 )
 from gerl.config.schema import main_key
 from gerl.protocol import Sample
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from gerl.engine import Tape
 
 
 @dataclass(frozen=True)

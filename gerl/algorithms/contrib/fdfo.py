@@ -25,26 +25,17 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.lazily import Policy, ReplayedStep, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import SamplingConfig
 from gerl.config.schema import main_key
 from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, Sample, UpdateStats
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep, transitions
-    from gerl.model.policy import Policy
-else:
-    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
 
 LEAST = 1e-6  # lower bound of mean(d^2), which is 0 for equal images
 

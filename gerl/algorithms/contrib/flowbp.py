@@ -5,10 +5,11 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from gerl.algorithms.lazily import Tape, torch, transitions
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     LeadsTo,
@@ -24,14 +25,6 @@ from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import Sample
-from gerl.utils.lazy import lazy
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl.engine import Tape, transitions
-else:
-    torch, transitions = lazy("torch"), lazy("gerl.engine.transitions")
 
 
 def _nested_key(default: float) -> Any:

@@ -28,27 +28,18 @@ rollout, since the anchor's step that is compared with it is an Euler step.
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, StepGradients
 from gerl.algorithms.core_algos import clipped_policy_loss
+from gerl.algorithms.lazily import Policy, ReplayedStep, engine, torch
 from gerl.algorithms.planning import group_ids, sampled_steps
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import SamplingConfig
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import UpdateStats
-from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
-
-if TYPE_CHECKING:
-    import torch
-
-    from gerl import engine
-    from gerl.engine import ReplayedStep
-    from gerl.model.policy import Policy
-else:
-    torch, engine = lazy("torch"), lazy("gerl.engine")
 
 
 @dataclass(frozen=True)

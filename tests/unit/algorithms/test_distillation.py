@@ -17,9 +17,9 @@ from gerl.config import ClusterConfig, Config
 from gerl.config.algorithms import Teacher
 from gerl.engine import record, replay
 from gerl.errors import ConfigError, ModelError
-from gerl.model.lora import Halves, Layers, lora_disabled
+from gerl.model.lora import Halves, Layers, adapter_active, lora_disabled
 from gerl.model.policy import Policy
-from gerl.model.teachers import adapter_active, attach_teachers, fake_active, is_fake
+from gerl.model.teachers import attach_teachers, is_fake
 from gerl.protocol import Prompt, Sample
 
 OCR, COLOUR = "ocr", "colour"
@@ -310,7 +310,7 @@ def test_a_teacher_of_several_ranks_is_the_sum_of_its_products() -> None:
     small, large = (layers_for(denoiser, 1, rank, name) for rank, name in ((2, "to_q"), (4, "proj_out")))
     weights = {name: denoiser.get_submodule(name).weight.clone() for name in (*small, *large)}
     policy.teachers = attach_teachers([ONE], {"one": {"transformer": small | large}}, policy.denoisers, "cpu")
-    with adapter_active(policy.denoisers, "teacher_0"):
+    with adapter_active(policy.denoisers.values(), "teacher_0"):
         for name, halves in (small | large).items():
             layer = denoiser.get_submodule(name)
             x = torch.randn(3, layer.in_features)
@@ -466,7 +466,7 @@ def test_it_is_in_no_export_and_takes_part_only_where_it_is_asked_for() -> None:
     denoiser = training.policy.denoisers["transformer"]
     assert b".fake." not in training.policy.lora_file()
     open_before = {id(p) for p in denoiser.parameters() if p.requires_grad}
-    with fake_active(training.policy.denoisers):
+    with training.policy.fake():
         imitating = {id(p) for p in denoiser.parameters() if p.requires_grad}
     assert imitating == {id(p) for name, p in training.policy.trained.items() if is_fake(name)}
     assert {id(p) for p in denoiser.parameters() if p.requires_grad} == open_before

@@ -88,7 +88,7 @@ def test_answers_are_put_together_as_in_a_batch() -> None:
 
     parts = [answer([4]), answer([2])]
     layout = found_layout(answer([4, 2]), parts, CPU)
-    assert layout == {"embeds": 0, "mask": "mask int64", "ids": "shared"}
+    assert layout == [0, "mask int64", "shared"]
     made: Any = joined(layout, [answer([1]), answer([3]), answer([3])], CPU, [1, 3, 3])
     expected = answer([1, 3, 3])
     assert all(torch.equal(made[name], expected[name]) for name in expected)
@@ -136,11 +136,11 @@ def test_other_weights_have_another_folder(tmp_path: Path) -> None:
     for part in ("text_encoder", "tokenizer"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "file").write_bytes(bytes(10**5))
-    before = identity(tmp_path, ["text_encoder", "tokenizer"], torch.float32, "none")
-    assert before == identity(tmp_path, ["text_encoder", "tokenizer"], torch.float32, "none")
-    assert before != identity(tmp_path, ["text_encoder", "tokenizer"], torch.bfloat16, "none")
+    before = identity(tmp_path, ("text_encoder", "tokenizer"), torch.float32, "none")
+    assert before == identity(tmp_path, ("text_encoder", "tokenizer"), torch.float32, "none")
+    assert before != identity(tmp_path, ("text_encoder", "tokenizer"), torch.bfloat16, "none")
     (tmp_path / "text_encoder" / "file").write_bytes(bytes(10**5 - 1) + b"1")
-    assert before != identity(tmp_path, ["text_encoder", "tokenizer"], torch.float32, "none")
+    assert before != identity(tmp_path, ("text_encoder", "tokenizer"), torch.float32, "none")
 
 
 # one token per character, and each tokenizer keeps 16 with those that begin and end a text

@@ -17,9 +17,8 @@ from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
 from gerl.model.loading import check_teachers, load_policy, load_teachers
-from gerl.model.lora import ADAPTER, Lora, find_targets
+from gerl.model.lora import ADAPTER, Lora, adapted_layers, find_targets
 from gerl.model.policy import Policy
-from gerl.model.teachers import adapted_layers
 from gerl.workers.setup import load_worker_policy
 
 
@@ -86,7 +85,10 @@ def test_a_lora_that_teaches_twice_is_there_once(base: Path, folders: dict[str, 
     source = str(folders["peft"])
     policy = policy_of(base, Teacher(lora=source), Teacher(lora=source, data_source="a", guidance=2.0))
     assert {t.adapter for t in policy.teachers} == {"teacher_0"}
-    assert {name for layer in adapted_layers(policy.denoisers) for name in layer.lora_A} == {ADAPTER, "teacher_0"}
+    assert {name for layer in adapted_layers(policy.denoisers.values()) for name in layer.lora_A} == {
+        ADAPTER,
+        "teacher_0",
+    }
 
 
 def test_a_pipeline_teaches_with_the_students_noise_levels(

@@ -1,0 +1,23 @@
+"""What algorithms import on first use, so that a wrong key is reported without importing torch."""
+
+from typing import TYPE_CHECKING, Any
+
+from gerl.utils.lazy import lazy
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from gerl import engine
+    from gerl.engine import ReplayedStep, Tape, Trajectory, transitions
+    from gerl.engine.transitions import FlowRule, Rule
+    from gerl.model.policy import Policy
+else:
+    torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
+    DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = (
+        Any  # only annotations name these classes
+    )
+
+__all__ = [
+    "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "Tape", "Trajectory", "engine", "torch", "transitions",
+]  # fmt: skip
