@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from gerl.model.policy import Policy
 else:
     torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
+    # only annotations name these classes
     DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = (
-        Any  # only annotations name these classes
+        Any
     )
 
 __all__ = [
-    "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "Tape", "Trajectory", "engine", "torch", "transitions",
+    "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "Tape", "Trajectory", "engine", "torch",
+    "transitions",
 ]  # fmt: skip
