@@ -7,10 +7,10 @@ from __future__ import annotations  # torch is imported lazily
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, ClassVar, Generic, TypeVar, assert_never
+from typing import Any, ClassVar, assert_never
 
 from gerl.algorithms.core_algos import (
     batch_advantages,
@@ -20,7 +20,7 @@ from gerl.algorithms.core_algos import (
     scaled_by_diversity,
     shaped_by_diversity,
 )
-from gerl.algorithms.lazily import Policy, ReplayedStep, Tape, Trajectory, engine, torch
+from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, Tape, Trajectory, engine, torch
 from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
@@ -322,7 +322,8 @@ class Algorithm(ABC):
         """Return the arguments of the replay of `rows`; `index` is None for all rows of the tape."""
         index = None if rows == list(range(batch.tape.batch_size)) else rows
         step_batch = self.step_batch(meter)
-        return {"steps": batch.trained, "index": index, "cfg": self.settings.cfg, "step_batch": step_batch}
+        options = {"steps": batch.trained, "index": index, "cfg": self.settings.cfg, "step_batch": step_batch}
+        return options | {"meter": meter}
 
     def base_steps(self, policy: Policy, tape: Tape, options: dict[str, Any]) -> dict[int, ReplayedStep]:
         """Replay the steps with the base model, switching to it once per micro-batch."""
@@ -397,44 +398,7 @@ def group_sums(pooled: Pooled, samples: Sequence[Sample], level: int, like: torc
     return totals.to(like), like.new_tensor(counts)
 
 
-# --- Gradient of a replay by trained step
-
-T = TypeVar("T")
-
-
-class StepGradients(Generic[T]):
-    """Measures what each trained step of a replay adds to the gradients of `parameters`, as `reduce` summarises it.
-
-    A replay backpropagates through a step before the next one runs, so a step adds the difference of the gradients
-    between its begin and that of the next one. Gradients are only read.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
-        self.parameters, self.reduce = parameters, reduce
-        self._found: dict[int, T] = {}
-        self._step: int | None = None
-        self._before: list[torch.Tensor | None] = []
-
-    def begin(self, step: int) -> None:
-        """Mark the begin of `step`; call before its loss is computed."""
-        self._close()
-        self._step = step
-        self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
-
-    def end(self) -> dict[int, T]:
-        """Return the results by step; call after the replay."""
-        self._close()
-        return self._found
-
-    def _close(self) -> None:
-        if self._step is None:
-            return
-        added = []
-        for p, before in zip(self.parameters, self._before, strict=True):
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            added.append(grad if before is None else grad - before)
-        self._found[self._step] = self.reduce(added)
-        self._step, self._before = None, []
+# --- What is measured of a step's gradient
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.base import Algorithm, Batch, Rewards
 from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
-from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, Tape, engine, torch
+from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, StepGradients, Tape, engine, torch
 from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import NAME, AlgorithmConfig, Needs, Teacher, teachers
@@ -163,8 +163,6 @@ class OPD(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
-            if meter is not None:
-                meter.begin(k)
             output, step = step.part(target.outputs[k]), step.reached()
             distances = step_distance(settings.distance, step, output)
             losses = target.weights * distances

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Batch, KLWeight, Rewards, StepGradients
+from gerl.algorithms.base import Batch, KLWeight, Rewards
 from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
-from gerl.algorithms.lazily import Policy, ReplayedStep, Tape, torch
+from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, Tape, torch
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     RewardEvaluation,

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, DownSampledConfig, Rewards, StepGradients
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, DownSampledConfig, Rewards
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
@@ -24,7 +24,7 @@ from gerl.algorithms.core_algos import (
     ratio_spread,
     step_weights,
 )
-from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, Tape, engine, torch, transitions
+from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, Tape, engine, torch, transitions
 from gerl.algorithms.planning import sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
@@ -194,8 +194,6 @@ class PolicyGradient(Algorithm):
         found: list[UpdateStats] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            if meter is not None:
-                meter.begin(k)
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
             reached = step if step.overwritten is None else step.reached()
             losses, metrics = self.policy_loss(reached, credit[:, k], clipped_to)

@@ -14,14 +14,13 @@ from gerl.algorithms.base import (
     Pooled,
     Rewards,
     ShapedConfig,
-    StepGradients,
     Sums,
     group_sums,
     pooled_rows,
     pooled_sum,
 )
 from gerl.algorithms.core_algos import best_of_group, regression_weights
-from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, engine, torch, transitions
+from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, engine, torch, transitions
 from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs, cfg_key
@@ -172,6 +171,7 @@ class NoiseLevelPass:
     grad: bool
     reference: bool  # whether the outputs of the base model are needed
     step_batch: int  # levels per denoiser call
+    meter: StepGradients[Any] | None = None
 
 
 def per_sample(values: torch.Tensor) -> torch.Tensor:
@@ -274,8 +274,6 @@ class ForwardProcess(Algorithm):
 
         def on_level(k: int, s: Noised, samples: list[Sample]) -> torch.Tensor:
             nonlocal stats
-            if meter is not None:
-                meter.begin(k)
             if batch.pooled is not None:
                 s = replace(s, pooled=self.sums(batch.pooled, samples, k, s.advantages))
             loss, metrics = self.loss(s)
@@ -294,7 +292,7 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, base, self.step_batch(meter)))
+        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, base, self.step_batch(meter), meter))
         return stats
 
     def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: NoiseLevelPass) -> None:
@@ -322,7 +320,7 @@ class ForwardProcess(Algorithm):
                 s = s.without(step.written)
             return visit.on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
 
-        engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, **options)
+        engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, meter=visit.meter, **options)
 
     def _others(
         self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any], with_reference: bool

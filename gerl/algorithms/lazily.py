@@ -10,16 +10,15 @@ if TYPE_CHECKING:
 
     from gerl import engine
     from gerl.engine import ReplayedStep, Tape, Trajectory, transitions
+    from gerl.engine.replay import StepGradients
     from gerl.engine.transitions import FlowRule, Rule
     from gerl.model.policy import Policy
 else:
     torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
     # only annotations name these classes
-    DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = (
-        Any
-    )
+    DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = Any
 
 __all__ = [
-    "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "Tape", "Trajectory", "engine", "torch",
-    "transitions",
+    "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "StepGradients", "Tape", "Trajectory", "engine",
+    "torch", "transitions",
 ]  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
-from gerl.algorithms.lazily import FlowRule, Policy, ReplayedStep, Tape, engine, torch, transitions
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.lazily import FlowRule, Policy, ReplayedStep, StepGradients, Tape, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import SamplingConfig

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -210,6 +210,7 @@ def replay(
     grad: bool = True,
     cfg: CfgMode = "joint",
     step_batch: int = 1,
+    meter: StepGradients[Any] | None = None,
 ) -> None:
     """Run the recorded call again and pass its trained steps to `on_step(k, step) -> loss or None`.
 
@@ -223,7 +224,8 @@ def replay(
     conditional output `c` and the unconditional `u`. detach_uncond: the same values, but `u` is computed without
     gradient, which saves a quarter of the time or more. off: only `c` is computed, and is the model output (CFG
     distillation). `step_batch`: number of trained steps in one forward and backward pass of the denoiser; memory grows
-    with it, results are equal up to rounding.
+    with it, results are equal up to rounding. `meter`: measures what each step adds to
+    the gradients, with `step_batch` 1.
 
     Raises `ReplayError` if the pipeline deviates from the rollout, or guides in a way that only `cfg` joint supports.
     """
@@ -239,6 +241,7 @@ def replay(
         player = BatchedReplayer(gatherer.gathered, step_batch, part, on_step, steps, given, grad, cfg)
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
+    player.meter = meter if grad else None
     with player.differentiable:
         play(pipe, player, start)
 
@@ -350,6 +353,7 @@ class Replayer(TapeHead):
         self.roles: dict[tuple[int, int], Role] = {}  # of the denoiser calls by position, unless cfg is joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
+        self.meter: StepGradients[Any] | None = None
         self.conditional: Tree = None  # latest output of a separate conditional call
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
@@ -507,6 +511,8 @@ class Replayer(TapeHead):
         )
         output = model_output.float()
         overwritten = None if given or not self.overwrites else self.tape.overwritten(k)
+        if self.meter is not None:
+            self.meter.begin(k)
         loss = self.on_step(k, ReplayedStep(recorded.rule, x, x_next, log_prob, mean, output, written, overwritten))
         if loss is not None:
             latest = self.cuts[-1][0]  # leaves of earlier steps are present if several steps run in one forward pass
@@ -815,3 +821,43 @@ def backprop_step(
     direct, through = player.direct, player.leaf.grad
     zero = torch.zeros_like(player.leaf)
     return LatentsGradient(zero if direct is None else direct, zero if through is None else through)
+
+
+# --- Gradient of a replay by trained step
+
+T = TypeVar("T")
+
+
+class StepGradients(Generic[T]):
+    """Measures what each trained step of a replay adds to the gradients of `parameters`, as `reduce` summarises it.
+
+    A replay backpropagates through a step before the next one runs, so a step adds the difference of the gradients
+    between its begin and that of the next one. Gradients are only read.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], reduce: Callable[[Sequence[torch.Tensor]], T]) -> None:
+        self.parameters, self.reduce = parameters, reduce
+        self._found: dict[int, T] = {}
+        self._step: int | None = None
+        self._before: list[torch.Tensor | None] = []
+
+    def begin(self, step: int) -> None:
+        """Mark the begin of `step`; call before its loss is computed."""
+        self._close()
+        self._step = step
+        self._before = [None if p.grad is None else p.grad.clone() for p in self.parameters]
+
+    def end(self) -> dict[int, T]:
+        """Return the results by step; call after the replay."""
+        self._close()
+        return self._found
+
+    def _close(self) -> None:
+        if self._step is None:
+            return
+        added = []
+        for p, before in zip(self.parameters, self._before, strict=True):
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            added.append(grad if before is None else grad - before)
+        self._found[self._step] = self.reduce(added)
+        self._step, self._before = None, []

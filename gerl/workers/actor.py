@@ -16,9 +16,10 @@ import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
-from gerl.algorithms.base import Pooled, StepGradients, flat_copy, pooled_sum, squared_norm
+from gerl.algorithms.base import Pooled, flat_copy, pooled_sum, squared_norm
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
+from gerl.engine.replay import StepGradients
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.errors import is_full, release
 from gerl.model.policy import EMA, Policy, local

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
-from gerl.algorithms.lazily import Policy, ReplayedStep, engine, torch, transitions
+from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import SamplingConfig
@@ -104,8 +104,6 @@ class FDFO(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
-            if meter is not None:
-                meter.begin(k)
             rollout_mean = step.recorded_mean if self.guided else step.mean.detach()
             assert rollout_mean is not None
             moved = step.part(velocity_change(step, rollout_mean))

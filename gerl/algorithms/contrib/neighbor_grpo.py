@@ -30,9 +30,9 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, StepGradients
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards
 from gerl.algorithms.core_algos import clipped_policy_loss
-from gerl.algorithms.lazily import Policy, ReplayedStep, engine, torch
+from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch
 from gerl.algorithms.planning import group_ids, sampled_steps
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import SamplingConfig
@@ -110,8 +110,6 @@ class NeighborGRPO(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
-            if meter is not None:
-                meter.begin(k)
             latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
             credit = batch.credit[:, k].to(latents.device)
             # without guidance the recorded step is of another policy
