@@ -54,12 +54,9 @@ class CRD(ForwardProcess):
 
     names = "crd"
     settings: CRDConfig
+    all_samples = True
     guided_reference = True
     compared_with_old = ("implicit_reward",)
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Return `crd_loss`; reports the mean `implicit_reward`, which is 0 at the old policy."""

@@ -72,6 +72,7 @@ class DGPO(ForwardProcess):
 
     names = "dgpo"
     settings: DGPOConfig
+    pulls_all = True
     compared_with_old: tuple[str, ...] = ("stopped_fraction",)
     shared_noise = True
 
@@ -79,10 +80,6 @@ class DGPO(ForwardProcess):
         super().__init__(config)
         if self.settings.reference == "old":  # then w is 1/2 while the old policy equals the trained one
             self.compared_with_old += ("group_weight",)
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return self.kl_coef > 0  # a sample without advantage still has a distance to the reference
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Return `dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""

@@ -31,11 +31,8 @@ class DiffusionNFT(ForwardProcess):
 
     names = "diffusion_nft"
     settings: DiffusionNFTConfig
+    all_samples = True
     compared_with_old = ("old_distance",)
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return True
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Return `nft_loss` and the metric `old_distance`, the mean squared distance to the old policy's outputs."""

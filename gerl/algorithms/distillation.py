@@ -126,14 +126,11 @@ class OPD(Algorithm):
 
     names = "opd"
     settings: OPDConfig
+    all_samples = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = self.needs.teachers
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return True
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         sampling = self.config.sampling
@@ -337,14 +334,11 @@ class DMDR(FlowGRPO):
 
     names = "dmdr"
     settings: DMDRConfig
+    all_samples = True  # images without advantage are matched too
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = self.needs.teachers
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return True  # images without advantage are matched too
 
     def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss:
         images: Levels = {}

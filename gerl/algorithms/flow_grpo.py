@@ -116,14 +116,14 @@ class PolicyGradient(Algorithm):
 
     settings: PolicyGradientConfig
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pulls_all = not self.settings.subtracts_kl  # otherwise the KL is in the reward
+
     @property
     def adds_kl(self) -> bool:
         """Whether the KL to the base model is in the loss."""
-        return self.kl_coef > 0 and not self.settings.subtracts_kl
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return self.adds_kl  # a sample without advantage still has a KL
+        return self.pulls_all and self.kl_coef > 0
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability belongs to another (the guided) policy

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     torch, engine, transitions = lazy("torch"), lazy("gerl.engine"), lazy("gerl.engine.transitions")
     # only annotations name these classes
-    DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = Any
+    DiffusionPipeline = ReplayedStep = Tape = Trajectory = FlowRule = Rule = Policy = StepGradients = Any
 
 __all__ = [
     "DiffusionPipeline", "FlowRule", "Policy", "ReplayedStep", "Rule", "StepGradients", "Tape", "Trajectory", "engine",

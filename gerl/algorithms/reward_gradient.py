@@ -133,7 +133,7 @@ class RewardGradient(Algorithm):
 
     preset = "draft"
     settings: RewardGradientConfig
-    needs_all_samples = True
+    all_samples = True
     reward: Score  # set by workers that decode images
 
     def __init__(self, config: Config) -> None:

@@ -69,14 +69,11 @@ class FDFO(Algorithm):
 
     names = "fdfo"
     settings: FDFOConfig
+    pulls_all = True  # pairs without a difference too
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.guided = self.needs.recorded_means
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return self.kl_coef > 0  # pairs without a difference still have a KL to the base model
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         return super().plan([self._from_noise_of_the_pair(sample) for sample in samples], first_id)
