@@ -21,7 +21,7 @@ from gerl.algorithms.core_algos import (
     shaped_by_diversity,
 )
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, Tape, Trajectory, engine, torch
-from gerl.algorithms.planning import group_chunks, group_ids, micro_batches, sde_window
+from gerl.algorithms.planning import group_chunks, micro_batches, sde_window
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
 from gerl.config.blocks import AdvantageEstimator, DiversityShaping, StdKind
@@ -82,6 +82,12 @@ class ClippedConfig(AlgorithmConfig):
 
     def clip_range(self, dimensions: int) -> tuple[float, float]:
         return self.clip_low, self.clip_high
+
+
+def group_ids(samples: Sequence[Sample]) -> torch.Tensor:
+    """Return an integer per sample, equal within a group: [B] int64, in order of appearance."""
+    numbers: dict[Group, int] = {}
+    return torch.tensor([numbers.setdefault(s.group, len(numbers)) for s in samples], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -398,18 +404,3 @@ def group_sums(pooled: Pooled, samples: Sequence[Sample], level: int, like: torc
     sums, counts = zip(*(pooled[sample.group, level] for sample in samples), strict=True)
     totals = torch.stack([torch.as_tensor(total, dtype=torch.float64) for total in sums])
     return totals.to(like), like.new_tensor(counts)
-
-
-# --- What is measured of a step's gradient
-
-
-def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of all values, a scalar on their device, without synchronising."""
-    return torch.nn.utils.get_total_norm(gradients).square()
-
-
-def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate all values into one fp32 vector on the CPU."""
-    from gerl.model.policy import local  # imported here: the driver does not need torch.distributed.tensor
-
-    return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])

@@ -15,13 +15,14 @@ from gerl.algorithms.base import (
     Rewards,
     ShapedConfig,
     Sums,
+    group_ids,
     group_sums,
     pooled_rows,
     pooled_sum,
 )
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, engine, torch, transitions
-from gerl.algorithms.planning import any_steps, group_ids, sampled_steps
+from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs, cfg_key
 from gerl.config.blocks import CfgMode, LevelDraw

@@ -316,9 +316,3 @@ def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool 
 def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:
     """Split `samples` into parts of at most `size`."""
     return [samples[i : i + size] for i in range(0, len(samples), size)]
-
-
-def group_ids(samples: Sequence[Sample]) -> torch.Tensor:
-    """Return an integer per sample, equal within a group: [B] int64, in order of appearance."""
-    numbers: dict[Group, int] = {}
-    return torch.tensor([numbers.setdefault(s.group, len(numbers)) for s in samples], dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gerl.algorithms.base import NormalisedConfig, Rewards
+from gerl.algorithms.base import NormalisedConfig, Rewards, group_ids
 from gerl.algorithms.core_algos import tree_advantages
 from gerl.algorithms.flow_grpo import (
     PolicyGradient,
@@ -14,7 +14,7 @@ from gerl.algorithms.flow_grpo import (
     WeightedConfig,
 )
 from gerl.algorithms.lazily import torch
-from gerl.algorithms.planning import group_ids, micro_batches, sde_window
+from gerl.algorithms.planning import micro_batches, sde_window
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import NodeStdKind, SamplingConfig
 from gerl.config.schema import key, main_key

@@ -861,3 +861,8 @@ class StepGradients(Generic[T]):
             added.append(grad if before is None else grad - before)
         self._found[self._step] = self.reduce(added)
         self._step, self._before = None, []
+
+
+def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of all values, a scalar on their device, without synchronising."""
+    return torch.nn.utils.get_total_norm(gradients).square()

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gerl.algorithms import Algorithm, Rewards
-from gerl.algorithms.base import ShapedConfig
+from gerl.algorithms.base import ShapedConfig, group_ids
 from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
-from gerl.algorithms.planning import group_ids
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats

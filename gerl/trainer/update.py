@@ -58,6 +58,7 @@ class Update:
         config, credit, fleet = self.config, step.credit, self.fleet
         seed_everything("update", config.trainer.seed, self.state.step)
         tasks, images = split_rollout_and_dataset(step.tasks, self.algorithm)
+        all_samples = self.algorithm.needs_all_samples
         by_task = split_by_task(tasks, credit)
         per_sample = None if step.kl_weight is None else PackedTensors(split_by_task(tasks, step.kl_weight))
         kl = KLWeight(self.algorithm.kl_coef, per_sample)
@@ -67,7 +68,7 @@ class Update:
         parts = list(update_parts(tasks, config.actor.updates_per_step, self.algorithm.whole_groups))
         credit_of = [PackedTensors((task.id, by_task[task.id]) for task in part) for part in parts]
         # decided here for all workers, which must take the same steps
-        learned = [n for n, own in enumerate(credit_of) if self.has_signal(torch.cat(list(own.values())))]
+        learned = [n for n, own in enumerate(credit_of) if has_signal(torch.cat(list(own.values())), all_samples)]
         learned *= config.actor.epochs
         results: list[StepResult] = []  # of an optimizer step, by worker
         for turn, number in enumerate(learned, start=1):
@@ -126,11 +127,6 @@ class Update:
             )
         return metrics
 
-    def has_signal(self, credit: torch.Tensor) -> bool:
-        """Whether the algorithm learns from `credit`; NaN: not trained on."""
-        known = credit[~credit.isnan()]
-        return bool(len(known) if self.algorithm.needs_all_samples else known.any())
-
     def check_ratio(self, deviation: float) -> None:
         """Raise `TrainingError` if the ratio on policy is not 1; a NaN comes with a gradient that `count` skips."""
         if deviation > self.ratio_limit:
@@ -148,6 +144,12 @@ class Update:
                 raise TrainingError(
                     f"{self.state.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
+
+
+def has_signal(credit: torch.Tensor, all_samples: bool) -> bool:
+    """Whether an algorithm learns from `credit`, NaN where not trained on; `all_samples`: also from a credit of 0."""
+    known = credit[~credit.isnan()]
+    return bool(len(known) if all_samples else known.any())
 
 
 def split_by_task(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from diffusers.optimization import get_scheduler
 
 from gerl.algorithms import Algorithm, Batch
-from gerl.algorithms.base import Pooled, flat_copy, pooled_sum, squared_norm
+from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
-from gerl.engine.replay import StepGradients
+from gerl.engine.replay import StepGradients, squared_norm
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.errors import is_full, release
 from gerl.model.policy import EMA, Policy, local
@@ -85,6 +85,11 @@ def build_optimizer(config: ActorConfig, parameters: Sequence[torch.nn.Parameter
 def gradient_of(p: torch.nn.Parameter) -> torch.Tensor:
     """Return the gradient of `p`, zeros if it has none."""
     return p.grad if p.grad is not None else torch.zeros_like(p)
+
+
+def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate all values into one fp32 vector on the CPU."""
+    return torch.cat([local(gradient).detach().float().cpu().flatten() for gradient in gradients])
 
 
 def clip_gradients(

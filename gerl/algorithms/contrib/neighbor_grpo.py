@@ -30,10 +30,10 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, group_ids
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch
-from gerl.algorithms.planning import group_ids, sampled_steps
+from gerl.algorithms.planning import sampled_steps
 from gerl.config.algorithms import Needs
 from gerl.config.blocks import SamplingConfig
 from gerl.config.schema import key, main_key

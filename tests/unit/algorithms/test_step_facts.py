@@ -7,10 +7,10 @@ import torch
 from training import Training, chain_credit, config, relative
 
 from gerl.algorithms import PolicyGradient, build_algorithm, count_pairs
-from gerl.algorithms.base import flat_copy, squared_norm
 from gerl.engine import ReplayedStep
-from gerl.engine.replay import StepGradients
+from gerl.engine.replay import StepGradients, squared_norm
 from gerl.engine.transitions import FlowRule, coefficients, gaussian_log_prob
+from gerl.workers.actor import flat_copy
 
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5, 0.5, 0.7, -1.0, 0.3]
 

@@ -11,7 +11,7 @@ from gerl.config import ActorConfig, Config, algorithm_config
 from gerl.errors import TrainingError
 from gerl.protocol import StepResult, UpdateStats
 from gerl.run.checkpoint import RunState
-from gerl.trainer.update import Update, actor_metrics, off_policy_metrics
+from gerl.trainer.update import Update, actor_metrics, has_signal, off_policy_metrics
 
 
 def update(half_precision: bool = False, **actor: float) -> Update:
@@ -42,10 +42,9 @@ def test_updates_without_a_finite_gradient_are_counted_and_fatal_after_the_limit
 
 def test_an_update_without_any_signal_is_decided_by_the_driver() -> None:
     credit = torch.tensor([[0.0, 0.0], [math.nan, math.nan]])
-    decided = update()
-    assert not decided.has_signal(credit) and decided.has_signal(torch.tensor([[0.0, -1.0]]))
-    decided.algorithm = build_algorithm(Config(algorithm=algorithm_config(kl_coef=0.1)))
-    assert decided.has_signal(credit) and not decided.has_signal(credit[1:])  # there is a KL
+    assert not has_signal(credit, False) and has_signal(torch.tensor([[0.0, -1.0]]), False)
+    assert build_algorithm(Config(algorithm=algorithm_config(kl_coef=0.1))).needs_all_samples
+    assert has_signal(credit, True) and not has_signal(credit[1:], True)  # there is a KL
 
 
 def test_a_nan_among_the_ratios_is_not_lost() -> None:
