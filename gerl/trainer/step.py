@@ -70,9 +70,10 @@ def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = Fals
     """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
 
     Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
-    a failed prompt is NaN. Without a total if only people score, who vote in training only.
+    a failed prompt is NaN. Images without a total are counted. Without a total if only people score, who vote in training only.
     """
-    metrics: Metrics = {"val/failures": float(scores.unscored)} if validation else {}
+    failures = "val/failures" if validation else "reward/failures"
+    metrics: Metrics = {} if scores.given else {failures: float(scores.unscored)}
     total = {"reward": scores.totals} if scores.measured and not scores.given else {}
     for name, values in {**total, **scores.by_scorer}.items():
         key = f"val/{name}" if validation else "reward" if name == "reward" else f"reward/{name}"
@@ -148,7 +149,7 @@ def usable_rewards(config: Config, scores: Scores) -> tuple[Rewards, Metrics]:
         "group/dropped": float(len(report)),
     }
     if not scores.given:
-        metrics |= {"reward/std": float(totals.std(correction=0)), "reward/failures": float(scores.unscored)}
+        metrics["reward/std"] = float(totals.std(correction=0))
     diversity = None
     if isinstance(config.algorithm, ShapedConfig) and config.algorithm.diversity != "none":
         diversity = _diversity(config.algorithm, scores, rows)

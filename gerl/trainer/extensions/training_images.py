@@ -42,15 +42,11 @@ class TrainingImages(Extension):
         if not self.config.logger.live:
             remove_live(run.run_dir)
 
-    def scored(self, run: Run, step: Step) -> bool:
-        every, total = run.config.validation.every, run.config.trainer.steps
-        if step.rounds == 1 and (step.number == 1 or due(step.number, every, total)):
+    def credited(self, run: Run, step: Step) -> None:
+        if step.number == 1 or due(step.number, run.config.validation.every, run.config.trainer.steps):
             first = len(step.tasks[0].samples)
             sheet = training_sheet(step.scores.samples[:first], step.images[0].result().pixels, step.scores.totals)
             run.picture(step.number, "train", sheet)
-        return False
-
-    def credited(self, run: Run, step: Step) -> None:
         if not self.config.logger.live:
             return
         try:

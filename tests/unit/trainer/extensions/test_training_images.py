@@ -10,7 +10,7 @@ from PIL import Image
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.cluster import Pending
-from gerl.config import Config, TrainerConfig, ValidationConfig
+from gerl.config import Config, LoggerConfig, TrainerConfig, ValidationConfig
 from gerl.progress import Stopwatch
 from gerl.protocol import Images, Prompt, Scores
 from gerl.trainer.extensions.training_images import TrainingImages
@@ -19,7 +19,9 @@ from gerl.trainer.step import Step
 
 @pytest.mark.parametrize("held_out", [[], [Prompt(0, "x")]])
 def test_a_sheet_is_saved_as_often_as_there_is_a_validation_also_without_held_out_prompts(held_out: list[Any]) -> None:
-    config = Config(trainer=TrainerConfig(steps=5), validation=ValidationConfig(every=2))
+    config = Config(
+        trainer=TrainerConfig(steps=5), validation=ValidationConfig(every=2), logger=LoggerConfig(live=False)
+    )
     found = dict[int, tuple[str, tuple[int, int]]]()
 
     def picture(step: int, name: str, image: Image.Image) -> None:
@@ -30,11 +32,10 @@ def test_a_sheet_is_saved_as_often_as_there_is_a_validation_also_without_held_ou
     samples = plan_samples(config, [Prompt(0, "a"), Prompt(1, "b")], 1, 0)
     tasks = build_algorithm(config).plan(samples)
     for number in range(1, 6):
-        for rounds in (1, 2):
-            step = Step(number, Stopwatch(), tasks=list(tasks), rounds=rounds)
-            step.scores.add(Scores(samples, [1.0] * len(samples), {}, [[] for _ in samples]))
-            pixels = np.zeros((len(tasks[0].samples), 8, 8, 3), np.uint8)
-            step.images = [Pending("worker", value=Images(0, pixels, 0.0))]
-            assert not TrainingImages(config).scored(run, step)
-            assert (number in found) == (number != 3)
+        step = Step(number, Stopwatch(), tasks=list(tasks))
+        step.scores.add(Scores(samples, [1.0] * len(samples), {}, [[] for _ in samples]))
+        pixels = np.zeros((len(tasks[0].samples), 8, 8, 3), np.uint8)
+        step.images = [Pending("worker", value=Images(0, pixels, 0.0))]
+        TrainingImages(config).credited(run, step)
+        assert (number in found) == (number != 3)
     assert {name for name, _ in found.values()} == {"train"} and list(found) == [1, 2, 4, 5]
