@@ -17,7 +17,7 @@ from gerl.algorithms import Batch, build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, SamplingConfig
 from gerl.engine import record, record_batch_probe
-from gerl.model.call import pipeline_call
+from gerl.model.prompts import pipeline_call
 from gerl.model.loading import load_policy
 from gerl.model.policy import Policy
 from gerl.protocol import Prompt, Sample

@@ -48,7 +48,7 @@ class Timeline:
         self._zero = time.time() - time.perf_counter()
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._running: dict[Call, tuple[What, int, float]] = {}
+        self.running: dict[Call, tuple[What, int, float]] = {}
         self._free: dict[str, float] = {}  # worker -> end of its last call
 
     def add(self, worker: str, what: What, start: float) -> None:
@@ -72,14 +72,14 @@ class Timeline:
             self.add(call.worker, what, start)
             return
         with self._lock:
-            self._running[call] = what, self.step, start
+            self.running[call] = what, self.step, start
 
     def ended(self, calls: Collection[Call]) -> None:
         """Add the spans of calls that have ended; unknown calls are ignored."""
         now = time.perf_counter()
         with self._lock:
             for call in calls:
-                if (found := self._running.pop(call, None)) is not None:
+                if (found := self.running.pop(call, None)) is not None:
                     what, step, start = found
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
@@ -88,7 +88,7 @@ class Timeline:
     def forget(self) -> None:
         """Drop the running calls."""
         with self._lock:
-            self._running.clear()
+            self.running.clear()
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, about `MAX_SPANS` at most, in order of their start."""
@@ -120,10 +120,10 @@ PHASES: dict[str, What] = {"rollout": "draw", "reward_wait": "score", "update": 
 
 
 class Stopwatch:
-    """Sums of seconds by name, `timing/NAME_s` in `metrics`; phases of a step are also added to the timeline."""
+    """Sums of seconds as metrics `timing/NAME_s`; phases of a step are also added to the timeline."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
-        self.seconds: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.timeline = timeline
 
     @contextlib.contextmanager
@@ -135,14 +135,12 @@ class Stopwatch:
             with shown:
                 yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            key = f"timing/{name}_s"
+            self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
 
     def restarted(self) -> "Stopwatch":
         """Return a new stopwatch with the same timeline."""
         return Stopwatch(self.timeline)
-
-    def metrics(self) -> dict[str, float]:
-        return {f"timing/{name}_s": seconds for name, seconds in self.seconds.items()}
 
 
 # --- A bar on a terminal, lines in the log elsewhere, and lines about what a command waits for

@@ -13,13 +13,13 @@ from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
 from gerl.evaluate.loras import BASE
-from gerl.model.call import unguided
 from gerl.model.denoisers import find_denoisers, quiet_libraries
 from gerl.model.errors import check_backend, model_errors
 from gerl.model.hub import Downloads
 from gerl.model.loading import load_pipeline
 from gerl.model.placement import compile_blocks
 from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
+from gerl.model.prompts import unguided
 from gerl.progress import waiting
 from gerl.protocol import CutPrompts, Images, Prompt, Sample
 from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin

@@ -190,7 +190,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # warnings about gerl's own calls, or that gerl reports itself
 NOISE = re.compile(
     "was truncated because|sequence length is longer than"  # gerl.model.prompts counts truncations over all prompts
-    "|true_cfg_scale is passed as"  # gerl.model.call.unguided names the configuration keys
+    "|true_cfg_scale is passed as"  # gerl.model.prompts.unguided names the configuration keys
     "|passed to [A-Za-z]*Scheduler, but are not expected"  # from the scheduler that replaces the pipeline's
     r"|kept in float32: \[\]|requires torchvision|Guiders are currently|deprecated"
 )

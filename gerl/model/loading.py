@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.call import check_arguments
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
 from gerl.model.hub import fetch, model_folder, refusal_of_code
@@ -26,6 +25,7 @@ from gerl.model.lora import add_lora, begin_with, check_loads, lora_file, merge_
 from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
 from gerl.model.policy import EMA, Policy, alone, chosen, divide, parameters_of
+from gerl.model.prompts import check_arguments
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import Unread, check_context, divide_context, shard, sharded_components, unread_models

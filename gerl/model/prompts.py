@@ -1,6 +1,6 @@
-"""Prompt encodings cached in memory or on disk, and prompts longer than a tokenizer's limit."""
+"""A pipeline's call: its arguments, cached encodings of its prompts, and prompts longer than a tokenizer's limit."""
 
-from __future__ import annotations
+from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
 import inspect
@@ -8,17 +8,15 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import diffusers
 import torch
-import transformers
-from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 from torch.utils._pytree import (
     TreeSpec,
@@ -29,15 +27,112 @@ from torch.utils._pytree import (
     treespec_dumps,
     treespec_loads,
 )
-from transformers import PreTrainedTokenizerBase
 
-from gerl.config import ModelConfig
+from gerl.config import ModelConfig, SamplingConfig
 from gerl.engine.record import Tree, detached_copy, tensor_bytes
-from gerl.errors import GerlError
+from gerl.engine.transitions import FLOW, family
+from gerl.errors import GerlError, ModelError
 from gerl.model.hub import model_folder
 from gerl.protocol import CutPrompts
 from gerl.utils.files import write_file
 from gerl.utils.tensors import pack_tensors
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+    from transformers import PreTrainedTokenizerBase
+
+
+# --- Arguments of a call, built from the configuration
+
+
+def pipeline_call(
+    pipe: DiffusionPipeline, sampling: SamplingConfig, prompts: list[str], **overrides: object
+) -> dict[str, object]:
+    """Return the pipeline's keyword arguments for `prompts`. Raises `ModelError` for an argument it does not accept."""
+    given = _arguments(sampling, **overrides)
+    _check_prompt(pipe)
+    _check_names(type(pipe), given)
+    for name in given:  # not every pipeline repeats a single text for all prompts
+        if "prompt" in name and isinstance(given[name], str):
+            given[name] = [given[name]] * len(prompts)
+    return {"prompt": prompts, "output_type": "np", **given}
+
+
+def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
+    """Raise `ModelError` if pipelines of class `kind` do not accept an argument of a rollout.
+
+    `overrides`: further arguments; those that are None are not passed.
+    """
+    _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
+
+
+def _arguments(sampling: SamplingConfig, **overrides: object) -> dict[str, object]:
+    """Return the arguments of a call except prompts and output type."""
+    arguments: dict[str, object] = {
+        "height": sampling.height,
+        "width": sampling.width,
+        "guidance_scale": sampling.guidance_scale,
+        "num_inference_steps": sampling.num_inference_steps,
+        **sampling.call,
+    }
+    arguments |= {name: value for name, value in overrides.items() if value is not None}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_prompt(pipe: DiffusionPipeline) -> None:
+    """Raise `ModelError` if the pipeline takes no prompt, naming the pipelines inside it."""
+    from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
+
+    if "prompt" in inspect.signature(type(pipe).__call__).parameters:
+        return
+    inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
+    parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
+    way = f"it consists of the pipelines {', '.join(parts)}; train one of them that does" if parts else ""
+    raise ModelError(
+        f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: "
+        f"{way or 'choose a pipeline that does'}"
+    )
+
+
+def _check_names(kind: type, names: Iterable[str]) -> None:
+    accepted = inspect.signature(kind.__call__).parameters
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        place = (
+            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
+        )
+        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
+
+
+def unguided(kind: type, sampling: SamplingConfig) -> str | None:
+    """Return a warning if true guidance has a scale above 1 but lacks the negative prompt it needs, else None."""
+    parameters, name = inspect.signature(kind.__call__).parameters, "true_cfg_scale"
+    if name not in parameters or any(sampling.call.get(k) is not None for k in parameters if "negative_prompt" in k):
+        return None
+    scale = sampling.call.get(name, parameters[name].default)
+    if not isinstance(scale, int | float) or scale <= 1:
+        return None
+    given = f"sampling.call.{name}={scale:g}" if name in sampling.call else f"the {name} of {kind.__name__}, {scale:g},"
+    return (
+        f"{given} has no effect without a negative prompt, so images are sampled without guidance: add "
+        f"sampling.call.negative_prompt=' ' for guidance, or sampling.call.{name}=1"
+    )
+
+
+def training_sigmas(sampling: SamplingConfig) -> list[float] | None:
+    """Return the noise levels of `sampling.sigmas` before the scheduler's shift; None selects the scheduler's own."""
+    n = sampling.num_inference_steps
+    return None if sampling.sigmas == "scheduler" else [1 - i * (1 - 1 / n) / (n - 1) for i in range(n)]
+
+
+def check_sigmas(scheduler: SchedulerMixin, sampling: SamplingConfig) -> None:
+    """Raise `ModelError` if `scheduler` does not support the noise levels of `sampling.sigmas`."""
+    if training_sigmas(sampling) is not None and family(scheduler) not in (*FLOW, "flow_map"):
+        raise ModelError(
+            f"sampling.sigmas={sampling.sigmas} requires flow matching, whose noise levels are in [0, 1]: this "
+            f"pipeline has the scheduler {type(scheduler).__name__}, use sampling.sigmas=scheduler"
+        )
+
 
 # --- Cache of prompt encodings: outputs of a pipeline's `encode_*` methods, kept in memory and optionally on disk.
 #
@@ -276,7 +371,7 @@ SAMPLE, PLACES = 2**12, 16  # bytes read at each of 16 positions in a file, for 
 
 def identity(folder: Path, prefixes: tuple[str, ...], *settings: object) -> str:
     """Return an id of an encoder: components of a pipeline's `folder` by prefix, settings, and library versions."""
-    versions = [module.__version__ for module in (torch, diffusers, transformers)]
+    versions = [version(package) for package in ("torch", "diffusers", "transformers")]
     digest = sha256(json.dumps([*map(str, settings), *versions]).encode())
     for file in sorted(path for prefix in prefixes for path in folder.glob(f"{prefix}*/**/*") if path.is_file()):
         size = file.stat().st_size
@@ -430,6 +525,8 @@ def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:
     """Return the tokenizers of a pipeline by component, including those inside processors."""
+    from transformers import PreTrainedTokenizerBase  # imported lazily, as diffusers
+
     parts = {name: getattr(part, "tokenizer", part) for name, part in pipe.components.items()}
     found: dict[str, PreTrainedTokenizerBase] = {}
     for name, part in parts.items():
@@ -449,6 +546,8 @@ def _token_lengths(tokenizer: PreTrainedTokenizerBase, reading: Reading, prompts
 @contextlib.contextmanager
 def _noting(note: Callable[[PreTrainedTokenizerBase, object, Mapping[str, Any]], None]) -> Iterator[None]:
     """Call `note` with text and keyword arguments of each tokenizer call in the block."""
+    from transformers import PreTrainedTokenizerBase  # imported lazily, as diffusers
+
     original = PreTrainedTokenizerBase.__call__
     inside = False
 

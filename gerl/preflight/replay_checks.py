@@ -12,7 +12,7 @@ from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.record import noise_from
 from gerl.engine.transitions import RESAMPLES, family
-from gerl.model.call import training_sigmas
+from gerl.model.prompts import training_sigmas
 from gerl.preflight.findings import Report
 from gerl.protocol import RolloutTask, Sample
 from gerl.utils.seeding import sample_generators

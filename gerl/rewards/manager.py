@@ -373,7 +373,8 @@ class RewardManager:
         limits = [] if most is None else [most]
         limits += [max(0.0, min(deadlines) - time.perf_counter())] if deadlines else []
         ended = wait([*others, *starting, *self.running], min(limits, default=None))
-        self.timeline.ended(ended)
+        if self.timeline.running:
+            self.timeline.ended(ended)
         self.collect(ended)
         return ended
 

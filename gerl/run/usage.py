@@ -62,7 +62,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
 
 
 def call_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the pipeline in a validation, as `gerl.model.call.pipeline_call` passes them."""
+    """Return the arguments of the pipeline in a validation, as `gerl.model.prompts.pipeline_call` passes them."""
     sampling, other = config.get("sampling") or {}, config.get("validation") or {}
     names = ("height", "width", "num_inference_steps", "guidance_scale")
     call = {name: sampling.get(name) for name in names} | dict(sampling.get("call") or {})

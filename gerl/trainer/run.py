@@ -462,7 +462,7 @@ class Run:
     def finish(self, step: Step) -> None:
         """Mark the step as trained: `run.state` is now the state after it."""
         state, step.taken, self.patience = self.state, True, REMINDER
-        state.unlogged = step.metrics | step.watch.metrics()
+        state.unlogged = step.metrics | step.watch.metrics
         state.step, state.algorithm = step.number, self.algorithm.state()
         state.extensions = {name: s for name, e in self.overriding("state").items() if (s := e.state()) is not None}
 
@@ -476,7 +476,7 @@ class Run:
     def log(self, step: Step) -> None:
         """Write the row of metrics of a step."""
         if step.number:
-            step.metrics |= step.watch.metrics()
+            step.metrics |= step.watch.metrics
             if self.fleet.recovery is not None:
                 step.metrics |= self.fleet.recovery.metrics()
             step.metrics |= {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}

@@ -70,7 +70,7 @@ def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = Fals
     """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
 
     Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
-    a failed prompt is NaN. Images without a total are counted. Without a total if only people score, who vote in training only.
+    a failed prompt is NaN. Failed images are counted. Without a total if only people score, who vote in training only.
     """
     failures = "val/failures" if validation else "reward/failures"
     metrics: Metrics = {} if scores.given else {failures: float(scores.unscored)}

@@ -275,7 +275,7 @@ class Sampling(Dispatch):
     def __init__(self, fleet: LocalFleet, tasks: Sequence[RolloutTask]) -> None:
         self.fleet, self.tasks = fleet, tasks
         self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
-        self.placement = fleet.place(self.patterns, len(fleet.samplers))
+        self.placement = fleet.place(self.patterns, len(fleet.samplers.workers))
         self.processes = self.placement.processes
         self.others: list[Pending[None]] = []  # copies in lockstep
 
@@ -299,7 +299,7 @@ class Validating(Dispatch):
 
     def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
         self.samplers, self.batches = fleet.samplers, batches
-        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers))
+        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers.workers))
         self.processes = self.placement.processes
 
     def submit(self, number: int) -> Pending[Images]:

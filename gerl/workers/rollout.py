@@ -20,8 +20,8 @@ from gerl.engine.latents import record_decoding
 from gerl.engine.record import InitialNoise, SamplingPlan, branch_plan, noise_from, record_plan, select_call
 from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
-from gerl.model.call import check_sigmas, pipeline_call, training_sigmas
 from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
+from gerl.model.prompts import check_sigmas, pipeline_call, training_sigmas
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
 from gerl.utils.condition_images import picture_arguments
 from gerl.utils.seeding import sample_generators

@@ -11,7 +11,6 @@ from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.cluster.health import start_device
 from gerl.config import Config
 from gerl.errors import ConfigError
-from gerl.model.call import unguided
 from gerl.model.latents import ImageLatents, latents_folder
 from gerl.model.loading import (
     check_model,
@@ -24,7 +23,7 @@ from gerl.model.loading import (
 )
 from gerl.model.placement import QuantizedRollout, check_attention, check_quantized_rollout
 from gerl.model.policy import EMA, Policy
-from gerl.model.prompts import PromptCache, folder_of
+from gerl.model.prompts import PromptCache, folder_of, unguided
 from gerl.model.quantization import check_quantisation
 from gerl.model.schedulers import distilled_warnings, guidance_notes
 from gerl.model.teachers import add_fake

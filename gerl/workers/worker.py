@@ -17,8 +17,8 @@ from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algori
 from gerl.algorithms.base import Pooled
 from gerl.commandline.command import importing
 from gerl.config import Config
-from gerl.model.call import check_arguments
 from gerl.model.errors import model_errors, raise_known
+from gerl.model.prompts import check_arguments
 from gerl.objects import Function
 from gerl.protocol import NO_UPDATE, Images, StepResult, UpdateStats
 from gerl.utils.files import capture_logs, pass_on_logs

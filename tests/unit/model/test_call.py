@@ -8,7 +8,7 @@ import pytest
 
 from gerl.config import SamplingConfig
 from gerl.errors import ModelError
-from gerl.model.call import check_sigmas, unguided
+from gerl.model.prompts import check_sigmas, unguided
 
 
 @pytest.mark.parametrize(

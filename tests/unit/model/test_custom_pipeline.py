@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.errors import ModelError
-from gerl.model.call import pipeline_call
 from gerl.model.loading import load_pipeline, load_policy, read_pipeline
 from gerl.model.lora import load_lora
 from gerl.model.paths import WEIGHTS
+from gerl.model.prompts import pipeline_call
 
 MODEL = '''
 import torch

@@ -18,9 +18,9 @@ from gerl.config import ModelConfig, SamplingConfig
 from gerl.engine import record
 from gerl.errors import ConfigError, ModelError
 from gerl.model import loading
-from gerl.model.call import pipeline_call
 from gerl.model.denoisers import find_denoisers
 from gerl.model.loading import leave_out_safety_checker, load_pipeline, load_policy, weights_fingerprint
+from gerl.model.prompts import pipeline_call
 
 Folders = dict[str, Path]
 
