@@ -17,22 +17,12 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.run import session
+from gerl.run import session, settings
 from gerl.run.card import redact
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
-from gerl.run.settings import (
-    changes,
-    difference,
-    explanation,
-    get,
-    learning_rate,
-    read_config,
-    scorers,
-    training_label,
-)
 from gerl.run.tracking import Rows
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
 from gerl.web.pages import enlarge
@@ -178,7 +168,7 @@ class RunData:
             return self._config
 
         def make() -> tuple[str, dict[str, Any]]:
-            text, values = read_config(self.folder / "config.yaml")
+            text, values = settings.read_config(self.folder / "config.yaml")
             return redact(text), values
 
         found: tuple[str, dict[str, Any]] = self.keep("config", signature(self.folder / "config.yaml"), make)
@@ -198,7 +188,7 @@ class RunData:
             last, names = columns.last, sorted(columns.values)
             seconds = columns.latest("timing/step_s", 20)
             step = int(last.get("step", 0))
-        rates = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
+        rates = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
         alive = bool(now["alive"])
         return {
             "run": self.name,
@@ -206,17 +196,17 @@ class RunData:
             "alive": alive,
             "writable": alive and os.access(self.folder, os.W_OK),
             "asked": session.asked(self.folder) if alive else [],
-            "can_validate": bool(get(config, "validation", "data")),
+            "can_validate": bool(settings.get(config, "validation", "data")),
             "step": step,
-            "steps": get(config, "trainer", "steps"),
+            "steps": settings.get(config, "trainer", "steps"),
             "time": last.get("time"),
             "step_seconds": seconds,
             "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
-            "label": training_label(config),
-            "explanation": explanation(config),
+            "label": settings.training_label(config),
+            "explanation": settings.explanation(config),
             "names": names,
-            "scorers": scorers(config),
+            "scorers": settings.scorers(config),
             "lora": next((step for step, path in self._loras() if path.is_file()), None),
         }
 
@@ -298,8 +288,8 @@ class RunData:
         """Return the configuration: its text, differences from the defaults and, if given, from `other`."""
         text, config = self.config()
         now = signature(self.folder / "config.yaml")
-        usual = self.keep("changes", now, lambda: changes(config) if config else [])
-        against = difference(config, other.config()[1]) if other is not None else []
+        usual = self.keep("changes", now, lambda: settings.changes(config) if config else [])
+        against = settings.difference(config, other.config()[1]) if other is not None else []
         return {"text": text, "changes": usual, "difference": against}
 
     def log(self) -> list[str]:
@@ -316,7 +306,7 @@ class RunData:
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
 
         found: dict[str, Any] = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
-        steps = get(self.config()[1], "trainer", "steps")
+        steps = settings.get(self.config()[1], "trainer", "steps")
         return {"name": self.name, "alive": alive_since(self.folder) is not None, "steps": steps, **found}
 
 
@@ -484,23 +474,23 @@ def _replaced(rows: Rows) -> str | None:
 def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of name and value: progress, model, algorithm and main settings."""
     done = rows[-1]["step"] if rows else 0
-    planned = get(config, "trainer", "steps")
-    prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
-    scorers = get(config, "reward", "scorers")
-    train = get(config, "model", "train") or "lora"
+    planned = settings.get(config, "trainer", "steps")
+    prompts, n = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
+    scorers = settings.get(config, "reward", "scorers")
+    train = settings.get(config, "model", "train") or "lora"
     lora = train == "lora"
     facts = [
         ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
         ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
         ("replaced", _replaced(rows)),
         ("images per step", f"{prompts} prompts x {n}" if prompts and n else None),
-        ("model", get(config, "model", "path")),
-        ("algorithm", get(config, "preset") or get(config, "algorithm", "name")),
+        ("model", settings.get(config, "model", "path")),
+        ("algorithm", settings.get(config, "preset") or settings.get(config, "algorithm", "name")),
         ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
         ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
-        ("LoRA rank", get(config, "model", "lora_rank") if lora else None),
-        ("learning rate", learning_rate(config)),
-        ("seed", get(config, "trainer", "seed")),
+        ("LoRA rank", settings.get(config, "model", "lora_rank") if lora else None),
+        ("learning rate", settings.learning_rate(config)),
+        ("seed", settings.get(config, "trainer", "seed")),
     ]
     return [(name, str(value)) for name, value in facts if value is not None]
 
