@@ -78,7 +78,6 @@ def evaluate(
 
 
 def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tuple[str | None, str]]:
-    """Return LoRAs by name, if they have names."""
     if isinstance(lora, Mapping):
         pairs: list[tuple[str | None, Adapter]] = list(lora.items())
     else:

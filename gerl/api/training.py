@@ -564,6 +564,5 @@ def write_experiment(
 
 
 def _entry(group: str, given: str | Path) -> str:
-    """Return a name or file as an entry of `defaults` in an experiment file."""
     own_file(f"{group}={given}")  # raises what is wrong with it
     return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)

@@ -234,7 +234,6 @@ def _save_image(content: bytes, where: str) -> str:
 
 
 def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
-    """Describe cause and remedy if the data set cannot be read."""
     hub = constants.ENDPOINT
     chain = list(causes(first))
     said = " ".join(str(last or first).split())

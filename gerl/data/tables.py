@@ -192,7 +192,6 @@ def _json_row(line: str, where: str) -> Row:
 
 
 def _object(where: str, pairs: list[tuple[str, object]]) -> Row:
-    """Build an object of a .jsonl file from its pairs."""
     _check_once([name for name, _ in pairs], where)
     return dict(pairs)
 

@@ -155,7 +155,6 @@ def run(request: Request) -> Evaluation:
 
 
 def _prompts(request: Request) -> list[Prompt]:
-    """Return the prompts to sample, checked together with the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
     if pinned is None:
@@ -212,7 +211,6 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
 
 
 def _check_suite(options: Options) -> None:
-    """Raise `ConfigError` for keys that exclude or require a suite."""
     if options.suite is not None and options.prompts is not None:
         raise ConfigError(
             f"prompts={options.prompts}: suite={options.suite} has its own prompts; pass your copy of them as "

@@ -335,7 +335,6 @@ def _prescribed(suite: Suite, config: Config) -> Settings:
 
 
 def _measured(suite: Suite) -> set[str]:
-    """Return the scorers whose columns the suite reports."""
     return {column.split("/")[0] for column in suite.columns}
 
 

@@ -213,7 +213,6 @@ def _sources(given: Any) -> list[Source]:
 
 
 def _prompts(given: Any) -> str:
-    """Format the sources with their weights."""
     parts = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in _sources(given)]
     return _cell(", ".join(parts)) or "unknown prompts"
 
@@ -280,7 +279,6 @@ def _program(run: RunFacts, repository: str) -> str:
 
 
 def _scorers(config: Mapping[str, Any]) -> list[tuple[str, float, str]]:
-    """Return name, weight and other settings of each scorer."""
     rows = []
     usual = {"scale": 1.0, "offset": 0.0}
     for name, scorer in (get(config, "reward", "scorers") or {}).items():

@@ -107,13 +107,11 @@ def run(request: Request) -> list[Path]:
     # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
-        from gerl.export.full_weights import extract, whole_pipeline
+        from gerl.export.full_weights import extract, whole_pipeline, write_denoisers
         from gerl.model.denoisers import quiet_libraries
 
     quiet_libraries()
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
-    if whole and request.rank is None and request.format != "merged":
-        return write_weights(request, checkpoint, base)
     if not whole:
         loras = trained_loras(request, checkpoint, base)
     else:
@@ -123,9 +121,11 @@ def run(request: Request) -> list[Path]:
     if request.format == "merged":
         pipe = whole_pipeline(checkpoint, request.weights, base) if whole else merged_pipeline(loras, base)
         written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
-    else:
+    elif loras:
         files = lora_files(request.format, loras, base)
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
+    else:
+        written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     logger.info("%s", closing_screen(request, loras, written, base))
     return written
 
@@ -182,18 +182,6 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
     return written
 
 
-def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
-    """Write the denoisers of a run with full fine-tuning. Returns the files."""
-    from gerl.export.full_weights import write_denoisers
-
-    written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
-    lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]
-    for name in models_in(request.folder):
-        lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({str(request.out)!r}, subfolder={name!r})")
-    logger.info("%s", "\n".join(lines))
-    return written
-
-
 def read_config(run_dir: Path) -> Base:
     """Return the base model of a run, with the LoRA's alpha. Raises `ConfigError` if config.yaml lacks them."""
     path = run_dir / "config.yaml"
@@ -229,17 +217,19 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
 
 def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
     """Return a message with the written files, and code that loads them."""
-    out = str(request.out)
-    if request.format == "merged":
-        lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
+    out, merged = str(request.out), request.format == "merged"
+    lines = [f"wrote {out} ({len(written)} files)"] if merged else [f"wrote {path}" for path in written]
+    lines.append(f"trained {'on' if loras or merged else 'from'} {base}")
+    if merged:
         lines += [] if base.quantised == "none" else ["merged into the weights before quantisation"]
         return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
-    lines = [*(f"wrote {path}" for path in written), f"trained on {base}"]
-    if base.merged is not None:
+    if loras and base.merged is not None:
         lines.append(f"it was trained on top of {base.merged}: load that too, both at scale 1")
     lines.append("load it:")
-    for name in loras:
+    for name in loras or models_in(request.folder):
         match request.format:
+            case _ if not loras:
+                lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({out!r}, subfolder={name!r})")
             case "diffusers" if name in ("transformer", "unet"):
                 lines.append(f"    pipe.load_lora_weights({out!r})")
             case "diffusers":  # pipelines support a LoRA on one denoiser only

@@ -78,7 +78,6 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
 
 
 def _explain(repository: str, error: Exception) -> str:
-    """Return a message with cause and remedy."""
     hub, given = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):
         return f"{given}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"

@@ -540,7 +540,6 @@ def alive_since(run_dir: Path) -> int | None:
 
 
 def _said(path: Path) -> str:
-    """Return the holder recorded in a lock file."""
     try:
         values = json.loads(path.read_bytes())
         return f"process {values['pid']} on {values['host']}, since {values['since']}"

@@ -195,7 +195,6 @@ def _changes(first: Validation, later: Validation, name: str | None) -> list[flo
 
 
 def _largest(first: Validation, later: Validation, name: str) -> list[int]:
-    """Return the stored images whose column fell most."""
     old, new = first.by_scorer[name], later.by_scorer.get(name, [])
     pairs = {i: (old[i], new[i]) for i in later.shown or range(len(new)) if i < len(new)}
     changed = {i: b - a for i, (a, b) in pairs.items() if a is not None and b is not None}
@@ -362,7 +361,6 @@ def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> 
 
 
 def _share(count: int, total: int) -> tuple[float, float, float] | None:
-    """A share with the ends of its interval."""
     if not total:
         return None
     scale = min(1.0, MOST / total)

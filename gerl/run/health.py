@@ -78,7 +78,6 @@ class Health:
         return metrics | self._stuck(groups)
 
     def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Count the groups whose images all have the same reward below the best one so far."""
         known = [[value for value in group if value is not None] for group in groups]
         scored = [group for group in known if len(group) > 1]
         if not scored:

@@ -256,7 +256,6 @@ class RunData:
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
-        """Return the steps of checkpoints with the path of a LoRA in each, latest first."""
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
             yield int(path.name.rpartition("_")[2]), path / LORA
 
@@ -466,7 +465,6 @@ def _duration(seconds: float) -> str:
 
 
 def _replaced(rows: Rows) -> str | None:
-    """Describe the workers that were replaced and the time lost."""
     restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
     return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
 
@@ -566,7 +564,6 @@ def _spread(values: Sequence[int], count: int) -> list[int]:
 
 
 def _at(prompt: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """Return the scores of a prompt at some of its steps."""
     places = [i for i, step in enumerate(prompt["steps"]) if step in steps]
     scores = {name: [values[i] for i in places] for name, values in prompt["scores"].items()}
     return {"prompt": prompt["prompt"], "steps": list(steps), "scores": scores}

@@ -71,7 +71,6 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """Return the latest finding of each kind, of the health checks and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)

@@ -83,7 +83,6 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
 
 @functools.cache
 def _defaults(algorithm: str, path: str | None = None) -> Config:
-    """Compose `experiment=plain` with an algorithm; raises `ConfigError`."""
     preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
     return compose_run(["experiment=plain", preset, *([f"algorithm.path={quoted(path)}"] if path else [])]).config
 

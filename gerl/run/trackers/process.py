@@ -228,7 +228,6 @@ class TrackerProcess:
         self._leave("its process has ended")  # unless it was closed, or left before
 
     def _leave(self, why: str) -> None:
-        """Disable the tracker."""
         with self._lock:
             ended, self._ended = self._ended, True
         if ended:
@@ -240,7 +239,6 @@ class TrackerProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
