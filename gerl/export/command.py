@@ -17,6 +17,7 @@ from gerl.export.base import Base
 from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
+from gerl.web.pages import render
 
 if TYPE_CHECKING:
     from gerl.model.lora import Lora
@@ -126,7 +127,9 @@ def run(request: Request) -> list[Path]:
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
     else:
         written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
-    logger.info("%s", closing_screen(request, loras, written, base))
+    facts = {"out": str(request.out), "format": request.format, "merged": request.format == "merged", "loras": loras}
+    denoisers = models_in(request.folder)
+    logger.info("%s", render("exported.txt.j2", written=written, base=base, denoisers=denoisers, **facts).rstrip())
     return written
 
 
@@ -213,29 +216,3 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
         raise ConfigError(f"out={request.out}: it is a file; give a folder")
     if not request.overwrite and out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={request.out}: the folder is not empty; choose another, or add overwrite=true")
-
-
-def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
-    """Return a message with the written files, and code that loads them."""
-    out, merged = str(request.out), request.format == "merged"
-    lines = [f"wrote {out} ({len(written)} files)"] if merged else [f"wrote {path}" for path in written]
-    lines.append(f"trained {'on' if loras or merged else 'from'} {base}")
-    if merged:
-        lines += [] if base.quantised == "none" else ["merged into the weights before quantisation"]
-        return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
-    if loras and base.merged is not None:
-        lines.append(f"it was trained on top of {base.merged}: load that too, both at scale 1")
-    lines.append("load it:")
-    for name in loras or models_in(request.folder):
-        match request.format:
-            case _ if not loras:
-                lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({out!r}, subfolder={name!r})")
-            case "diffusers" if name in ("transformer", "unet"):
-                lines.append(f"    pipe.load_lora_weights({out!r})")
-            case "diffusers":  # pipelines support a LoRA on one denoiser only
-                lines.append(f"    pipe.{name}.load_lora_adapter({out!r}, prefix={name!r}, use_safetensors=True)")
-            case "peft":
-                lines.append(f"    PeftModel.from_pretrained(pipe.{name}, {str(request.folder / name)!r})")
-            case "kohya":
-                lines.append(f"    ComfyUI: put lora_{name}.safetensors into models/loras")
-    return "\n".join(lines)

@@ -95,14 +95,15 @@ def show(value: float | None, sign: str = "") -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """Render `template` with escaped `values`; a missing value is an error."""
+    """Render `template` with `values`, escaped in HTML; a missing value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
-        autoescape=True,
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["repr"] = repr
     environment.globals["show"] = show
     return environment.get_template(template).render(**values)
 
