@@ -59,6 +59,10 @@ def evaluate(
     chosen = [f"experiment={experiment}"] if experiment else []
     chosen += [f"reward.scorers={spelled(scorers.keys)}"] if scorers.keys else []
     chosen += [*training.overrides_of(training.nested(keys, arguments=EVALUATED)), *overrides]
+    if isinstance(lora, Mapping):
+        pairs: list[tuple[str | None, Adapter]] = list(lora.items())
+    else:
+        pairs = [(None, one) for one in ([lora] if isinstance(lora, str | Path | Run) else lora)]
     with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
         here = Path(folder)
         if model is not None and not isinstance(model, str | Path):
@@ -66,7 +70,7 @@ def evaluate(
             model = training.path_of(model, here / "base")
         options = Options(
             model=None if model is None else str(model),
-            lora=_named(lora),
+            lora=[(name, str(one.folder if isinstance(one, Run) else one)) for name, one in pairs],
             prompts=None if prompts is None else training.write_prompts(prompts, here / "prompts.jsonl"),
             out=None if out is None else Path(out).expanduser(),
             images=images,
@@ -75,14 +79,6 @@ def evaluate(
             suite_protocol=suite_protocol,
         )
         return run(prepare(options, chosen))
-
-
-def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tuple[str | None, str]]:
-    if isinstance(lora, Mapping):
-        pairs: list[tuple[str | None, Adapter]] = list(lora.items())
-    else:
-        pairs = [(None, one) for one in ([lora] if isinstance(lora, str | Path | Run) else lora)]
-    return [(name, str(one.folder if isinstance(one, Run) else one)) for name, one in pairs]
 
 
 def score(

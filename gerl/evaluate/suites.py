@@ -243,9 +243,8 @@ def load(name: str) -> Suite:
 def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> PinnedSuite:
     """Pin the suite `name` for `model`; `prompts`: the user's copy of its prompts, `given`: other keys of the user.
 
-    Raises:
-        ConfigError: if there is no such suite or protocol, or no usable scorer.
-        DataError: if its prompts are missing, or their digest differs.
+    Raises `ConfigError` if there is no such suite or protocol, or no usable scorer; `DataError` if its prompts are
+    missing, or their digest differs.
     """
     suite = load(name)
     if suite.missing:

@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 def run(request: Request) -> list[Path]:
     """Validate the request, then write the files atomically and return their paths.
 
-    Raises:
-        GerlError: if the checkpoint, the base model or the folder does not fit the request.
+    Raises `GerlError` if the checkpoint, the base model or the folder does not fit the request.
     """
     request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)

@@ -36,9 +36,8 @@ def check_name(repository: str) -> None:
 def check_upload(repository: str, private: bool, overwrite: bool) -> None:
     """Check with the Hub that an upload is possible and replaces nothing unintended.
 
-    Raises:
-        ConfigError: if there is no network or login, or the repository has files without `overwrite`, or is public
-            despite `private`.
+    Raises `ConfigError` if there is no network or login, or the repository has files without `overwrite`, or is public
+    despite `private`.
     """
     api = HfApi()
     try:

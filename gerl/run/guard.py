@@ -320,7 +320,7 @@ def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Vali
     Without overoptimization the gain grows as the square root of the KL (Gao et al. 2022, arXiv 2210.10760).
     """
     before, now = course.kl(best.step), course.kl(later.step)
-    if first.prompts != later.prompts or not first.step < best.step < later.step or len(first.first_rows) < FEWEST:
+    if first.prompts != later.prompts or not first.step < best.step < later.step:
         return
     if before is None or now is None or not 0 < before < now:
         return
@@ -328,20 +328,20 @@ def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Vali
     if sure is None or not sure.low > 0:
         return
     growth = math.sqrt(now / before) - 1
-    columns = [v.by_prompt(v.rewards) for v in (first, best, later)]
-    triples = [(a, b, c) for a, b, c in zip(*columns, strict=True) if a is not None and b is not None and c is not None]
-    if len(triples) < FEWEST:
+    gains = zip(_changes(first, best, None), _changes(best, later, None), strict=True)
+    pairs = [(early, late) for early, late in gains if early is not None and late is not None]
+    if len(pairs) < FEWEST:
         return
-    expected = growth * statistics.fmean(b - a for a, b, _ in triples)
-    gained = statistics.fmean(c - b for _, b, c in triples)
-    if bootstrap([(c - b) - growth * (b - a) for a, b, c in triples], CONFIDENCE)[1] < 0:
+    expected = growth * statistics.fmean(early for early, _ in pairs)
+    gained = statistics.fmean(late for _, late in pairs)
+    if bootstrap([late - growth * early for early, late in pairs], CONFIDENCE)[1] < 0:
         text = (
             f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the "
             f"held-out reward changed by {gained:+.3f} instead of the {expected:+.3f} expected from the gain up to "
             "that step"
         )
-        pairs = enumerate(zip(best.rewards, later.rewards, strict=True))
-        changes = {i: b - a for i, (a, b) in pairs if a is not None and b is not None}
+        rewards = enumerate(zip(best.rewards, later.rewards, strict=True))
+        changes = {i: b - a for i, (a, b) in rewards if a is not None and b is not None}
         order = sorted(later.shown or range(len(later.rewards)), key=lambda i: changes.get(i, 0.0))
         yield Signal("kl", "reward", later.step, gained, expected, text, order[:8])
 

@@ -464,14 +464,10 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _replaced(rows: Rows) -> str | None:
-    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
-    return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
-
-
 def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of name and value: progress, model, algorithm and main settings."""
     done = rows[-1]["step"] if rows else 0
+    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
     planned = settings.get(config, "trainer", "steps")
     prompts, n = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
     scorers = settings.get(config, "reward", "scorers")
@@ -480,7 +476,7 @@ def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
         ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
         ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
-        ("replaced", _replaced(rows)),
+        ("replaced", f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None),
         ("images per step", f"{prompts} prompts x {n}" if prompts and n else None),
         ("model", settings.get(config, "model", "path")),
         ("algorithm", settings.get(config, "preset") or settings.get(config, "algorithm", "name")),
@@ -511,6 +507,12 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
     names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]
     held_out, pictures = _held_out(run)
+    prompts = {}
+    for row in held_out["shown"]:
+        whole = run.prompt(row) or {"steps": [], "scores": {}}
+        places = [i for i, step in enumerate(whole["steps"]) if step in held_out["steps"]]
+        scores = {name: [values[i] for i in places] for name, values in whole["scores"].items()}
+        prompts[f"prompt/{row}"] = {**whole, "steps": held_out["steps"], "scores": scores}
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
     answers = {
@@ -521,7 +523,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "live": live | {"steps": [live["step"]]} if sheet is not None else {},
         "timeline": run.timeline(SPANS),
         "warnings": run.warnings(),
-        **{f"prompt/{row}": _at(run.prompt(row) or {}, held_out["steps"]) for row in held_out["shown"]},
+        **prompts,
     }
     return {
         "signatures": dict.fromkeys(FROZEN_PARTS, "frozen"),
@@ -561,12 +563,6 @@ def _spread(values: Sequence[int], count: int) -> list[int]:
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
-
-
-def _at(prompt: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    places = [i for i, step in enumerate(prompt["steps"]) if step in steps]
-    scores = {name: [values[i] for i in places] for name, values in prompt["scores"].items()}
-    return {"prompt": prompt["prompt"], "steps": list(steps), "scores": scores}
 
 
 def _uri(picture: tuple[bytes, str]) -> str:

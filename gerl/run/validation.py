@@ -232,7 +232,11 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     path = _path(run_dir, step)
     try:
         values = json.loads(path.read_bytes())
-        pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
+        pixels = []
+        if pictures and values.get("shown") != []:
+            with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+                separate = (arrays[f"picture_{i}"] for i in range(len(arrays.files)))
+                pixels = list(arrays.get("pixels", separate))
         found = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
@@ -315,13 +319,6 @@ def standard_error(values: Iterable[float | None]) -> float | None:
     """Return the standard error of the mean of the known values; None for fewer than two."""
     scored = known(values)
     return statistics.stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else None
-
-
-def _read_pixels(path: Path) -> list[np.ndarray]:
-    with np.load(path, allow_pickle=False) as arrays:
-        if "pixels" in arrays:
-            return list(arrays["pixels"])
-        return [arrays[f"picture_{i}"] for i in range(len(arrays.files))]
 
 
 def _path(run_dir: Path, step: int) -> Path:

@@ -147,8 +147,7 @@ class Item:
 def read_items(images: str, prompts: str | None, prompt: str | None, data: DataConfig) -> list[Item]:
     """Read the images and their prompts, in order; the arguments are the command's keys, and the block `data`.
 
-    Raises:
-        DataError: there are none, or something is missing or inconsistent.
+    Raises `DataError`: there are none, or something is missing or inconsistent.
     """
     path = Path(images).expanduser()
     if path.is_file() and path.suffix.lower() in TABLES:
@@ -302,8 +301,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 def run(request: Request, config: Config) -> list[ScoredImage]:
     """Check inputs, score, and write the results; return the images in their order.
 
-    Raises:
-        GerlError: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
+    Raises `GerlError`: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
     reward = with_all_active(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
