@@ -42,10 +42,9 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
     api = HfApi()
     try:
         api.whoami()
-        try:
-            found = api.model_info(repository, timeout=PATIENCE)
-        except RepositoryNotFoundError:
-            return
+        found = api.model_info(repository, timeout=PATIENCE)
+    except RepositoryNotFoundError:
+        return
     except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
         raise ConfigError(_explain(repository, error)) from error
     files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)

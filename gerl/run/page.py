@@ -1,7 +1,5 @@
 """Data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
 
-import base64
-import io
 import json
 import math
 import os
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,10 +23,11 @@ from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
 from gerl.run.tracking import Rows
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
-from gerl.web.pages import enlarge
+from gerl.web.pages import data_uri, encode, enlarge
 
 # --- Metrics by column, read incrementally and downsampled for a page
 
+T = TypeVar("T")
 POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximum
 
 
@@ -98,10 +97,9 @@ class Columns:
             part = steps[i] // width
             end = bisect_left(steps, (part + 1) * width, i)
             known = [value for value in values[i:end] if math.isfinite(value)]
-            found["x"].append(part * width)
-            found["y"].append(_rounded(math.fsum(known) / len(known), 5) if known else None)
-            found["low"].append(_rounded(min(known), 5) if known else None)
-            found["high"].append(_rounded(max(known), 5) if known else None)
+            three = (math.fsum(known) / len(known), min(known), max(known)) if known else (None, None, None)
+            for column, value in zip(found.values(), (part * width, *(_rounded(v, 5) for v in three)), strict=True):
+                column.append(value)
             i = end
         return found
 
@@ -154,13 +152,14 @@ class RunData:
         found = {part: signature(self.folder / name) for part, name in PARTS.items()}
         return found | {"alive": str(alive_since(self.folder) or "")}
 
-    def keep(self, name: str, now: object, make: Callable[[], Any]) -> Any:
+    def keep(self, name: str, now: object, make: Callable[[], T]) -> T:
         """Return the cached value of `name`, made again if `now` has changed."""
         with self._lock:
             known = self._kept.get(name)
             if known is None or known[0] != now:
                 known = self._kept[name] = now, make()
-            return known[1]
+            kept: T = known[1]
+            return kept
 
     def config(self) -> tuple[str, dict[str, Any]]:
         """Return the text of config.yaml without secrets, and its values."""
@@ -171,8 +170,7 @@ class RunData:
             text, values = settings.read_config(self.folder / "config.yaml")
             return redact(text), values
 
-        found: tuple[str, dict[str, Any]] = self.keep("config", signature(self.folder / "config.yaml"), make)
-        return found
+        return self.keep("config", signature(self.folder / "config.yaml"), make)
 
     def columns(self) -> Columns:
         """Return the current metrics; call with the lock held."""
@@ -222,8 +220,7 @@ class RunData:
     def held_out(self) -> dict[str, Any]:
         """Return the rewards of the held-out prompts at every validation."""
         with self._lock:
-            found: dict[str, Any] = self.keep("held_out", self._held_out.now(), self._held_out.read)
-            return found
+            return self.keep("held_out", signature(self.folder / "validation"), self._held_out.read)
 
     def prompt(self, row: int) -> dict[str, Any] | None:
         """Return the scores of a held-out prompt at every validation; None: no such prompt."""
@@ -304,7 +301,7 @@ class RunData:
             held_out = next((row["val/reward/mean"] for row in reversed(rows) if "val/reward/mean" in row), None)
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
 
-        found: dict[str, Any] = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
+        found = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
         steps = settings.get(self.config()[1], "trainer", "steps")
         return {"name": self.name, "alive": alive_since(self.folder) is not None, "steps": steps, **found}
 
@@ -373,10 +370,6 @@ class HeldOut:
         self._decoded = lru_cache(DECODED)(self._pixels)
         self._encoded = lru_cache(ENCODED)(self._picture)
 
-    def now(self) -> object:
-        """Return a value that changes when validations are added or removed."""
-        return signature(self.folder / "validation")
-
     def read(self) -> dict[str, Any]:
         """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
         read = {step: self._numbers(step, self._signature(step)) for step in validation_steps(self.folder)}
@@ -434,11 +427,9 @@ class HeldOut:
 
 
 def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
-    """Encode an image for a page; small ones lossless."""
+    """Encode an image for a page, as bytes and media type; small ones lossless."""
     image = enlarge(pixels, min_width=1, max_width=WIDE)
-    buffer, lossy = io.BytesIO(), image.width > EXACT
-    image.save(buffer, "jpeg" if lossy else "png", **({"quality": 88} if lossy else {"compress_level": 4}))
-    return buffer.getvalue(), "image/jpeg" if lossy else "image/png"
+    return encode(image, lossy=image.width > EXACT)
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
@@ -529,7 +520,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "signatures": dict.fromkeys(FROZEN_PARTS, "frozen"),
         "answers": answers,
         "pictures": pictures,
-        "sheet": _uri(sheet) if sheet is not None else "",
+        "sheet": data_uri(*sheet) if sheet is not None else "",
     }
 
 
@@ -555,7 +546,7 @@ def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
     known = {step: run.picture(step, row) for step in steps}
-    return {f"{step}/{row}": _uri(found) for step, found in known.items() if found is not None}
+    return {f"{step}/{row}": data_uri(*found) for step, found in known.items() if found is not None}
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
@@ -563,8 +554,3 @@ def _spread(values: Sequence[int], count: int) -> list[int]:
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
-
-
-def _uri(picture: tuple[bytes, str]) -> str:
-    content, media = picture
-    return f"data:{media};base64,{base64.b64encode(content).decode()}"

@@ -193,10 +193,20 @@ def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
 
 
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
-    """Encode an image as a `data:` URI: PNG, or JPEG if `lossy`."""
+    """Encode an image as a `data:` URI."""
+    return data_uri(*encode(image, lossy))
+
+
+def encode(image: Image.Image, lossy: bool) -> tuple[bytes, str]:
+    """Encode an image as PNG, or as JPEG if `lossy`; returns bytes and media type."""
     buffer, kind = io.BytesIO(), "jpeg" if lossy else "png"
     image.convert("RGB").save(buffer, kind, **({"quality": 88} if lossy else {"optimize": True}))
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return buffer.getvalue(), f"image/{kind}"
+
+
+def data_uri(content: bytes, media: str) -> str:
+    """Return a file as a `data:` URI."""
+    return f"data:{media};base64,{base64.b64encode(content).decode()}"
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
