@@ -23,8 +23,6 @@ from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import write_file
 from gerl.web.pages import grid, render, thumbnail, to_data_uri
 
-# --- A run as an object: its metrics, images and LoRA, read from its folder
-
 WIDTH = 192  # pixels of an image in a notebook
 
 

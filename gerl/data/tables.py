@@ -20,8 +20,6 @@ from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import reason
 
-# --- Prompt files and other user tables: images to score or to train on
-
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 Row = dict[str, object]  # column -> value
 SUFFIXES = (".txt", ".jsonl", ".csv", ".parquet")

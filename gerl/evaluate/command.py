@@ -157,9 +157,8 @@ def run(request: Request) -> Evaluation:
 def _prompts(request: Request) -> list[Prompt]:
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
-    if pinned is None:
+    if pinned is None or pinned.suite.prompts is None:
         return read_prompts(request.config, "prompts", validation.data, validation.max_prompts)
-    assert pinned.suite.prompts is not None  # `pin` refuses suites without
     arrange = pinned.suite.prompts.arrange
     return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from gerl.run.health import number
 from gerl.run.settings import get
@@ -27,20 +28,8 @@ CHANCE = (1 - CONFIDENCE) / 2  # probability of a fall as large by chance alone
 RARE = 0.025  # share of the first images on each side considered unusual
 SHOWN = 8  # images shown per signal
 FEWEST = 8  # fewest prompts for a test
-LOOKS = {
-    "sharpness": "sharpness (noise or halos raise it, blur lowers it)",
-    "colourfulness": "colourfulness",
-    "jpeg_kilobytes": "size as a JPEG",
-    "high_frequency": "share of fine detail (noise raises it)",
-    "grid": "regular pattern",
-    "red": "mean red",
-    "green": "mean green",
-    "blue": "mean blue",
-}
-UNLIKE = {
-    "unlike_own": "the dissimilarity of the images of a prompt",
-    "unlike_others": "the dissimilarity of images of different prompts",
-}
+WORDS = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))
+LOOKS, UNLIKE = WORDS["looks"], WORDS["unlike"]  # statistic -> words
 
 
 @dataclass(frozen=True)

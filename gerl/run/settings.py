@@ -113,17 +113,9 @@ def is_stochastic(config: Values) -> bool:
     return kernel not in (None, "ode") and bool(level)
 
 
-WORDS = {  # keys of validation -> words before their value
-    "height": "at a height of",
-    "width": "at a width of",
-    "num_inference_steps": "in denoising steps",
-    "guidance_scale": "at guidance",
-}
-
-
 def explanation(config: Values) -> str:
     """Explain the difference between the training and the held-out curve."""
-    shown = {"known": bool(config), "get": partial(get, config), "stochastic": is_stochastic(config), "words": WORDS}
+    shown = {"known": bool(config), "get": partial(get, config), "stochastic": is_stochastic(config)}
     return " ".join(render("explanation.txt.j2", **shown).split())
 
 

@@ -53,17 +53,13 @@ def bootstrap_groups(
 ) -> tuple[float, float]:
     """Percentile interval of the mean of the means of `groups`, each resampled separately."""
     generator = np.random.default_rng(seed)
-    means = np.mean([_resampled(np.asarray(group, dtype=np.float64), generator) for group in groups], axis=0)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    means = []
+    for data in (np.asarray(group, dtype=np.float64) for group in groups):
+        chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
+        sizes = [(min(chunk, RESAMPLES - start), len(data)) for start in range(0, RESAMPLES, chunk)]
+        means.append(np.concatenate([data[generator.integers(len(data), size=size)].mean(axis=1) for size in sizes]))
+    low, high = np.quantile(np.mean(means, axis=0), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
-
-
-def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Return the means of resamples of `data` [N] with replacement, [RESAMPLES]."""
-    chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
-    sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
-    means = [data[generator.integers(len(data), size=(size, len(data)))].mean(axis=1) for size in sizes]
-    return np.concatenate(means)
 
 
 def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:

@@ -247,8 +247,6 @@ def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scor
     )
 
 
-# --- Command line: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`
-
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are downscaled in the gallery
 

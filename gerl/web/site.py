@@ -81,8 +81,6 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Server of the live page: static files, runs as JSON and images, an event stream, and the buttons
-
 logger = logging.getLogger("gerl")
 FOREVER = "private, max-age=31536000, immutable"  # for images, whose address changes with their content
 PAUSE = 0.5  # seconds between looks for changed files
