@@ -67,31 +67,24 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Request:
-    """A resolved request. `loras`: files by name; `source`: the origin of the configuration; `images`: per prompt.
-
-    suite: the pinned suite, with `deviations` from it.
-    """
+    """A resolved request."""
 
     config: Config
-    source: str
-    loras: dict[str, Path]
+    source: str  # of the configuration
+    loras: dict[str, Path]  # files by name
     out: Path | None
-    images: int
+    images: int  # per prompt
     suite: PinnedSuite | None = None
-    deviations: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()  # from the suite
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rows of all sampled images, and their results: column -> variant -> `Result`.
-
-    complete: whether all prompts were sampled; otherwise only the finished ones are included, each with all variants.
-    suite: results of the suite, if any.
-    """
+    """Rows of all sampled images, and their results."""
 
     rows: "list[ScoredRow]"
-    results: "Results"
-    complete: bool
+    results: "Results"  # column -> variant -> `Result`
+    complete: bool  # whether all prompts were sampled; else only the finished ones are included, with all variants
     suite: "SuiteResults | None" = None
 
 

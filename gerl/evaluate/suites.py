@@ -99,15 +99,12 @@ class PromptFile(Entry):
 
 @dataclass(frozen=True)
 class Column(Entry):
-    """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts.
-
-    here: name of the metric as measured by gerl, if it differs from the published one.
-    """
+    """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts."""
 
     name: str
     over: Literal["prompts", "tasks"] = "prompts"
     factor: float = 1.0
-    here: str = ""
+    here: str = ""  # name as measured by gerl, if it differs from the published one
 
     @property
     def measured(self) -> str:

@@ -91,10 +91,7 @@ class EvaluationWorker:
 def sample(
     config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
 ) -> Iterator[list[ScoredRow]]:
-    """Sample and score; yield the rows of a few prompts at a time, with all images and variants.
-
-    loras: files by name; the base model is added. images: number per prompt.
-    """
+    """Sample `images` per prompt with the base model and `loras`; yield the scored rows of a few prompts at a time."""
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
     batches, each = plan_validation(config, prompts, 0), config.validation.images_per_prompt

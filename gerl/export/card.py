@@ -109,8 +109,6 @@ def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
     return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}
 
 
-# --- The model card of a LoRA, from its run folder
-
 HIDDEN = ("checkpoint", "cluster", "logger")  # blocks irrelevant for the LoRA
 LONGEST = 200  # maximum characters of a value in a table
 

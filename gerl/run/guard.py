@@ -34,10 +34,7 @@ LOOKS, UNLIKE = WORDS["looks"], WORDS["unlike"]  # statistic -> words
 
 @dataclass(frozen=True)
 class Signal:
-    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence.
-
-    shown: rows of the validation that show it best.
-    """
+    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence."""
 
     name: str  # watched, disagreement, looks, diversity, kl or no_signal
     column: str
@@ -45,7 +42,7 @@ class Signal:
     value: float
     threshold: float
     text: str
-    shown: list[int]
+    shown: list[int]  # rows of the validation that show it best
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
 
     @property

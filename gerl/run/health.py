@@ -42,10 +42,7 @@ class _Format(Formatter):
 
 
 class Health:
-    """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same.
-
-    config: as in config.yaml.
-    """
+    """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config

@@ -433,7 +433,6 @@ def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    """Round to significant digits; null if unknown or not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
@@ -490,10 +489,7 @@ FROZEN_PARTS = ("metrics", "validation", "live", "timeline", "guard")
 
 
 def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return all answers that the page asks for, and its images as data URIs; deterministic.
-
-    config: text and values of config.yaml.
-    """
+    """Return all answers that the page asks for, and its images as data URIs; deterministic."""
     run = RunData(run_dir.resolve().name, run_dir, config)
     overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
     names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]

@@ -221,10 +221,7 @@ def remove_images(run_dir: Path, newest: int) -> None:
 
 
 def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
-    """Load the validation of `step`, with pixels if `pictures`.
-
-    Raises `GerlError` if it is missing or damaged.
-    """
+    """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
     path = _path(run_dir, step)
     try:
         values = json.loads(path.read_bytes())
@@ -248,10 +245,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
 
 
 def load_validations(run_dir: Path) -> list[Validation]:
-    """Load all validations of a run in order, with the images of the first and the last only.
-
-    Damaged ones are omitted with a warning.
-    """
+    """Load all validations of a run that are not damaged, in order, with the images of the first and the last only."""
     found: dict[int, Validation] = {}
     for step in validation_steps(run_dir):
         _keep(found, run_dir, step, pictures=False)

@@ -62,19 +62,16 @@ class ScoredImage:
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of the column `name`: number of values and their distribution; NaN without values.
-
-    std is the population standard deviation. bins: counts in equal parts of [low, high], empty if all values are equal.
-    """
+    """Statistics of the column `name`: number of values and their distribution; NaN without values."""
 
     name: str
     count: int
     mean: float
-    std: float
+    std: float  # of the population
     low: float
     median: float
     high: float
-    bins: list[int]
+    bins: list[int]  # counts in equal parts of [low, high], empty if all values are equal
 
 
 def summarise(name: str, values: Sequence[float | None]) -> Summary:
@@ -289,10 +286,7 @@ PARSER = Parser(
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code, see `run_command`.
-
-    Images without a score are not an error as long as one image has a score.
-    """
+    """Run the command line; returns the exit code, see `run_command`: 0 if at least one image has a score."""
     return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(*parse(arguments)))
 
 

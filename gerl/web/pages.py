@@ -43,14 +43,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Line:
-    """Table line whose name is a button that sorts the cards; `first` marks the first of a block of lines.
-
-    A cell of numbers is shown as a histogram: counts in equal parts of the range.
-    """
+    """Table line whose name is a button that sorts the cards."""
 
     name: str
-    cells: Sequence[str | Sequence[int]]
-    first: bool = False
+    cells: Sequence[str | Sequence[int]]  # numbers are shown as a histogram: counts in equal parts of the range
+    first: bool = False  # of a block of lines
 
 
 @dataclass(frozen=True)

@@ -30,20 +30,16 @@ REACHED = 5.0  # seconds for a server to answer
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for trackers.
-
-    `config`: nested values without secrets; `text`: the text of config.yaml, or empty. `start_step`: the step that a
-    resumed run continues from. `id`: the tracker's id of the run to resume, if any.
-    """
+    """Description of a run for trackers."""
 
     folder: Path
     name: str
     project: str | None = None
     tags: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
-    start_step: int = 0
-    id: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # nested values without secrets
+    text: str = ""  # of config.yaml
+    start_step: int = 0  # that a resumed run continues from
+    id: str | None = None  # the tracker's, of the run to resume
 
 
 class Logger(Protocol):
