@@ -7,19 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gerl.api import training
 from gerl.api.runs import Run, listed
-from gerl.api.training import (
-    Prompts,
-    Reward,
-    Scorers,
-    Trainer,
-    nested,
-    overrides_of,
-    path_of,
-    scorers_of,
-    write_experiment,
-    write_prompts,
-)
 from gerl.commandline.composition import compose_run, spelled
 from gerl.objects import offered
 from gerl.score.command import ScoredImage
@@ -41,10 +30,10 @@ Adapter = str | Path | Run  # a LoRA
 def evaluate(
     model: str | Path | DiffusionPipeline | None = None,
     lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter] = (),
-    prompts: Prompts | None = None,
+    prompts: training.Prompts | None = None,
     out: str | Path | None = None,
     *,
-    reward: Reward | None = None,
+    reward: training.Reward | None = None,
     images: int | None = None,
     suite: str | None = None,
     suite_prompts: str | Path | None = None,
@@ -66,19 +55,23 @@ def evaluate(
     """
     from gerl.evaluate.command import Options, prepare, run  # imported here: needs the packages of the scorers
 
-    scorers = Scorers() if reward is None else scorers_of(reward)
+    scorers = training.Scorers() if reward is None else training.scorers_of(reward)
     chosen = [f"experiment={experiment}"] if experiment else []
     chosen += [f"reward.scorers={spelled(scorers.keys)}"] if scorers.keys else []
-    chosen += [*overrides_of(nested(keys, arguments=EVALUATED)), *overrides]
+    chosen += [*training.overrides_of(training.nested(keys, arguments=EVALUATED)), *overrides]
+    if isinstance(lora, Mapping):
+        pairs: list[tuple[str | None, Adapter]] = list(lora.items())
+    else:
+        pairs = [(None, one) for one in ([lora] if isinstance(lora, str | Path | Run) else lora)]
     with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
         here = Path(folder)
         if model is not None and not isinstance(model, str | Path):
             chosen.append(f"model.dtype={str(model.dtype).removeprefix('torch.')}")
-            model = path_of(model, here / "base")
+            model = training.path_of(model, here / "base")
         options = Options(
             model=None if model is None else str(model),
-            lora=_named(lora),
-            prompts=None if prompts is None else write_prompts(prompts, here / "prompts.jsonl"),
+            lora=[(name, str(one.folder if isinstance(one, Run) else one)) for name, one in pairs],
+            prompts=None if prompts is None else training.write_prompts(prompts, here / "prompts.jsonl"),
             out=None if out is None else Path(out).expanduser(),
             images=images,
             suite=suite,
@@ -88,19 +81,10 @@ def evaluate(
         return run(prepare(options, chosen))
 
 
-def _named(lora: Adapter | Sequence[Adapter] | Mapping[str, Adapter]) -> list[tuple[str | None, str]]:
-    """Return LoRAs by name, if they have names."""
-    if isinstance(lora, Mapping):
-        pairs: list[tuple[str | None, Adapter]] = list(lora.items())
-    else:
-        pairs = [(None, one) for one in ([lora] if isinstance(lora, str | Path | Run) else lora)]
-    return [(name, str(one.folder if isinstance(one, Run) else one)) for name, one in pairs]
-
-
 def score(
     images: Any,
     prompts: str | Path | Sequence[str | Mapping[str, Any]] | None = None,
-    reward: Reward = "ocr",
+    reward: training.Reward = "ocr",
     *,
     out: str | Path | None = None,
     batch: int | None = None,
@@ -115,12 +99,13 @@ def score(
     """
     from gerl.score.command import Request, run  # imported here: needs the packages of the scorers
 
-    scorers = scorers_of(reward)
-    values = nested(keys, arguments={"reward.scorers": "reward", "hydra.run.dir": "out", "data.train": "prompts"})
+    scorers = training.scorers_of(reward)
+    arguments = {"reward.scorers": "reward", "hydra.run.dir": "out", "data.train": "prompts"}
+    values = training.nested(keys, arguments=arguments)
     values["reward"] = {**values.get("reward", {}), "scorers": scorers.keys}
     with tempfile.TemporaryDirectory() as folder, offered(scorers.functions, {}):
         here = Path(folder)
-        config = compose_run([f"experiment={write_experiment(here, 'score', 'plain', None, values)}"]).config
+        config = compose_run([f"experiment={training.write_experiment(here, 'score', 'plain', None, values)}"]).config
         place = Path(out).expanduser() if out is not None else here / "out"
         if isinstance(images, str | Path):
             file = prompts is not None and isinstance(prompts, str | Path) and Path(prompts).is_file()
@@ -152,8 +137,8 @@ def export(
 
 def preflight(
     pipe: str | Path | DiffusionPipeline | None = None,
-    reward: Reward | None = None,
-    prompts: Prompts | None = None,
+    reward: training.Reward | None = None,
+    prompts: training.Prompts | None = None,
     *,
     experiment: str | Path | None = None,
     **keys: Any,
@@ -166,7 +151,7 @@ def preflight(
 
     with tempfile.TemporaryDirectory() as folder:
         base = experiment or ("plain" if reward is None or prompts is None else None)
-        trainer = Trainer(pipe, reward, prompts, experiment=base, out=Path(folder) / "run", **keys)
+        trainer = training.Trainer(pipe, reward, prompts, experiment=base, out=Path(folder) / "run", **keys)
         with offered(trainer.scorers.functions, {}):
             config = compose_run(trainer.arguments()[0]).config
         return run(config)

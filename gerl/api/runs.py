@@ -23,8 +23,6 @@ from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import write_file
 from gerl.web.pages import grid, render, thumbnail, to_data_uri
 
-# --- A run as an object: its metrics, images and LoRA, read from its folder
-
 WIDTH = 192  # pixels of an image in a notebook
 
 
@@ -122,7 +120,6 @@ class Run:
         return f"Run({str(self.folder)!r})"
 
     def _repr_html_(self) -> str:
-        """Show rewards and held-out prompts before and after in a notebook."""
         rows = [row for row in self.metrics if row.get("val/reward/mean") is not None]
         shown = {}
         for step in dict.fromkeys(self.validated[:1] + self.validated[-1:]):
@@ -188,7 +185,6 @@ class Board:
 
 
 def _sheet(path: Path) -> tuple[str, str]:
-    """Return an image file as data URI, and its name."""
     image = Image.open(path).convert("RGB")
     image.thumbnail((SHEET, 4 * SHEET))
     return to_data_uri(image, lossy=True), path.stem

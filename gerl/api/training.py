@@ -107,12 +107,12 @@ class Trainer:
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
         own = own_algorithm(algorithm)
-        chosen = preset_of(own) if own else algorithm or (DEFAULT if experiment is None else None)
+        chosen = preset_of(own[0]) if own else algorithm or (DEFAULT if experiment is None else None)
         self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
         given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
         given |= {"trainer.steps": steps, "trainer.seed": seed}
-        given["algorithm.path"] = path_of_algorithm(algorithm) if own else None
+        given["algorithm.path"] = own[1] if own else None
         self.keys = nested(keys, {key: value for key, value in given.items() if value is not None}, ARGUMENTS)
         self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
         if workers is None:
@@ -268,19 +268,12 @@ def train(
     return trainer.run
 
 
-# --- An algorithm of the user: a class of this program, or a file
-
-
-def own_algorithm(given: str | Path | type[Algorithm] | None) -> type[Algorithm] | None:
-    """Load an algorithm that is given as a class or a Python file; None for a preset. Raises `ConfigError`."""
+def own_algorithm(given: str | Path | type[Algorithm] | None) -> tuple[type[Algorithm], str] | None:
+    """Load an algorithm that is given as a class or a Python file, with its `algorithm.path`; None for a preset."""
     if isinstance(given, type):
-        return ALGORITHMS.load(path_of_algorithm(given), given)
-    return ALGORITHMS.load(str(given)) if str(given).endswith(".py") else None
-
-
-def path_of_algorithm(given: str | Path | type[Algorithm] | None) -> str:
-    """Return the value of `algorithm.path` for a class or a file."""
-    return f"{CLASS}{given.__name__}" if isinstance(given, type) else str(given)
+        path = f"{CLASS}{given.__name__}"
+        return ALGORITHMS.load(path, given), path
+    return (ALGORITHMS.load(str(given)), str(given)) if str(given).endswith(".py") else None
 
 
 # --- A pipeline in memory as files, for the configuration of a run
@@ -367,8 +360,10 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
     if not module:
         return _written(part) == _written(read)
     ours, theirs = _base_weights(part), read.state_dict()
+    configs = [getattr(model, "config", None) for model in (part, read)]  # a transformers model's is no dictionary
+    settings = [{k: v for k, v in c.items() if k[0] != "_"} if isinstance(c, dict) else {} for c in configs]
     return (
-        _settings(part) == _settings(read)
+        settings[0] == settings[1]
         and ours.keys() == theirs.keys()
         and all(
             value.shape == theirs[key].shape and torch.equal(value.cpu(), theirs[key].to(value.dtype))
@@ -390,12 +385,6 @@ def _base_weights(model: Any) -> dict[str, Any]:
     return found
 
 
-def _settings(part: Any) -> dict[str, Any]:
-    """Return the configuration of a diffusers model; a transformers model is compared by its weights."""
-    config = getattr(part, "config", None)
-    return {k: v for k, v in config.items() if not k.startswith("_")} if isinstance(config, dict) else {}
-
-
 def _written(part: Any) -> dict[str, Any]:
     """Return the files of a tokenizer, scheduler or processor, without a tokenizer's last padding and truncation."""
     with tempfile.TemporaryDirectory() as folder:
@@ -411,7 +400,6 @@ def _written(part: Any) -> dict[str, Any]:
 Reward = str | Callable[..., object] | Mapping[str, Any]
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 NAME = re.compile(r"\W+")
-ROWS = {"train": "prompts.jsonl", "held_out": "held_out.jsonl"}  # in the run folder
 
 
 @dataclass
@@ -421,61 +409,53 @@ class Scorers:
     keys: dict[str, Any] = field(default_factory=dict)
     functions: dict[str, Callable[..., object]] = field(default_factory=dict)
 
-    def add(self, name: str, given: object) -> None:
-        """Add the scorer `name`: a function, the name or file of one, a mapping of its keys, or a weight.
-
-        In a mapping `function` may be a function. Raises `ConfigError` for anything else.
-        """
-        own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-        if isinstance(given, bool) or not (isinstance(given, str | Path | int | float | Mapping) or callable(given)):
-            raise ConfigError(
-                f"reward: {name} is {type(given).__name__}: expected a function, a name, a file or a dictionary of keys"
-            )
-        if callable(given):
-            own = {"function": given}
-        elif isinstance(given, int | float):
-            own = {"weight": float(given)}
-        elif isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
-            own = {"path": str(given)}
-        elif isinstance(given, str) and given != name:
-            raise ConfigError(f"reward: {name}={given!r}: expected a Python file, or the scorer's own name as the name")
-        if callable(function := own.get("function")):
-            del own["function"]
-            own["path"] = f"{PREFIX}{name}"
-            self.functions[name] = function
-        self.keys[name] = own
-
 
 def scorers_of(reward: object) -> Scorers:
-    """Return the scorers of `reward`: one function or name, or several by name."""
-    found = Scorers()
+    """Return the scorers of `reward`: a function, name or file, or several by name.
+
+    Among several also a mapping of a scorer's keys, whose `function` may be a function, or a weight. Raises
+    `ConfigError` for anything else.
+    """
     if isinstance(reward, Mapping):
-        for name, given in reward.items():
-            found.add(_checked(str(name)), given)
-        return found
-    if callable(reward):
-        found.add(_named(reward), reward)
-    elif isinstance(reward, str | Path) and str(reward).endswith(".py"):
-        found.add(_checked(NAME.sub("_", Path(reward).stem)), str(reward))
-    elif isinstance(reward, str):
-        found.add(reward, reward)
+        named = {str(name): given for name, given in reward.items()}
+    elif callable(reward):
+        name = NAME.sub("_", getattr(reward, "__name__", type(reward).__name__)).strip("_")
+        named = {"my_reward" if name in ("", "lambda", "reward") else name: reward}
+    elif isinstance(reward, str | Path):
+        named = {NAME.sub("_", Path(reward).stem) if str(reward).endswith(".py") else str(reward): reward}
     else:
         raise ConfigError(
             f"reward: it is a {type(reward).__name__}; expected a function, a name, or several by name such as "
             "{'ocr': 1.0, 'mine': function}"
         )
+    found = Scorers()
+    for name, given in named.items():
+        if given != name and not name.isidentifier():
+            raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
+        own = found.keys[name] = _keys_of(name, given)
+        if callable(function := own.get("function")):
+            del own["function"]
+            own["path"] = f"{PREFIX}{name}"
+            found.functions[name] = function
     return found
 
 
-def _named(function: Callable[..., object]) -> str:
-    name = NAME.sub("_", getattr(function, "__name__", type(function).__name__)).strip("_")
-    return "my_reward" if name in ("", "lambda", "reward") else name
-
-
-def _checked(name: str) -> str:
-    if not name.isidentifier():
-        raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
-    return name
+def _keys_of(name: str, given: object) -> dict[str, Any]:
+    if callable(given):
+        return {"function": given}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return {"weight": float(given)}
+    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".py")):
+        return {"path": str(given)}
+    if isinstance(given, str) and given != name:
+        raise ConfigError(f"reward: {name}={given!r}: expected a Python file, or the scorer's own name as the name")
+    if given != name:
+        raise ConfigError(
+            f"reward: {name} is {type(given).__name__}: expected a function, a name, a file or a dictionary of keys"
+        )
+    return {}
 
 
 def nested(
@@ -584,6 +564,5 @@ def write_experiment(
 
 
 def _entry(group: str, given: str | Path) -> str:
-    """Return a name or file as an entry of `defaults` in an experiment file."""
     own_file(f"{group}={given}")  # raises what is wrong with it
     return str(Path(given).expanduser().absolute()) if str(given).endswith(SUFFIXES) else str(given)

@@ -56,10 +56,8 @@ def hub_rows(source: str, prompt_key: str, columns: Columns = (), stream: int | 
 
     columns: mapping of gerl's column names to the data set's; image columns are kept only if named here, as paths of
     files in the cache of `datasets`. stream: number of first rows to read, without downloading the rest. Data sets of
-    the Hub are read once per process.
-
-    Raises:
-        DataError: data set, split, configuration or column is missing, or cannot be reached or read.
+    the Hub are read once per process. Raises `DataError`: data set, split, configuration or column is missing, or
+    cannot be reached or read.
     """
     parts = hub_parts(source, "data.train")
     return (_read if parts.local else _read_cached)(source, parts, prompt_key, columns, stream)
@@ -76,9 +74,14 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
             what = "is a file: remove hf:" if folder.is_file() else "does not exist: correct the path"
             raise DataError(f"the folder {folder} {what}")
         parts = HubParts(str(folder), None, parts.split, None, local=True)
-    unreached = None if parts.local else _hub_error(parts)
-    if unreached is not None and not isinstance(unreached, OfflineModeIsEnabled | httpx.TransportError):
-        raise DataError(_explain(parts, unreached))
+    unreached: Exception | None = None
+    try:
+        if not parts.local:  # one request, since `datasets` retries for long
+            HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
+    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+        unreached = error
+    except HfHubHTTPError as error:
+        raise DataError(_explain(parts, error)) from error
     try:
         with waiting(f"reading {source}"), _offline(datasets, unreached is not None):
             named = dict(columns)
@@ -90,15 +93,6 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
 
 
 _read_cached = functools.lru_cache(maxsize=8)(_read)
-
-
-def _hub_error(parts: HubParts) -> Exception | None:
-    """Return the error of one request to the Hub about the data set, None on success; `datasets` retries for long."""
-    try:
-        HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
-        return error
-    return None
 
 
 @contextlib.contextmanager
@@ -234,7 +228,6 @@ def _save_image(content: bytes, where: str) -> str:
 
 
 def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -> str:
-    """Describe cause and remedy if the data set cannot be read."""
     hub = constants.ENDPOINT
     chain = list(causes(first))
     said = " ".join(str(last or first).split())
@@ -257,11 +250,8 @@ def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -
         )
     if match := re.search(r"available configs: \[([^\]]*)\]|not found\. Available: \[([^\]]*)\]", said):
         names = (match[1] or match[2] or "").replace("'", "")
-        return f"it has the configurations {names:.300}: choose one of them, such as {_example(parts, names)}"
+        example = f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"
+        return f"it has the configurations {names:.300}: choose one of them, such as {example}"
     if "scripts are no longer supported" in said:
         return "it is a script, which datasets no longer runs: use a data set of files, or convert it to a file"
     return f"the package datasets cannot read it ({said:.300}): correct the name, or use a file"
-
-
-def _example(parts: HubParts, names: str) -> str:
-    return f"hf:{parts.path}/{names.split(',')[0].strip()}[{parts.split or 'train'}]"

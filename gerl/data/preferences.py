@@ -47,7 +47,11 @@ def with_images(prompt: Prompt, folder: Path, where: str) -> Prompt:
             first = _parse_number(row["label_0"], f"{where} has label_0", 0.0, 1.0)
             paths, scores = [row["image_0"], row["image_1"]], [first, 1 - first]
         case _:
-            liked = "label" not in kind or _parse_label(row["label"], where)
+            liked = LABELS.get(str(row["label"]).strip().lower()) if "label" in kind else True
+            if liked is None:
+                raise DataError(
+                    f"{where} has label={row['label']!r:.80}: it must be true if the image is liked, or false"
+                )
             paths, scores = [row["image"]], [1.0 if liked else -1.0]
     names = list(kind) if kind[0] != "images" else ["images"] * len(paths)
     given = []
@@ -69,11 +73,15 @@ def merge_duplicates(rows: Sequence[Prompt]) -> list[Prompt]:
     """
     alike: dict[tuple[str, ...], list[Prompt]] = {}
     for row in rows:
-        alike.setdefault((row.text, *pictures_of(row), "", *(image.path for image in row.dataset_images)), []).append(
-            row
-        )
-    found = [_mean_scores(same) for same in alike.values()]
-    kept = [row for row in found if _is_informative(row)]
+        key = (row.text, *pictures_of(row), "", *(image.path for image in row.dataset_images))
+        alike.setdefault(key, []).append(row)
+    found, kept = list(alike.values()), list[Prompt]()
+    for same in found:
+        scores = zip(*([image.score for image in row.dataset_images] for row in same), strict=True)
+        means = [math.fsum(values) / len(same) for values in scores]
+        images = tuple(replace(i, score=mean) for i, mean in zip(same[0].dataset_images, means, strict=True))
+        if len(set(means)) > 1 or (len(means) == 1 and means[0] != 0):
+            kept.append(replace(same[0], dataset_images=images))
     if not kept:
         raise DataError(
             f"none of its {len(rows)} rows prefers an image to another: all ranks of a row are equal, or its label "
@@ -117,18 +125,6 @@ def check_groups(prompts: Sequence[Prompt], most: int, alone: bool, algorithm: s
         )
 
 
-def _mean_scores(rows: Sequence[Prompt]) -> Prompt:
-    scores = zip(*([image.score for image in row.dataset_images] for row in rows), strict=True)
-    means = [math.fsum(values) / len(rows) for values in scores]
-    given = [replace(image, score=score) for image, score in zip(rows[0].dataset_images, means, strict=True)]
-    return replace(rows[0], dataset_images=tuple(given))
-
-
-def _is_informative(row: Prompt) -> bool:
-    scores = {image.score for image in row.dataset_images}
-    return len(scores) > 1 if len(row.dataset_images) > 1 else scores != {0.0}
-
-
 def _parse_ranks(images: object, ranks: object, where: str) -> tuple[list[object], list[float]]:
     if not isinstance(images, list) or not isinstance(ranks, list) or len(images) != len(ranks) or len(images) < 2:
         raise DataError(
@@ -147,10 +143,3 @@ def _parse_number(value: object, what: str, low: float, high: float) -> float:
         limits = f"from {low:g} to {high:g}" if high < math.inf else f"of at least {low:g}"
         raise DataError(f"{what}={value!r:.80}: it must be a number {limits}")
     return number
-
-
-def _parse_label(value: object, where: str) -> bool:
-    known = LABELS.get(str(value).strip().lower())
-    if known is None:
-        raise DataError(f"{where} has label={value!r:.80}: it must be true if the image is liked, or false")
-    return known

@@ -27,8 +27,7 @@ TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of
 def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
     """Load the prompts of every source of `given`, the value of the key `name`, with consecutive ids.
 
-    Raises:
-        DataError: a source is missing, cannot be read, or lacks a column; names the source.
+    Raises `DataError`: a source is missing, cannot be read, or lacks a column; names the source.
     """
     prompts: list[Prompt] = []
     for number, source in enumerate(sources(given, name)):

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -20,8 +19,6 @@ from gerl.errors import DataError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import reason
-
-# --- Prompt files and other user tables: images to score or to train on
 
 SHIPPED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 Row = dict[str, object]  # column -> value
@@ -44,10 +41,8 @@ def load_prompts(source: str, prompt_key: str = "prompt") -> list[Prompt]:
 
     `source` is a .txt (a prompt per line), .jsonl, .csv (with a header) or .parquet file, relative to the current
     directory, or the bare name of a list shipped with gerl. Blank lines are skipped. Columns other than `prompt_key`
-    become metadata, image columns with absolute paths.
-
-    Raises:
-        DataError: the file is missing, empty, unreadable or ambiguous, or a row lacks a prompt or an image file.
+    become metadata, image columns with absolute paths. Raises `DataError`: the file is missing, empty, unreadable or
+    ambiguous, or a row lacks a prompt or an image file.
     """
     path = resolve(source)
     return [
@@ -166,8 +161,13 @@ def _one_line(text: str, where: str) -> str:
 
 
 def _json_row(line: str, where: str) -> Row:
+
+    def build(pairs: list[tuple[str, object]]) -> Row:
+        _check_once([name for name, _ in pairs], where)
+        return dict(pairs)
+
     try:
-        row = json.loads(line, object_pairs_hook=partial(_object, where))
+        row = json.loads(line, object_pairs_hook=build)
     except json.JSONDecodeError as error:
         if line[0] == "[" or line == "{":
             raise DataError(
@@ -189,12 +189,6 @@ def _json_row(line: str, where: str) -> Row:
         except UnicodeEncodeError:
             raise DataError(f"{where} has an unpaired surrogate (\\ud800 to \\udfff): correct it") from None
     return row
-
-
-def _object(where: str, pairs: list[tuple[str, object]]) -> Row:
-    """Build an object of a .jsonl file from its pairs."""
-    _check_once([name for name, _ in pairs], where)
-    return dict(pairs)
 
 
 def _check_once(names: list[str], where: str) -> None:

@@ -67,31 +67,24 @@ PARSER = Parser(
 
 @dataclass(frozen=True)
 class Request:
-    """A resolved request. `loras`: files by name; `source`: the origin of the configuration; `images`: per prompt.
-
-    suite: the pinned suite, with `deviations` from it.
-    """
+    """A resolved request."""
 
     config: Config
-    source: str
-    loras: dict[str, Path]
+    source: str  # of the configuration
+    loras: dict[str, Path]  # files by name
     out: Path | None
-    images: int
+    images: int  # per prompt
     suite: PinnedSuite | None = None
-    deviations: tuple[str, ...] = ()
+    deviations: tuple[str, ...] = ()  # from the suite
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rows of all sampled images, and their results: column -> variant -> `Result`.
-
-    complete: whether all prompts were sampled; otherwise only the finished ones are included, each with all variants.
-    suite: results of the suite, if any.
-    """
+    """Rows of all sampled images, and their results."""
 
     rows: "list[ScoredRow]"
-    results: "Results"
-    complete: bool
+    results: "Results"  # column -> variant -> `Result`
+    complete: bool  # whether all prompts were sampled; else only the finished ones are included, with all variants
     suite: "SuiteResults | None" = None
 
 
@@ -155,12 +148,10 @@ def run(request: Request) -> Evaluation:
 
 
 def _prompts(request: Request) -> list[Prompt]:
-    """Return the prompts to sample, checked together with the scorers."""
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
-    if pinned is None:
+    if pinned is None or pinned.suite.prompts is None:
         return read_prompts(request.config, "prompts", validation.data, validation.max_prompts)
-    assert pinned.suite.prompts is not None  # `pin` refuses suites without
     arrange = pinned.suite.prompts.arrange
     return read_prompts(request.config, "suite_prompts", validation.data, validation.max_prompts, arrange)
 
@@ -212,7 +203,6 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
 
 
 def _check_suite(options: Options) -> None:
-    """Raise `ConfigError` for keys that exclude or require a suite."""
     if options.suite is not None and options.prompts is not None:
         raise ConfigError(
             f"prompts={options.prompts}: suite={options.suite} has its own prompts; pass your copy of them as "

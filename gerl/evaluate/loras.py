@@ -27,12 +27,8 @@ LORA = (
 def find_lora(source: str) -> Path:
     """Return the safetensors file of a LoRA, given the file, its folder, a checkpoint, or a run (best checkpoint).
 
-    For full fine-tuning, return the folder with the denoisers.
-
-    Raises:
-        ConfigError: if there is no LoRA, or more than one.
-        CheckpointError: if the checkpoints of a run are damaged.
-        ModelError: if the file cannot be read.
+    For full fine-tuning, return the folder with the denoisers. Raises `ConfigError` if there is no LoRA, or more than
+    one; `CheckpointError` if the checkpoints of a run are damaged; `ModelError` if the file cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file():

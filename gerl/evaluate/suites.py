@@ -22,6 +22,7 @@ from gerl.config.changes import Settings, changes, flat_settings, scorers_of, se
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.utils.files import reason
+from gerl.web.pages import render
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
 # blocks that affect results, and their keys that affect none, or only the last bits
@@ -98,15 +99,12 @@ class PromptFile(Entry):
 
 @dataclass(frozen=True)
 class Column(Entry):
-    """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts.
-
-    here: name of the metric as measured by gerl, if it differs from the published one.
-    """
+    """A published metric: a scorer's column times `factor`, averaged over prompts, or over tasks and their prompts."""
 
     name: str
     over: Literal["prompts", "tasks"] = "prompts"
     factor: float = 1.0
-    here: str = ""
+    here: str = ""  # name as measured by gerl, if it differs from the published one
 
     @property
     def measured(self) -> str:
@@ -180,6 +178,11 @@ class Suite(Entry):
         if odd := [n for row in self.published for n in {*row.values, *row.tasks} if n not in {*self.columns, *names}]:
             raise ValueError(f"a published row has {odd[0]}, which is neither a column nor a task")
 
+    @property
+    def measured(self) -> set[str]:
+        """Scorers whose columns are reported."""
+        return {column.split("/")[0] for column in self.columns}
+
 
 @dataclass(frozen=True)
 class PinnedSuite:
@@ -237,9 +240,8 @@ def load(name: str) -> Suite:
 def pin(name: str, model: str, prompts: str | None, protocol: str | None, given: Sequence[str]) -> PinnedSuite:
     """Pin the suite `name` for `model`; `prompts`: the user's copy of its prompts, `given`: other keys of the user.
 
-    Raises:
-        ConfigError: if there is no such suite or protocol, or no usable scorer.
-        DataError: if its prompts are missing, or their digest differs.
+    Raises `ConfigError` if there is no such suite or protocol, or no usable scorer; `DataError` if its prompts are
+    missing, or their digest differs.
     """
     suite = load(name)
     if suite.missing:
@@ -254,7 +256,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     overrides_given = "\n".join(given)
     absent = {s: kwarg for s, kwarg in suite.needs.items() if f"reward.scorers.{s}." not in overrides_given}
     scorers = {scorer: entry for scorer, entry in suite.scorers.items() if scorer not in absent}
-    if _measured(suite) <= set(absent):
+    if suite.measured <= set(absent):
         wanted = " and ".join(f"reward.scorers.{s}.kwargs.{kwarg}" for s, kwarg in absent.items())
         raise ConfigError(f"suite={name}: it has no usable scorer; give {wanted}, see docs/rewards.md")
     file = _prompt_file(name, suite, prompts)
@@ -323,7 +325,7 @@ def deviations(pinned: PinnedSuite, plain: Config, config: Config, images: int) 
 def _prescribed(suite: Suite, config: Config) -> Settings:
     """Return the settings that affect results: without watched scorers, and without kwargs such as a server address."""
     settings = settings_of(config)
-    measured = _measured(suite)
+    measured = suite.measured
     scorers = {}
     for name, entry in scorers_of(settings).items():
         if name not in measured and entry["weight"] == 0:
@@ -334,27 +336,6 @@ def _prescribed(suite: Suite, config: Config) -> Settings:
     return settings
 
 
-def _measured(suite: Suite) -> set[str]:
-    """Return the scorers whose columns the suite reports."""
-    return {column.split("/")[0] for column in suite.columns}
-
-
 def listing() -> str:
     """Return the text of `suite=?`, which describes all suites."""
-    lines = []
-    for name in names():
-        suite = load(name)
-        lines += [f"{name}", f"  {suite.title}", f"  {suite.source}"]
-        if suite.prompts is None:
-            lines += [f"  cannot be run: {suite.missing}", ""]
-            continue
-        own = suite.prompts
-        lines += [f"  prompts: {own.count}, suite_prompts={own.file} of {own.source}; licence: {own.licence}"]
-        lines += [f"  measured: {', '.join(c.measured for c in suite.columns.values())}"]
-        left = ", else skipped" if _measured(suite) - set(suite.needs) else ""
-        lines += [f"  needs: reward.scorers.{s}.kwargs.{kwarg}{left}" for s, kwarg in suite.needs.items()]
-        lines += [f"  not the published protocol: {text}" for text in suite.deviates]
-        lines += [f"  no published rows: {suite.unpublished}"] if suite.unpublished else []
-        lines += [f"  protocol {p}: {' '.join(entry.models)}" for p, entry in suite.protocols.items()]
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    return render("suites.txt.j2", suites={name: load(name) for name in names()}).rstrip()

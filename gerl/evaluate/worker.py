@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gerl.algorithms.planning import plan_validation
-from gerl.cluster import Cluster, Pending, WorkerGroup
+from gerl.cluster import Cluster, Pending
 from gerl.config import Config
 from gerl.evaluate.comparison import ScoredRow, Task, plan, scored_rows
 from gerl.evaluate.loras import BASE
@@ -88,10 +89,7 @@ class EvaluationWorker:
 def sample(
     config: Config, loras: Mapping[str, Path], images: int, prompts: Sequence[Prompt], cluster: Cluster
 ) -> Iterator[list[ScoredRow]]:
-    """Sample and score; yield the rows of a few prompts at a time, with all images and variants.
-
-    loras: files by name; the base model is added. images: number per prompt.
-    """
+    """Sample `images` per prompt with the base model and `loras`; yield the scored rows of a few prompts at a time."""
     variants = [BASE, *loras]
     manager = RewardManager(config.reward, cluster)
     batches, each = plan_validation(config, prompts, 0), config.validation.images_per_prompt
@@ -111,29 +109,18 @@ def sample(
     logged = set[str]()
     for sentence in [*notes, *sentences(cut, texts)]:
         logger.info("%s", sentence)
+
+    def submit(tasks: Sequence[Task], i: int) -> Pending[Images]:
+        return workers.submit(i % count, EvaluationWorker.sample, i, *tasks[i])
+
     for start in range(0, len(batches), count):
         tasks = [task for batch in batches[start : start + count] for task in plan(batch, variants, images, each)]
-        found = _sample_tasks(tasks, workers, manager, count)
+        dispatch = RoundRobin(partial(submit, tasks), count, len(tasks))
+        rollouts = PendingRollout(manager, [samples for _, samples in tasks], dispatch)
+        scored = zip(tasks, rollouts.finish(), rollouts.images, strict=True)
+        found = [row for task, scores, done in scored for row in scored_rows(*task, scores, done.result())]
         for note in dict.fromkeys(note for noted in workers.run(EvaluationWorker.take_notes) for note in noted):
             if note not in logged:
                 logger.warning("%s", note)
                 logged.add(note)
         yield found
-
-
-def _sample_tasks(
-    tasks: Sequence[Task], workers: WorkerGroup[EvaluationWorker], manager: RewardManager, count: int
-) -> list[ScoredRow]:
-    """Sample tasks (variant and micro-batch) on `count` workers round-robin, score them, and return the rows."""
-
-    def submit(i: int) -> Pending[Images]:
-        return workers.submit(i % count, EvaluationWorker.sample, i, *tasks[i])
-
-    dispatch = RoundRobin(submit, count, len(tasks))
-    rollouts = PendingRollout(manager, [samples for _, samples in tasks], dispatch)
-    scored = rollouts.finish()
-    return [
-        row
-        for (variant, samples), scores, images in zip(tasks, scored, rollouts.images, strict=True)
-        for row in scored_rows(variant, samples, scores, images.result())
-    ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import jinja2
 import numpy as np
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, model_info
@@ -36,7 +35,7 @@ from gerl.run.validation import (
     standard_error,
 )
 from gerl.utils.files import reason
-from gerl.web.pages import grid, still
+from gerl.web.pages import grid, render, still
 
 # --- Facts about the base model, if available: class, licence and name
 
@@ -110,9 +109,6 @@ def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
     return {name: str(found[name]) for name in names if isinstance(found.get(name), str)}
 
 
-# --- The model card of a LoRA, from its run folder
-
-TEMPLATE = Path(__file__).with_name("card.md.j2")
 HIDDEN = ("checkpoint", "cluster", "logger")  # blocks irrelevant for the LoRA
 LONGEST = 200  # maximum characters of a value in a table
 
@@ -213,7 +209,6 @@ def _sources(given: Any) -> list[Source]:
 
 
 def _prompts(given: Any) -> str:
-    """Format the sources with their weights."""
     parts = [s.path + ("" if s.weight is None else f" (weight {s.weight:g})") for s in _sources(given)]
     return _cell(", ".join(parts)) or "unknown prompts"
 
@@ -244,11 +239,8 @@ def model_card(
         "sampling": sampling,
         "held_out": sampling | {name: value for name, value in validation.items() if value is not None},
     }
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"cell": _cell, "code": _code}
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(card_data=_header(base, name, run.config).to_yaml(), **values)
-    return text.strip() + "\n"
+    header = _header(base, name, run.config).to_yaml()
+    return render("card.md.j2", card_data=header, cell=_cell, code=_code, **values).strip() + "\n"
 
 
 def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardData:
@@ -280,7 +272,6 @@ def _program(run: RunFacts, repository: str) -> str:
 
 
 def _scorers(config: Mapping[str, Any]) -> list[tuple[str, float, str]]:
-    """Return name, weight and other settings of each scorer."""
     rows = []
     usual = {"scale": 1.0, "offset": 0.0}
     for name, scorer in (get(config, "reward", "scorers") or {}).items():

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
+
+from gerl.web.pages import render
 
 Graph = dict[str, dict[str, Any]]  # name of a node -> its class and inputs
 TABLE = yaml.safe_load(Path(__file__).with_name("comfyui.yaml").read_text())
 FAMILIES: dict[str, dict[str, Any]] = {name: TABLE["usual"] | family for name, family in TABLE["families"].items()}
-TEMPLATE = Path(__file__).with_name("workflow.yaml.j2")
 
 
 def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str, Any]) -> Graph | None:
@@ -28,8 +28,8 @@ def workflow(pipeline: str, base: str, lora: str, prompt: str, call: Mapping[str
     family = FAMILIES.get(pipeline)
     if family is None:
         return None
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    text = render(
+        "workflow.yaml.j2",
         family=family,
         file=TABLE["files"].get(base, family["model"]),
         lora=lora,

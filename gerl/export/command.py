@@ -17,6 +17,7 @@ from gerl.export.base import Base
 from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
+from gerl.web.pages import render
 
 if TYPE_CHECKING:
     from gerl.model.lora import Lora
@@ -83,8 +84,7 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 def run(request: Request) -> list[Path]:
     """Validate the request, then write the files atomically and return their paths.
 
-    Raises:
-        GerlError: if the checkpoint, the base model or the folder does not fit the request.
+    Raises `GerlError` if the checkpoint, the base model or the folder does not fit the request.
     """
     request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
@@ -107,13 +107,11 @@ def run(request: Request) -> list[Path]:
     # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.export.files import lora_files, merged_pipeline, write_files
-        from gerl.export.full_weights import extract, whole_pipeline
+        from gerl.export.full_weights import extract, whole_pipeline, write_denoisers
         from gerl.model.denoisers import quiet_libraries
 
     quiet_libraries()
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
-    if whole and request.rank is None and request.format != "merged":
-        return write_weights(request, checkpoint, base)
     if not whole:
         loras = trained_loras(request, checkpoint, base)
     else:
@@ -123,10 +121,14 @@ def run(request: Request) -> list[Path]:
     if request.format == "merged":
         pipe = whole_pipeline(checkpoint, request.weights, base) if whole else merged_pipeline(loras, base)
         written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
-    else:
+    elif loras:
         files = lora_files(request.format, loras, base)
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
-    logger.info("%s", closing_screen(request, loras, written, base))
+    else:
+        written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
+    facts = {"out": str(request.out), "format": request.format, "merged": request.format == "merged", "loras": loras}
+    denoisers = models_in(request.folder)
+    logger.info("%s", render("exported.txt.j2", written=written, base=base, denoisers=denoisers, **facts).rstrip())
     return written
 
 
@@ -182,18 +184,6 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
     return written
 
 
-def write_weights(request: Request, checkpoint: Checkpoint, base: Base) -> list[Path]:
-    """Write the denoisers of a run with full fine-tuning. Returns the files."""
-    from gerl.export.full_weights import write_denoisers
-
-    written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
-    lines = [*(f"wrote {path}" for path in written), f"trained from {base}", "load it:"]
-    for name in models_in(request.folder):
-        lines.append(f"    pipe.{name} = type(pipe.{name}).from_pretrained({str(request.out)!r}, subfolder={name!r})")
-    logger.info("%s", "\n".join(lines))
-    return written
-
-
 def read_config(run_dir: Path) -> Base:
     """Return the base model of a run, with the LoRA's alpha. Raises `ConfigError` if config.yaml lacks them."""
     path = run_dir / "config.yaml"
@@ -225,27 +215,3 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
         raise ConfigError(f"out={request.out}: it is a file; give a folder")
     if not request.overwrite and out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"out={request.out}: the folder is not empty; choose another, or add overwrite=true")
-
-
-def closing_screen(request: Request, loras: "Mapping[str, Lora]", written: Sequence[Path], base: Base) -> str:
-    """Return a message with the written files, and code that loads them."""
-    out = str(request.out)
-    if request.format == "merged":
-        lines = [f"wrote {out} ({len(written)} files)", f"trained on {base}"]
-        lines += [] if base.quantised == "none" else ["merged into the weights before quantisation"]
-        return "\n".join([*lines, "load it:", f"    DiffusionPipeline.from_pretrained({out!r})"])
-    lines = [*(f"wrote {path}" for path in written), f"trained on {base}"]
-    if base.merged is not None:
-        lines.append(f"it was trained on top of {base.merged}: load that too, both at scale 1")
-    lines.append("load it:")
-    for name in loras:
-        match request.format:
-            case "diffusers" if name in ("transformer", "unet"):
-                lines.append(f"    pipe.load_lora_weights({out!r})")
-            case "diffusers":  # pipelines support a LoRA on one denoiser only
-                lines.append(f"    pipe.{name}.load_lora_adapter({out!r}, prefix={name!r}, use_safetensors=True)")
-            case "peft":
-                lines.append(f"    PeftModel.from_pretrained(pipe.{name}, {str(request.folder / name)!r})")
-            case "kohya":
-                lines.append(f"    ComfyUI: put lora_{name}.safetensors into models/loras")
-    return "\n".join(lines)

@@ -8,18 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from gerl.errors import ModelError
+from gerl.export import card
 from gerl.export.base import Base
-from gerl.export.card import (
-    BaseModel,
-    ComfyFiles,
-    RunFacts,
-    base_model,
-    is_hub_id,
-    model_card,
-    pictures,
-    read_run,
-    without_paths,
-)
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
 from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
@@ -41,19 +31,20 @@ def hub_files(
     kohya's layout of the base is unknown or the base is not available.
     """
     _, config = read_config(run_dir / "config.yaml")
-    run, model = read_run(run_dir, step, config), base_model(base)
-    noted = replace(base, path=base.path if is_hub_id(base.path) else without_paths(base.path), merged=model.merged)
+    run, model = card.read_run(run_dir, step, config), card.base_model(base)
+    shown_path = base.path if card.is_hub_id(base.path) else card.without_paths(base.path)
+    noted = replace(base, path=shown_path, merged=model.merged)
     facts = header(run, weights)
     files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
     comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
-    images, shown = pictures(run)
+    images, shown = card.pictures(run)
     files |= of_comfy | images
     ranks = max(lora.rank for lora in loras.values())
-    files["README.md"] = model_card(run, model, comfy, shown, repository, weights, ranks).encode()
+    files["README.md"] = card.model_card(run, model, comfy, shown, repository, weights, ranks).encode()
     return files
 
 
-def header(run: RunFacts, weights: str) -> dict[str, str]:
+def header(run: card.RunFacts, weights: str) -> dict[str, str]:
     """Return the metadata of the safetensors files, except for the base model."""
     scorers = get(run.config, "reward", "scorers") or {}
     reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
@@ -73,10 +64,10 @@ def _comfyui(
     base: Base,
     noted: str,
     facts: Mapping[str, str],
-    run: RunFacts,
-    model: BaseModel,
+    run: card.RunFacts,
+    model: card.BaseModel,
     repository: str,
-) -> tuple[ComfyFiles, dict[str, bytes]]:
+) -> tuple[card.ComfyFiles, dict[str, bytes]]:
     stem = re.sub(r"[^\w.-]", "_", repository.rpartition("/")[2])
     files: dict[str, bytes] = {}
     try:
@@ -86,9 +77,9 @@ def _comfyui(
             suffix = f"_{name}" if len(loras) > 1 else ""
             files[f"comfyui/{stem}{suffix}.safetensors"] = kohya_file(lora, denoiser, noted, facts)
     except ModelError as error:
-        why = without_paths(str(error)).removeprefix("format=kohya: ").partition(";")[0]
+        why = card.without_paths(str(error)).removeprefix("format=kohya: ").partition(";")[0]
         logger.warning("no file for ComfyUI is written: %s", error)
-        return ComfyFiles(why=why), {}
+        return card.ComfyFiles(why=why), {}
     lora_files = list(files)
     graph = None
     if len(loras) == 1 and model.pipeline is not None and base.path not in SHIPPED:
@@ -96,4 +87,4 @@ def _comfyui(
         graph = workflow(model.pipeline, base.path, Path(lora_files[0]).name, prompt, call_of(run.config))
     if graph is not None:
         files[WORKFLOW] = (json.dumps(graph, indent=2, ensure_ascii=False) + "\n").encode()
-    return ComfyFiles(lora_files, None if graph is None else WORKFLOW), files
+    return card.ComfyFiles(lora_files, None if graph is None else WORKFLOW), files

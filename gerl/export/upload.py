@@ -36,17 +36,15 @@ def check_name(repository: str) -> None:
 def check_upload(repository: str, private: bool, overwrite: bool) -> None:
     """Check with the Hub that an upload is possible and replaces nothing unintended.
 
-    Raises:
-        ConfigError: if there is no network or login, or the repository has files without `overwrite`, or is public
-            despite `private`.
+    Raises `ConfigError` if there is no network or login, or the repository has files without `overwrite`, or is public
+    despite `private`.
     """
     api = HfApi()
     try:
         api.whoami()
-        try:
-            found = api.model_info(repository, timeout=PATIENCE)
-        except RepositoryNotFoundError:
-            return
+        found = api.model_info(repository, timeout=PATIENCE)
+    except RepositoryNotFoundError:
+        return
     except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
         raise ConfigError(_explain(repository, error)) from error
     files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
@@ -78,7 +76,6 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
 
 
 def _explain(repository: str, error: Exception) -> str:
-    """Return a message with cause and remedy."""
     hub, given = constants.ENDPOINT, f"push={repository}"
     if isinstance(error, LocalTokenNotFoundError):
         return f"{given}: not logged in at {hub}: run 'hf auth login', or remove push and give out=FOLDER"

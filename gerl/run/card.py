@@ -191,13 +191,11 @@ def redacted(value: Any) -> Any:
 
 def secrets(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of nested settings whose value contains a secret."""
-    found = []
+    found, hidden = list[str](), redacted(settings)
     for name, value in settings.items():
-        if _secret(name, value):
-            found.append(name)
-        elif isinstance(value, Mapping):
+        if isinstance(value, Mapping):
             found += [f"{name}.{key}" for key in secrets(value)]
-        elif redacted(value) != (list(value) if isinstance(value, tuple) else value):
+        elif hidden[name] != (list(value) if isinstance(value, tuple) else value):
             found.append(name)
     return found
 

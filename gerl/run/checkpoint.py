@@ -186,11 +186,9 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
     """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
 
-    The checkpoint is verified. Without `step` it is the one with the best held-out reward, else the newest.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ConfigError: `folder` is neither a run nor a checkpoint, or `step` is not that of the checkpoint.
+    The checkpoint is verified. Without `step` it is the one with the best held-out reward, else the newest. Raises
+    `CheckpointError`: there is none, or it is damaged; `ConfigError`: `folder` is neither a run nor a checkpoint, or
+    `step` is not that of the checkpoint.
     """
     if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
         checkpoint = load_checkpoint(folder)
@@ -479,9 +477,8 @@ class RunLock:
     def acquire(self) -> None:
         """Lock an existing folder.
 
-        Raises:
-            ConfigError: another process holds the lock; the message names host, process and time.
-            OSError: the folder cannot be written.
+        Raises `ConfigError`: another process holds the lock; the message names host, process and time; `OSError`: the
+        folder cannot be written.
         """
         for _ in range(ATTEMPTS):
             file = self.path.open("ab")
@@ -540,7 +537,6 @@ def alive_since(run_dir: Path) -> int | None:
 
 
 def _said(path: Path) -> str:
-    """Return the holder recorded in a lock file."""
     try:
         values = json.loads(path.read_bytes())
         return f"process {values['pid']} on {values['host']}, since {values['since']}"

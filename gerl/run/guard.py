@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from gerl.run.health import number
 from gerl.run.settings import get
@@ -27,28 +28,13 @@ CHANCE = (1 - CONFIDENCE) / 2  # probability of a fall as large by chance alone
 RARE = 0.025  # share of the first images on each side considered unusual
 SHOWN = 8  # images shown per signal
 FEWEST = 8  # fewest prompts for a test
-LOOKS = {
-    "sharpness": "sharpness (noise or halos raise it, blur lowers it)",
-    "colourfulness": "colourfulness",
-    "jpeg_kilobytes": "size as a JPEG",
-    "high_frequency": "share of fine detail (noise raises it)",
-    "grid": "regular pattern",
-    "red": "mean red",
-    "green": "mean green",
-    "blue": "mean blue",
-}
-UNLIKE = {
-    "unlike_own": "the dissimilarity of the images of a prompt",
-    "unlike_others": "the dissimilarity of images of different prompts",
-}
+WORDS = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))
+LOOKS, UNLIKE = WORDS["looks"], WORDS["unlike"]  # statistic -> words
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence.
-
-    shown: rows of the validation that show it best.
-    """
+    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence."""
 
     name: str  # watched, disagreement, looks, diversity, kl or no_signal
     column: str
@@ -56,7 +42,7 @@ class Signal:
     value: float
     threshold: float
     text: str
-    shown: list[int]
+    shown: list[int]  # rows of the validation that show it best
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
 
     @property
@@ -195,7 +181,6 @@ def _changes(first: Validation, later: Validation, name: str | None) -> list[flo
 
 
 def _largest(first: Validation, later: Validation, name: str) -> list[int]:
-    """Return the stored images whose column fell most."""
     old, new = first.by_scorer[name], later.by_scorer.get(name, [])
     pairs = {i: (old[i], new[i]) for i in later.shown or range(len(new)) if i < len(new)}
     changed = {i: b - a for i, (a, b) in pairs.items() if a is not None and b is not None}
@@ -321,7 +306,7 @@ def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Vali
     Without overoptimization the gain grows as the square root of the KL (Gao et al. 2022, arXiv 2210.10760).
     """
     before, now = course.kl(best.step), course.kl(later.step)
-    if first.prompts != later.prompts or not first.step < best.step < later.step or len(first.first_rows) < FEWEST:
+    if first.prompts != later.prompts or not first.step < best.step < later.step:
         return
     if before is None or now is None or not 0 < before < now:
         return
@@ -329,20 +314,20 @@ def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Vali
     if sure is None or not sure.low > 0:
         return
     growth = math.sqrt(now / before) - 1
-    columns = [v.by_prompt(v.rewards) for v in (first, best, later)]
-    triples = [(a, b, c) for a, b, c in zip(*columns, strict=True) if a is not None and b is not None and c is not None]
-    if len(triples) < FEWEST:
+    gains = zip(_changes(first, best, None), _changes(best, later, None), strict=True)
+    pairs = [(early, late) for early, late in gains if early is not None and late is not None]
+    if len(pairs) < FEWEST:
         return
-    expected = growth * statistics.fmean(b - a for a, b, _ in triples)
-    gained = statistics.fmean(c - b for _, b, c in triples)
-    if bootstrap([(c - b) - growth * (b - a) for a, b, c in triples], CONFIDENCE)[1] < 0:
+    expected = growth * statistics.fmean(early for early, _ in pairs)
+    gained = statistics.fmean(late for _, late in pairs)
+    if bootstrap([late - growth * early for early, late in pairs], CONFIDENCE)[1] < 0:
         text = (
             f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the "
             f"held-out reward changed by {gained:+.3f} instead of the {expected:+.3f} expected from the gain up to "
             "that step"
         )
-        pairs = enumerate(zip(best.rewards, later.rewards, strict=True))
-        changes = {i: b - a for i, (a, b) in pairs if a is not None and b is not None}
+        rewards = enumerate(zip(best.rewards, later.rewards, strict=True))
+        changes = {i: b - a for i, (a, b) in rewards if a is not None and b is not None}
         order = sorted(later.shown or range(len(later.rewards)), key=lambda i: changes.get(i, 0.0))
         yield Signal("kl", "reward", later.step, gained, expected, text, order[:8])
 
@@ -362,7 +347,6 @@ def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> 
 
 
 def _share(count: int, total: int) -> tuple[float, float, float] | None:
-    """A share with the ends of its interval."""
     if not total:
         return None
     scale = min(1.0, MOST / total)

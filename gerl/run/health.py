@@ -42,10 +42,7 @@ class _Format(Formatter):
 
 
 class Health:
-    """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same.
-
-    config: as in config.yaml.
-    """
+    """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -78,7 +75,6 @@ class Health:
         return metrics | self._stuck(groups)
 
     def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
-        """Count the groups whose images all have the same reward below the best one so far."""
         known = [[value for value in group if value is not None] for group in groups]
         scored = [group for group in known if len(group) > 1]
         if not scored:

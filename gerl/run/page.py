@@ -1,7 +1,5 @@
 """Data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
 
-import base64
-import io
 import json
 import math
 import os
@@ -12,33 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.run import session
+from gerl.run import session, settings
 from gerl.run.card import redact
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
-from gerl.run.settings import (
-    changes,
-    difference,
-    explanation,
-    get,
-    learning_rate,
-    read_config,
-    scorers,
-    training_label,
-)
 from gerl.run.tracking import Rows
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
-from gerl.web.pages import enlarge
+from gerl.web.pages import data_uri, encode, enlarge
 
 # --- Metrics by column, read incrementally and downsampled for a page
 
+T = TypeVar("T")
 POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximum
 
 
@@ -108,10 +97,9 @@ class Columns:
             part = steps[i] // width
             end = bisect_left(steps, (part + 1) * width, i)
             known = [value for value in values[i:end] if math.isfinite(value)]
-            found["x"].append(part * width)
-            found["y"].append(_rounded(math.fsum(known) / len(known), 5) if known else None)
-            found["low"].append(_rounded(min(known), 5) if known else None)
-            found["high"].append(_rounded(max(known), 5) if known else None)
+            three = (math.fsum(known) / len(known), min(known), max(known)) if known else (None, None, None)
+            for column, value in zip(found.values(), (part * width, *(_rounded(v, 5) for v in three)), strict=True):
+                column.append(value)
             i = end
         return found
 
@@ -164,13 +152,14 @@ class RunData:
         found = {part: signature(self.folder / name) for part, name in PARTS.items()}
         return found | {"alive": str(alive_since(self.folder) or "")}
 
-    def keep(self, name: str, now: object, make: Callable[[], Any]) -> Any:
+    def keep(self, name: str, now: object, make: Callable[[], T]) -> T:
         """Return the cached value of `name`, made again if `now` has changed."""
         with self._lock:
             known = self._kept.get(name)
             if known is None or known[0] != now:
                 known = self._kept[name] = now, make()
-            return known[1]
+            kept: T = known[1]
+            return kept
 
     def config(self) -> tuple[str, dict[str, Any]]:
         """Return the text of config.yaml without secrets, and its values."""
@@ -178,11 +167,10 @@ class RunData:
             return self._config
 
         def make() -> tuple[str, dict[str, Any]]:
-            text, values = read_config(self.folder / "config.yaml")
+            text, values = settings.read_config(self.folder / "config.yaml")
             return redact(text), values
 
-        found: tuple[str, dict[str, Any]] = self.keep("config", signature(self.folder / "config.yaml"), make)
-        return found
+        return self.keep("config", signature(self.folder / "config.yaml"), make)
 
     def columns(self) -> Columns:
         """Return the current metrics; call with the lock held."""
@@ -198,7 +186,7 @@ class RunData:
             last, names = columns.last, sorted(columns.values)
             seconds = columns.latest("timing/step_s", 20)
             step = int(last.get("step", 0))
-        rates = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
+        rates = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
         alive = bool(now["alive"])
         return {
             "run": self.name,
@@ -206,17 +194,17 @@ class RunData:
             "alive": alive,
             "writable": alive and os.access(self.folder, os.W_OK),
             "asked": session.asked(self.folder) if alive else [],
-            "can_validate": bool(get(config, "validation", "data")),
+            "can_validate": bool(settings.get(config, "validation", "data")),
             "step": step,
-            "steps": get(config, "trainer", "steps"),
+            "steps": settings.get(config, "trainer", "steps"),
             "time": last.get("time"),
             "step_seconds": seconds,
             "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
-            "label": training_label(config),
-            "explanation": explanation(config),
+            "label": settings.training_label(config),
+            "explanation": settings.explanation(config),
             "names": names,
-            "scorers": scorers(config),
+            "scorers": settings.scorers(config),
             "lora": next((step for step, path in self._loras() if path.is_file()), None),
         }
 
@@ -232,8 +220,7 @@ class RunData:
     def held_out(self) -> dict[str, Any]:
         """Return the rewards of the held-out prompts at every validation."""
         with self._lock:
-            found: dict[str, Any] = self.keep("held_out", self._held_out.now(), self._held_out.read)
-            return found
+            return self.keep("held_out", signature(self.folder / "validation"), self._held_out.read)
 
     def prompt(self, row: int) -> dict[str, Any] | None:
         """Return the scores of a held-out prompt at every validation; None: no such prompt."""
@@ -266,7 +253,6 @@ class RunData:
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
-        """Return the steps of checkpoints with the path of a LoRA in each, latest first."""
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
             yield int(path.name.rpartition("_")[2]), path / LORA
 
@@ -298,8 +284,8 @@ class RunData:
         """Return the configuration: its text, differences from the defaults and, if given, from `other`."""
         text, config = self.config()
         now = signature(self.folder / "config.yaml")
-        usual = self.keep("changes", now, lambda: changes(config) if config else [])
-        against = difference(config, other.config()[1]) if other is not None else []
+        usual = self.keep("changes", now, lambda: settings.changes(config) if config else [])
+        against = settings.difference(config, other.config()[1]) if other is not None else []
         return {"text": text, "changes": usual, "difference": against}
 
     def log(self) -> list[str]:
@@ -315,8 +301,8 @@ class RunData:
             held_out = next((row["val/reward/mean"] for row in reversed(rows) if "val/reward/mean" in row), None)
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
 
-        found: dict[str, Any] = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
-        steps = get(self.config()[1], "trainer", "steps")
+        found = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
+        steps = settings.get(self.config()[1], "trainer", "steps")
         return {"name": self.name, "alive": alive_since(self.folder) is not None, "steps": steps, **found}
 
 
@@ -384,10 +370,6 @@ class HeldOut:
         self._decoded = lru_cache(DECODED)(self._pixels)
         self._encoded = lru_cache(ENCODED)(self._picture)
 
-    def now(self) -> object:
-        """Return a value that changes when validations are added or removed."""
-        return signature(self.folder / "validation")
-
     def read(self) -> dict[str, Any]:
         """Return the `prompts` [N] of the newest validation, the `steps` [S] with the same prompts, and rewards."""
         read = {step: self._numbers(step, self._signature(step)) for step in validation_steps(self.folder)}
@@ -445,15 +427,12 @@ class HeldOut:
 
 
 def encoded(pixels: np.ndarray) -> tuple[bytes, str]:
-    """Encode an image for a page; small ones lossless."""
+    """Encode an image for a page, as bytes and media type; small ones lossless."""
     image = enlarge(pixels, min_width=1, max_width=WIDE)
-    buffer, lossy = io.BytesIO(), image.width > EXACT
-    image.save(buffer, "jpeg" if lossy else "png", **({"quality": 88} if lossy else {"compress_level": 4}))
-    return buffer.getvalue(), "image/jpeg" if lossy else "image/png"
+    return encode(image, lossy=image.width > EXACT)
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    """Round to significant digits; null if unknown or not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
@@ -475,32 +454,27 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _replaced(rows: Rows) -> str | None:
-    """Describe the workers that were replaced and the time lost."""
-    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
-    return f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None
-
-
 def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of name and value: progress, model, algorithm and main settings."""
     done = rows[-1]["step"] if rows else 0
-    planned = get(config, "trainer", "steps")
-    prompts, n = get(config, "rollout", "prompts_per_step"), get(config, "rollout", "n")
-    scorers = get(config, "reward", "scorers")
-    train = get(config, "model", "train") or "lora"
+    restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
+    planned = settings.get(config, "trainer", "steps")
+    prompts, n = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
+    scorers = settings.get(config, "reward", "scorers")
+    train = settings.get(config, "model", "train") or "lora"
     lora = train == "lora"
     facts = [
         ("steps", f"{done} of {planned}" if planned and planned != done else str(done)),
         ("time", _duration(_seconds(rows)) if _seconds(rows) else None),
-        ("replaced", _replaced(rows)),
+        ("replaced", f"{restarts:.0f} workers that died, {_duration(lost)} lost" if restarts else None),
         ("images per step", f"{prompts} prompts x {n}" if prompts and n else None),
-        ("model", get(config, "model", "path")),
-        ("algorithm", get(config, "preset") or get(config, "algorithm", "name")),
+        ("model", settings.get(config, "model", "path")),
+        ("algorithm", settings.get(config, "preset") or settings.get(config, "algorithm", "name")),
         ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
         ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
-        ("LoRA rank", get(config, "model", "lora_rank") if lora else None),
-        ("learning rate", learning_rate(config)),
-        ("seed", get(config, "trainer", "seed")),
+        ("LoRA rank", settings.get(config, "model", "lora_rank") if lora else None),
+        ("learning rate", settings.learning_rate(config)),
+        ("seed", settings.get(config, "trainer", "seed")),
     ]
     return [(name, str(value)) for name, value in facts if value is not None]
 
@@ -515,14 +489,17 @@ FROZEN_PARTS = ("metrics", "validation", "live", "timeline", "guard")
 
 
 def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return all answers that the page asks for, and its images as data URIs; deterministic.
-
-    config: text and values of config.yaml.
-    """
+    """Return all answers that the page asks for, and its images as data URIs; deterministic."""
     run = RunData(run_dir.resolve().name, run_dir, config)
     overview = run.overview() | {"alive": False, "writable": False, "asked": [], "signatures": {}, "lora": None}
     names = [name for name in overview["names"] if not name.startswith(LEFT_OUT)]
     held_out, pictures = _held_out(run)
+    prompts = {}
+    for row in held_out["shown"]:
+        whole = run.prompt(row) or {"steps": [], "scores": {}}
+        places = [i for i, step in enumerate(whole["steps"]) if step in held_out["steps"]]
+        scores = {name: [values[i] for i in places] for name, values in whole["scores"].items()}
+        prompts[f"prompt/{row}"] = {**whole, "steps": held_out["steps"], "scores": scores}
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
     answers = {
@@ -533,13 +510,13 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "live": live | {"steps": [live["step"]]} if sheet is not None else {},
         "timeline": run.timeline(SPANS),
         "warnings": run.warnings(),
-        **{f"prompt/{row}": _at(run.prompt(row) or {}, held_out["steps"]) for row in held_out["shown"]},
+        **prompts,
     }
     return {
         "signatures": dict.fromkeys(FROZEN_PARTS, "frozen"),
         "answers": answers,
         "pictures": pictures,
-        "sheet": _uri(sheet) if sheet is not None else "",
+        "sheet": data_uri(*sheet) if sheet is not None else "",
     }
 
 
@@ -565,7 +542,7 @@ def _held_out(run: RunData) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _pictures(run: RunData, steps: Sequence[int], row: int) -> dict[str, str]:
     known = {step: run.picture(step, row) for step in steps}
-    return {f"{step}/{row}": _uri(found) for step, found in known.items() if found is not None}
+    return {f"{step}/{row}": data_uri(*found) for step, found in known.items() if found is not None}
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
@@ -573,15 +550,3 @@ def _spread(values: Sequence[int], count: int) -> list[int]:
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
-
-
-def _at(prompt: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """Return the scores of a prompt at some of its steps."""
-    places = [i for i, step in enumerate(prompt["steps"]) if step in steps]
-    scores = {name: [values[i] for i in places] for name, values in prompt["scores"].items()}
-    return {"prompt": prompt["prompt"], "steps": list(steps), "scores": scores}
-
-
-def _uri(picture: tuple[bytes, str]) -> str:
-    content, media = picture
-    return f"data:{media};base64,{base64.b64encode(content).decode()}"

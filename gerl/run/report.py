@@ -71,7 +71,6 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    """Return the latest finding of each kind, of the health checks and of the guard."""
     health = Health(config)
     for row in rows:
         health.observe(row)
@@ -102,40 +101,33 @@ def _words(value: Any) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, str | None]:
+def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
     """Return the figures at the top: what was measured, before, after, the gain with its interval, the best step."""
-    best = best_step(rows)
+    found: dict[str, Any] = dict.fromkeys(("before", "after", "change", "counts")) | {"label": "held-out reward"}
     if compared is not None and compared.last is not None:
-        first, last = compared.first, compared.last
+        first, last, best = compared.first, compared.last, best_step(rows)
         gain = estimate(range(len(compared.known)), compared.known)
-        sure = gain.count > 1
-        change = f"{gain.mean:+.3f}" + (f" ({gain.low:+.3f} to {gain.high:+.3f})" if sure else "")
         each = f", {first.each} images each" if first.each > 1 else ""
-        note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after" + (
-            "; in brackets the 95 % interval of the gain" if sure else ""
-        )
+        note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after"
+        change = f"{gain.mean:+.3f}" if gain.count else None
+        if gain.count > 1:
+            change = f"{change} ({gain.low:+.3f} to {gain.high:+.3f})"
+            note += "; in brackets the 95 % interval of the gain"
         counts = f"{compared.counts}, step {last.step} against step {first.step}"
         if best is not None and best[0] != last.step:
             counts += f"; the best held-out reward was {best[1]:.3f}, at step {best[0]}"
-        return _headline_of(
-            "held-out reward", mean(first.rewards), mean(last.rewards), change if gain.count else None, note, counts
-        )
+        figures = {"before": mean(first.rewards), "after": mean(last.rewards)}
+        return {**found, **figures, "change": change, "note": note, "counts": counts}
     for name, label in (("val/reward/mean", "held-out reward"), ("reward/mean", "training reward")):
         values = [value for value in series(rows, name)[1] if np.isfinite(value)]
+        if values:
+            found |= {"label": label, "before": values[0], "note": "measured once so far"}
         if values[1:]:
             note = f"{label} of the first and the last of {len(values)} measurements"
-            return _headline_of(label, values[0], values[-1], f"{values[-1] - values[0]:+.3f}", note)
+            found |= {"after": values[-1], "change": f"{values[-1] - values[0]:+.3f}", "note": note}
         if values:
-            return _headline_of(label, values[0], None, None, "measured once so far")
-    before = mean(compared.first.rewards) if compared is not None else None
-    return _headline_of("held-out reward", before, None, None, "no later measurement yet")
-
-
-def _headline_of(
-    label: str, before: float | None, after: float | None, change: str | None, note: str, counts: str | None = None
-) -> dict[str, str | None]:
-    show = [None if v is None else f"{v:.3f}" for v in (before, after)]
-    return {"label": label, "before": show[0], "after": show[1], "change": change, "note": note, "counts": counts}
+            return found
+    return found | {"before": compared and mean(compared.first.rewards), "note": "no later measurement yet"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The configuration of a run for its readers: differences from the defaults, and what the curves show."""
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
+from gerl.web.pages import render
 
 log = logging.getLogger(__name__)
 Values = Mapping[str, Any]
@@ -81,9 +82,8 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
     return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
 
 
-@functools.cache
+@cache
 def _defaults(algorithm: str, path: str | None = None) -> Config:
-    """Compose `experiment=plain` with an algorithm; raises `ConfigError`."""
     preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
     return compose_run(["experiment=plain", preset, *([f"algorithm.path={quoted(path)}"] if path else [])]).config
 
@@ -113,45 +113,10 @@ def is_stochastic(config: Values) -> bool:
     return kernel not in (None, "ode") and bool(level)
 
 
-WORDS = {  # keys of validation -> words before their value
-    "height": "at a height of",
-    "width": "at a width of",
-    "num_inference_steps": "in denoising steps",
-    "guidance_scale": "at guidance",
-}
-
-
 def explanation(config: Values) -> str:
     """Explain the difference between the training and the held-out curve."""
-    if not config:
-        return (
-            "Training rewards are from that step's prompts; held-out rewards always use the same prompts and "
-            "starting noise. Bars are standard errors."
-        )
-    sampling, validation = get(config, "sampling") or {}, get(config, "validation") or {}
-    average = get(config, "algorithm", "rollout_decay") is not None
-    weights = "an average of the trained weights (algorithm.rollout_decay)" if average else "the trained weights"
-    noise = (
-        f"with noise in the steps ({sampling.get('kernel')}, noise_level {sampling.get('noise_level')})"
-        if is_stochastic(config)
-        else "without noise in the steps (kernel ode)"
-    )
-    decay = get(config, "actor", "ema_decay")
-    ema = f"the averaged weights (actor.ema_decay {decay})" if decay else "the trained weights"
-    same = validation.get("data") == get(config, "data", "train")
-    other = [
-        f", {word} {validation[key]} instead of {sampling.get(key)}"
-        for key, word in WORDS.items()
-        if validation.get(key) not in (None, sampling.get(key))
-    ]
-    count = f"{get(config, 'rollout', 'n')} images for each of {get(config, 'rollout', 'prompts_per_step')} prompts"
-    each = validation.get("images_per_prompt") or 1
-    images = "one image" if each == 1 else f"{each} images"
-    return (
-        f"Training: {count}, different ones at every step, sampled by {weights} {noise}. Held-out: {images} per "
-        f"prompt of {'the training file' if same else 'another file'}, always from the same starting noise, "
-        f"sampled by {ema} without noise in the steps{''.join(other)}; bars are standard errors over these prompts."
-    )
+    shown = {"known": bool(config), "get": partial(get, config), "stochastic": is_stochastic(config)}
+    return " ".join(render("explanation.txt.j2", **shown).split())
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, Any]:

@@ -31,13 +31,10 @@ class MetricsLog:
         with writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
-                self._cut(start_step)
+                kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
+                write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+                self._last_step = max((row["step"] for row in kept), default=-1)
             self._file = self._path.open("a", encoding="utf-8")
-
-    def _cut(self, start_step: int) -> None:
-        kept = [row for row in read_metrics(self._path) if row["step"] <= start_step]
-        write_file(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._last_step = max((row["step"] for row in kept), default=-1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append a row, `step` and `time` (ISO 8601, UTC) first; values that are not finite become null.

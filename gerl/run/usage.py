@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.validation import SamplingRecord, Validation
+from gerl.web.pages import render
 
-TEMPLATE = Path(__file__).with_name("program.py.j2")
 ASSETS = Path(__file__).parents[1] / "assets"
 LOAD = "pipe.load_lora_weights(FOLDER)"
 
@@ -53,12 +51,9 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     given = {name: _pictures(value) for name, value in (drawing.given[0] if drawing.given else {}).items()}
     call = {name: value for name, value in call_of(config).items() if value is not None and name != "output_type"}
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["repr"] = repr
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
     own = any(line.startswith("load_lora(") for line in loads)
-    return template.render(drawing=drawing, own_loader=own, **shown)
+    shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
+    return render("program.py.j2", drawing=drawing, own_loader=own, **shown)
 
 
 def call_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,17 +53,13 @@ def bootstrap_groups(
 ) -> tuple[float, float]:
     """Percentile interval of the mean of the means of `groups`, each resampled separately."""
     generator = np.random.default_rng(seed)
-    means = np.mean([_resampled(np.asarray(group, dtype=np.float64), generator) for group in groups], axis=0)
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    means = []
+    for data in (np.asarray(group, dtype=np.float64) for group in groups):
+        chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
+        sizes = [(min(chunk, RESAMPLES - start), len(data)) for start in range(0, RESAMPLES, chunk)]
+        means.append(np.concatenate([data[generator.integers(len(data), size=size)].mean(axis=1) for size in sizes]))
+    low, high = np.quantile(np.mean(means, axis=0), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
-
-
-def _resampled(data: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Return the means of resamples of `data` [N] with replacement, [RESAMPLES]."""
-    chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
-    sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
-    means = [data[generator.integers(len(data), size=(size, len(data)))].mean(axis=1) for size in sizes]
-    return np.concatenate(means)
 
 
 def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:
@@ -225,14 +221,15 @@ def remove_images(run_dir: Path, newest: int) -> None:
 
 
 def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
-    """Load the validation of `step`, with pixels if `pictures`.
-
-    Raises `GerlError` if it is missing or damaged.
-    """
+    """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
     path = _path(run_dir, step)
     try:
         values = json.loads(path.read_bytes())
-        pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
+        pixels = []
+        if pictures and values.get("shown") != []:
+            with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+                separate = (arrays[f"picture_{i}"] for i in range(len(arrays.files)))
+                pixels = list(arrays.get("pixels", separate))
         found = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
@@ -248,10 +245,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
 
 
 def load_validations(run_dir: Path) -> list[Validation]:
-    """Load all validations of a run in order, with the images of the first and the last only.
-
-    Damaged ones are omitted with a warning.
-    """
+    """Load all validations of a run that are not damaged, in order, with the images of the first and the last only."""
     found: dict[int, Validation] = {}
     for step in validation_steps(run_dir):
         _keep(found, run_dir, step, pictures=False)
@@ -315,13 +309,6 @@ def standard_error(values: Iterable[float | None]) -> float | None:
     """Return the standard error of the mean of the known values; None for fewer than two."""
     scored = known(values)
     return statistics.stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else None
-
-
-def _read_pixels(path: Path) -> list[np.ndarray]:
-    with np.load(path, allow_pickle=False) as arrays:
-        if "pixels" in arrays:
-            return list(arrays["pixels"])
-        return [arrays[f"picture_{i}"] for i in range(len(arrays.files))]
 
 
 def _path(run_dir: Path, step: int) -> Path:

@@ -62,19 +62,16 @@ class ScoredImage:
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of the column `name`: number of values and their distribution; NaN without values.
-
-    std is the population standard deviation. bins: counts in equal parts of [low, high], empty if all values are equal.
-    """
+    """Statistics of the column `name`: number of values and their distribution; NaN without values."""
 
     name: str
     count: int
     mean: float
-    std: float
+    std: float  # of the population
     low: float
     median: float
     high: float
-    bins: list[int]
+    bins: list[int]  # counts in equal parts of [low, high], empty if all values are equal
 
 
 def summarise(name: str, values: Sequence[float | None]) -> Summary:
@@ -104,35 +101,29 @@ def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
 def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
     """Write a page of the images to `path`, sorted by their first column; images without a value there are last.
 
-    weights: of the scorers, shown beside their names, including 0. All images have the same columns. Raises `GerlError`
-    if the file cannot be written.
+    weights: of the scorers, shown beside their names, including 0. All images have the same columns.
     """
-    if any(list(image.values) != list(images[0].values) for image in images):
-        raise ValueError("expected the same columns on all cards")
     labels = distinct_columns(images)
-    columns = list(labels)
-    failed = sum(image.values[columns[0]] is None for image in images) if columns else 0
+    first = next(iter(labels), "score")
+    failed = sum(image.values[first] is None for image in images)
     note = (
-        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a "
-        f"{columns[0] if columns else 'score'}. Best first; click a name to sort by it, again to reverse the order."
+        f"{len(images)} image{'' if len(images) == 1 else 's'}, {failed} without a {first}. Best first; click a name "
+        "to sort by it, again to reverse the order."
     )
-    lines = [_line(summarise(labels[name], [image.values[name] for image in images]), weights) for name in columns]
-    write_file(path, card_page(title, note, HEAD, lines, [_card(image, labels) for image in images]))
-
-
-def _line(summary: Summary, weights: Mapping[str, float]) -> Line:
-    weight = ", ".join(f"{weights[name]:g}" for name in summary.name.split(" = ") if name in weights)
-    numbers = (summary.mean, summary.std, summary.low, summary.median, summary.high)
-    flat = "all the same" if summary.count else ""
-    return Line(summary.name, [weight, str(summary.count), *map(show, numbers), summary.bins or flat])
-
-
-def _card(image: ScoredImage, labels: Mapping[str, str]) -> Card:
-    scores = {label: image.values[name] for name, label in labels.items()}
-    picture = Picture(
-        image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=scores
-    )
-    return Card([picture], list(scores.values()), trend="down" if image.failure else "flat")
+    lines = []
+    for name, label in labels.items():
+        s = summarise(label, [image.values[name] for image in images])
+        weight = ", ".join(f"{weights[part]:g}" for part in label.split(" = ") if part in weights)
+        numbers = map(show, (s.mean, s.std, s.low, s.median, s.high))
+        lines.append(Line(label, [weight, str(s.count), *numbers, s.bins or ("all the same" if s.count else "")]))
+    cards = []
+    for image in images:
+        scores = {label: image.values[name] for name, label in labels.items()}
+        picture = Picture(
+            image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=scores
+        )
+        cards.append(Card([picture], list(scores.values()), trend="down" if image.failure else "flat"))
+    write_file(path, card_page(title, note, HEAD, lines, cards))
 
 
 # --- Image files and their prompts: a folder, a file, or a table
@@ -153,8 +144,7 @@ class Item:
 def read_items(images: str, prompts: str | None, prompt: str | None, data: DataConfig) -> list[Item]:
     """Read the images and their prompts, in order; the arguments are the command's keys, and the block `data`.
 
-    Raises:
-        DataError: there are none, or something is missing or inconsistent.
+    Raises `DataError`: there are none, or something is missing or inconsistent.
     """
     path = Path(images).expanduser()
     if path.is_file() and path.suffix.lower() in TABLES:
@@ -177,23 +167,18 @@ def read_items(images: str, prompts: str | None, prompt: str | None, data: DataC
     elif prompts is None:
         found = [Prompt(i, _sidecar(file)) for i, file in enumerate(files)]
     else:
-        found = _from_prompts(prompts, data, len(files), images)
+        found = load(prompts, data, "prompts")
+        if len(found) != len(files):
+            raise DataError(
+                f"prompts={prompts} has {len(found)} prompts for the {len(files)} images of images={images}: give one "
+                "per image, in the order of their names, or prompt=TEXT for all"
+            )
     return [Item(file, file.name, text) for file, text in zip(files, found, strict=True)]
 
 
 def _natural(name: str) -> list[str | int]:
     """Return a sort key that puts img2 before img10: alternating text and numbers."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
-
-
-def _from_prompts(source: str, data: DataConfig, count: int, images: str) -> list[Prompt]:
-    prompts = load(source, data, "prompts")
-    if len(prompts) != count:
-        raise DataError(
-            f"prompts={source} has {len(prompts)} prompts for the {count} images of images={images}: give one per "
-            "image, in the order of their names, or prompt=TEXT for all"
-        )
-    return prompts
 
 
 def _sidecar(file: Path) -> str:
@@ -209,7 +194,6 @@ def _sidecar(file: Path) -> str:
 
 
 def _from_table(path: Path, prompt_key: str) -> list[Item]:
-    """Read the items of a .jsonl or .csv file."""
     items = []
     for where, prompt in read_rows(path, prompt_key):
         image = prompt.metadata.get("image")
@@ -245,22 +229,20 @@ def describe_groups(items: Sequence[Item], groups: Sequence[Sequence[int]], scor
         by_text.setdefault(item.prompt.text, []).append(item.prompt.metadata)
     names = {name: None for rows in by_text.values() for row in rows for name in row}
     differ = [n for n in names if any(row.get(n) != rows[0].get(n) for rows in by_text.values() for row in rows)]
-    sizes, what = sorted(map(len, groups)), ", ".join(differ)
+    sizes, what, compared = sorted(map(len, groups)), ", ".join(differ), " and ".join(sorted(scorers))
     if differ and sizes[-1] == 1:
         logger.warning(
             "%s compares the images of a prompt, but no two have the same %s: each is its own group; remove a "
             "column that does not belong to the prompt",
-            *(" and ".join(sorted(scorers)), what),
+            *(compared, what),
         )
         return
     logger.info(
         "%s compares images with the same prompt%s: %d groups of %s images",
-        *(" and ".join(sorted(scorers)), f" and the same {what}" if differ else "", len(groups)),
+        *(compared, f" and the same {what}" if differ else "", len(groups)),
         f"{sizes[0]} to {sizes[-1]}" if sizes[0] < sizes[-1] else sizes[0],
     )
 
-
-# --- Command line: `python -m gerl.score images=FOLDER out=FOLDER [key=value ...]`
 
 logger = logging.getLogger("gerl")
 WIDTH = 256  # pixels, to which wider images are downscaled in the gallery
@@ -304,18 +286,14 @@ PARSER = Parser(
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
-    """Run the command line; returns the exit code, see `run_command`.
-
-    Images without a score are not an error as long as one image has a score.
-    """
+    """Run the command line; returns the exit code, see `run_command`: 0 if at least one image has a score."""
     return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(*parse(arguments)))
 
 
 def run(request: Request, config: Config) -> list[ScoredImage]:
     """Check inputs, score, and write the results; return the images in their order.
 
-    Raises:
-        GerlError: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
+    Raises `GerlError`: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
     reward = with_all_active(config.reward)
     items = read_items(request.images, request.prompts, request.prompt, config.data)
@@ -427,8 +405,7 @@ def closing_screen(out: Path, images: Sequence[ScoredImage]) -> str:
         s = summarise(label, [image.values[name] for image in images])
         numbers = " ".join(f"{number:>10.4g}" for number in (s.mean, s.std, s.low, s.high))
         lines.append(f"{label:<{width}} {s.count:>7} {numbers}")
-    failed = [image for image in images if image.failure]
-    if failed:
+    if failed := [image for image in images if image.failure]:
         first = f"the first, {failed[0].name}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(images)} images; {first}")
     lines += ["", *(f"{out / name}" for name in ("scores.csv", "scores.jsonl", "gallery.html"))]

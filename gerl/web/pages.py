@@ -43,14 +43,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Line:
-    """Table line whose name is a button that sorts the cards; `first` marks the first of a block of lines.
-
-    A cell of numbers is shown as a histogram: counts in equal parts of the range.
-    """
+    """Table line whose name is a button that sorts the cards."""
 
     name: str
-    cells: Sequence[str | Sequence[int]]
-    first: bool = False
+    cells: Sequence[str | Sequence[int]]  # numbers are shown as a histogram: counts in equal parts of the range
+    first: bool = False  # of a block of lines
 
 
 @dataclass(frozen=True)
@@ -95,14 +92,15 @@ def show(value: float | None, sign: str = "") -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """Render `template` with escaped `values`; a missing value is an error."""
+    """Render `template` with `values`, escaped in HTML; a missing value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(ASSETS),
-        autoescape=True,
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["repr"] = repr
     environment.globals["show"] = show
     return environment.get_template(template).render(**values)
 
@@ -192,10 +190,20 @@ def thumbnail(pixels: np.ndarray, width: int, exact: int = 128) -> str:
 
 
 def to_data_uri(image: Image.Image, lossy: bool = False) -> str:
-    """Encode an image as a `data:` URI: PNG, or JPEG if `lossy`."""
+    """Encode an image as a `data:` URI."""
+    return data_uri(*encode(image, lossy))
+
+
+def encode(image: Image.Image, lossy: bool) -> tuple[bytes, str]:
+    """Encode an image as PNG, or as JPEG if `lossy`; returns bytes and media type."""
     buffer, kind = io.BytesIO(), "jpeg" if lossy else "png"
     image.convert("RGB").save(buffer, kind, **({"quality": 88} if lossy else {"optimize": True}))
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return buffer.getvalue(), f"image/{kind}"
+
+
+def data_uri(content: bytes, media: str) -> str:
+    """Return a file as a `data:` URI."""
+    return f"data:{media};base64,{base64.b64encode(content).decode()}"
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:

@@ -49,14 +49,11 @@ class Visit:
 
 @dataclass(frozen=True)
 class Gate:
-    """ASGI middleware that admits requests with `admit` and sets the visitor (`request.state.visitor`).
-
-    `local`: answer only requests whose Host is this machine, against DNS rebinding.
-    """
+    """ASGI middleware that admits requests with `admit` and sets the visitor (`request.state.visitor`)."""
 
     app: ASGIApp
     admit: Callable[[Request], Visit | Response]
-    local: bool
+    local: bool  # answer only requests whose Host is this machine, against DNS rebinding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,10 +130,7 @@ def most() -> int:
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed.
-
-    For `uvicorn.Config(http=Connection)`.
-    """
+    """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed."""
 
     late: asyncio.TimerHandle | None = None
 

@@ -81,8 +81,6 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _below(folder / name, depth - 1)
 
 
-# --- Server of the live page: static files, runs as JSON and images, an event stream, and the buttons
-
 logger = logging.getLogger("gerl")
 FOREVER = "private, max-age=31536000, immutable"  # for images, whose address changes with their content
 PAUSE = 0.5  # seconds between looks for changed files
@@ -137,6 +135,14 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         name = request.query_params.get("other")
         return run.settings(site.run(name) if name else None)
 
+    def series(run: RunData, request: Request) -> Any:
+        names = request.query_params.get("names", "").split(",")[:200]
+        return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
+
+    def lora(run: RunData, _: Request) -> Response:
+        step, body = found_or_404(run.lora())
+        return _attachment(run, f"step{step}.safetensors", body)
+
     def asset(path: str, content: str, media: str) -> Route:
         return Route(path, lambda _: Response(content, media_type=media))
 
@@ -147,7 +153,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         asset("/page.js", assets["script"], "text/javascript"),
         Route("/api/runs", lambda _: JSONResponse(site.runs())),
         of_run("/api/run", lambda run, _: run.overview()),
-        of_run("/api/series", _series),
+        of_run("/api/series", series),
         of_run("/api/held_out", lambda run, _: run.held_out()),
         of_run("/api/prompt", lambda run, request: found_or_404(run.prompt(query_int(request, "row")))),
         of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
@@ -155,8 +161,8 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         of_run("/api/warnings", lambda run, _: run.warnings()),
         of_run("/api/settings", settings),
         of_run("/api/log", lambda run, _: run.log()),
-        of_run("/trace.json", lambda run, _: _trace(run)),
-        of_run("/lora.safetensors", lambda run, _: _lora(run)),
+        of_run("/trace.json", lambda run, _: _attachment(run, "trace.json", json.dumps(run.trace()))),
+        of_run("/lora.safetensors", lora),
         of_run("/held_out", lambda run, r: _image(run.picture(query_int(r, "step"), query_int(r, "row")))),
         of_run("/sheet", lambda run, request: _image(run.sheet(query_int(request, "step")))),
         Route("/api/events", partial(_events, site)),
@@ -200,28 +206,14 @@ def found_or_404(found: Any) -> Any:
     return found
 
 
-def _series(run: RunData, request: Request) -> Any:
-    names = request.query_params.get("names", "").split(",")[:200]
-    return run.series(names, *(query_int(request, name) for name in ("since", "width", "generation")))
-
-
 def _image(found: tuple[bytes, str] | None) -> Response:
     body, media = found_or_404(found)
     return Response(body, media_type=media, headers={"Cache-Control": FOREVER})
 
 
-def _trace(run: RunData) -> Response:
-    body = json.dumps(run.trace(), separators=(",", ":"))
-    return _attachment(body, "application/json", f"{run.folder.name}-trace.json")
-
-
-def _lora(run: RunData) -> Response:
-    step, body = found_or_404(run.lora())
-    return _attachment(body, "application/octet-stream", f"{run.folder.name}-step{step}.safetensors")
-
-
-def _attachment(body: str | bytes, media: str, name: str) -> Response:
-    name = f"gerl-{name}".encode("ascii", "replace").decode().replace('"', "_")
+def _attachment(run: RunData, name: str, body: str | bytes) -> Response:
+    media = "application/json" if isinstance(body, str) else "application/octet-stream"
+    name = f"gerl-{run.folder.name}-{name}".encode("ascii", "replace").decode().replace('"', "_")
     return Response(body, media_type=media, headers={"Content-Disposition": f'attachment; filename="{name}"'})
 
 
@@ -257,13 +249,9 @@ async def _control(site: Site, request: Request) -> Response:
         return refused(400, "expected a JSON object with run and command")
     if command not in COMMANDS:
         return refused(400, f"command: expected one of {', '.join(COMMANDS)}")
-    return await run_in_threadpool(_ask, site, name, command)
-
-
-def _ask(site: Site, name: str, command: Any) -> Response:
-    run = site.run(name)
+    run = await run_in_threadpool(site.run, name)
     if alive_since(run.folder) is None:
         return refused(409, "the run is not training, so it cannot do this")
-    ask(run.folder, command)
+    await run_in_threadpool(ask, run.folder, command)
     logger.info("%s: requested to %s", name, command)
     return JSONResponse({"asked": command})

@@ -49,11 +49,8 @@ PARSER = Parser(
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`: 0 after Ctrl-C or SIGTERM."""
-
-    def work(arguments: list[str]) -> None:
-        serve(PARSER.parse(arguments)[0], threading.Event())
-
-    return run_command(argv, lambda: PARSER.help(program), work)
+    stop = threading.Event()
+    return run_command(argv, lambda: PARSER.help(program), lambda given: serve(PARSER.parse(given)[0], stop))
 
 
 def serve(request: Request, stop: threading.Event) -> None:
@@ -83,10 +80,7 @@ def serve(request: Request, stop: threading.Event) -> None:
 
 
 def opened(host: str, port: int | None) -> socket.socket:
-    """Listen at `host:port`; without a port at the default one, or at a free one if that is taken.
-
-    Raises `ConfigError` if that fails.
-    """
+    """Listen at `host:port`, by default at the usual port or a free one; raises `ConfigError` if that fails."""
     if port is None:
         with contextlib.suppress(ConfigError):
             return listen(host, PAGE)

@@ -14,8 +14,6 @@ from PIL import Image
 from gerl.config.changes import flat_settings, shown
 from gerl.run.trackers.process import PROJECT, TrackedRun, reach
 
-# --- Weights & Biases
-
 
 class Wandb:
     """A run of wandb; WANDB_MODE, WANDB_BASE_URL, WANDB_PROJECT, WANDB_NAME and the others are read by the package."""
@@ -130,9 +128,6 @@ class Mlflow:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
-
-
-# --- SwanLab
 
 
 class Swanlab:

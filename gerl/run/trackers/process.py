@@ -30,49 +30,47 @@ REACHED = 5.0  # seconds for a server to answer
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run for trackers.
-
-    `config`: nested values without secrets; `text`: the text of config.yaml, or empty. `start_step`: the step that a
-    resumed run continues from. `id`: the tracker's id of the run to resume, if any.
-    """
+    """Description of a run for trackers."""
 
     folder: Path
     name: str
     project: str | None = None
     tags: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
-    start_step: int = 0
-    id: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # nested values without secrets
+    text: str = ""  # of config.yaml
+    start_step: int = 0  # that a resumed run continues from
+    id: str | None = None  # the tracker's, of the run to resume
 
 
 class Logger(Protocol):
-    """What a sink and a tracker receive alike."""
+    """What a sink and a tracker receive alike.
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step; all are finite."""
+    `log`: the metrics of a step, all finite. `image`: an image file of the run folder, under a name such as
+    `samples/train`. `alert`: a warning about the run.
+    """
 
-    def image(self, step: int, name: str, path: Path) -> None:
-        """Log an image file of the run folder under a name such as `samples/train`."""
-
-    def alert(self, step: int, sentence: str) -> None:
-        """Log a warning about the run."""
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def image(self, step: int, name: str, path: Path) -> None: ...
+    def alert(self, step: int, sentence: str) -> None: ...
 
 
 class Sink(Logger, Protocol):
-    """Receiver of what a run logs, besides `metrics.jsonl`."""
+    """Receiver of what a run logs, besides `metrics.jsonl`.
 
-    def lora(self, step: int, files: dict[str, bytes]) -> None:
-        """Store the LoRA of a checkpoint: its files by name."""
+    `lora`: the LoRA of a checkpoint, its files by name. `close`: flush and end, as failed or finished; may be called
+    twice.
+    """
 
-    def close(self, failed: bool = False) -> None:
-        """Flush and end, as failed or finished; may be called twice."""
+    def lora(self, step: int, files: dict[str, bytes]) -> None: ...
+    def close(self, failed: bool = False) -> None: ...
 
 
 class Remote(Logger, Protocol):
     """A tracker of another package, in its own process, where it may raise.
 
-    `project`, `name` and `id` identify the tracker's run, `place` says where to find it.
+    It imports the package when it is made, and starts a run or resumes the one with `run.id`; `project`, `name` and
+    `id` identify the tracker's run, `place` says where to find it. `lora`: of a checkpoint, in a folder that is removed
+    afterwards. `close`: flush and end the tracker's run.
     """
 
     project: str
@@ -80,14 +78,9 @@ class Remote(Logger, Protocol):
     id: str
     place: str
 
-    def __init__(self, run: TrackedRun) -> None:
-        """Import the package, and start a run or resume the one with `run.id`."""
-
-    def lora(self, step: int, folder: Path) -> None:
-        """Store the LoRA of a checkpoint; the folder is removed afterwards."""
-
-    def close(self, failed: bool) -> None:
-        """Flush and end the tracker's run."""
+    def __init__(self, run: TrackedRun) -> None: ...
+    def lora(self, step: int, folder: Path) -> None: ...
+    def close(self, failed: bool) -> None: ...
 
 
 def reach(url: str, otherwise: str) -> None:
@@ -228,7 +221,6 @@ class TrackerProcess:
         self._leave("its process has ended")  # unless it was closed, or left before
 
     def _leave(self, why: str) -> None:
-        """Disable the tracker."""
         with self._lock:
             ended, self._ended = self._ended, True
         if ended:
@@ -240,7 +232,6 @@ class TrackerProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and its children."""
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import yaml
 from PIL import Image
 
 from gerl.config import Config, LoggerConfig
 from gerl.errors import GerlError
 from gerl.run.card import redact, redacted
+from gerl.run.settings import get, read_config
 from gerl.run.trackers import RECORD, Record, Sink, TrackedRun, TrackerProcess, check_trackers
 from gerl.run.tracking import METRICS
 from gerl.trainer.extensions import Extension
@@ -76,15 +76,9 @@ class Trackers(Extension):
 def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> TrackedRun:
     """Describe the run to trackers: named after the last two folders of its path, with its `config.yaml`."""
     with writing(run_dir):
-        file = run_dir / "config.yaml"
-        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
-        values = None
-    settings = redacted(values) if isinstance(values, dict) else {}
-    algorithm = settings.get("algorithm")
-    preset = settings.get("preset") or (algorithm.get("name") if isinstance(algorithm, dict) else None)
+        text, values = read_config(run_dir / "config.yaml")
+    settings = redacted(values)
+    preset = settings.get("preset") or get(settings, "algorithm", "name")
     tags = [str(preset)] if preset else []
     name = "-".join(part for part in run_dir.parts[-2:] if part != run_dir.anchor)
     return TrackedRun(

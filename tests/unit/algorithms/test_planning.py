@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gerl.algorithms import planning
+from gerl.algorithms.base import group_ids
 from gerl.algorithms.planning import (
     MixtureSchedule,
     PromptSchedule,
-    group_ids,
     plan_prompts,
     plan_samples,
     plan_validation,

@@ -137,11 +137,6 @@ def test_the_tables_hold_every_value_as_it_is(tmp_path: Path) -> None:
     assert [row["failure"] for row in table] == ["", "x: broke,\nbadly"]
 
 
-def test_cards_of_different_columns_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="same columns"):
-        page(tmp_path, [card("a", 1.0, x=1.0), card("b", 1.0)])
-
-
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(GerlError, match="nowhere"):
         write_gallery(tmp_path / "nowhere" / "gallery.html", "x", [], {})
