@@ -95,10 +95,8 @@ def _refuses(host: str, port: int) -> bool:
     """Whether the connection is refused; a timeout (slow or distant machine) does not count."""
     try:
         socket.create_connection((host, port), timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
