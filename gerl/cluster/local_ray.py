@@ -135,7 +135,6 @@ _print = ray._private.worker.print_to_stdstream
 
 
 def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    """Print messages of Ray except the log of a dead node service, which raises an error instead."""
     if data.get("pid") != "raylet":
         _print(data, *arguments, **keywords)
 
@@ -261,7 +260,6 @@ def folder() -> Iterator[Path]:
 
 
 def _made(wanted: Path) -> Path:
-    """Create a folder of mode 0700 in `wanted`, or in /tmp."""
     bases = [base for base in (wanted.absolute(), Path("/tmp")) if len(os.fsencode(f"{base}{BELOW}")) <= LONGEST]
     said = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
     for base in bases:

@@ -53,7 +53,6 @@ class Cluster:
             self._count()
 
     def _count(self) -> None:
-        """Set the device and the number of workers by the available resources."""
         there = self._resources["GPU"] >= 1
         if self.config.device == "cuda" and not there:
             seen = "the Ray cluster has" if self.joined else "torch sees"
@@ -152,7 +151,6 @@ class Cluster:
                 self._ends.callback(places.close)
 
     def _leave(self) -> None:
-        """End our workers and disconnect from a joined cluster."""
         for actor in self._actors if health.lives() else ():
             ray.kill(actor)
         self._actors = []

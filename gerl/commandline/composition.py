@@ -74,7 +74,6 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfi
 
 
 def _run_dir(whole: DictConfig) -> Path:
-    """Return the folder of the run; raises `ConfigError` if it is empty."""
     try:
         given = whole.hydra.run.dir
     except OmegaConfBaseException as error:
@@ -159,7 +158,6 @@ def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _missing(file: str, chosen: Sequence[str]) -> str:
-    """Return the sentence for a file that Hydra does not find."""
     group, _, name = file.partition("/")
     if group == "hydra":
         kind, _, name = name.partition("/")
@@ -185,7 +183,6 @@ def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str:
-    """Return the sentence for a value with `${...}`, or for `???`, by the type of the error."""
     key = error.full_key or str(error.key or "a value")
     raw: Any = values
     for name in key.split("."):
@@ -392,7 +389,6 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
 
 
 def _nearest(name: str) -> str | None:
-    """Return `nearest_key`, also for names outside the configuration."""
     others = (*CHOICES, RUN_DIR, SWEEPS, OUT)
     return name if name in others else nearest_key(name)
 
@@ -640,15 +636,12 @@ def quoted(value: str) -> str:
 def spelled(value: object) -> str:
     """Write a plain value in Hydra's grammar."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)}: {spelled(part)}" for key, part in value.items()) + "}"
+        # keys are not quoted
+        parts = {re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key)): spelled(part) for key, part in value.items()}
+        return "{" + ", ".join(f"{key}: {part}" for key, part in parts.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(spelled, value)) + "]"
     return quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _key(key: object) -> str:
-    """Write a dictionary key, which Hydra's grammar does not quote."""
-    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
 
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
@@ -702,9 +695,11 @@ def read(argument: str) -> Override:
         argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
     if (parsed := _parsed(argument)) is not None:
         return parsed
-    if equals and (parsed := _parsed(f"{name}=0")) is not None and not _is_slip(value):
-        plain = _flow(value) if _is_bracketed(value) else value
-        if plain is not None:
+    # probably not meant as text
+    is_slip = value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
+    if equals and (parsed := _parsed(f"{name}=0")) is not None and not is_slip:
+        with contextlib.suppress(yaml.YAMLError, RecursionError):
+            plain = yaml.safe_load(value) if _is_bracketed(value) else value
             return replace(parsed, _value=plain, input_line=argument)
     raise ConfigError(_unreadable(argument))
 
@@ -716,9 +711,7 @@ def readable(argument: str) -> str:
     return line if _parsed(line) is not None else f"{line.partition('=')[0]}={spelled(override.value())}"
 
 
-@functools.cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
+_parser = functools.cache(OverridesParser.create)
 
 
 def _parsed(argument: str) -> Override | None:
@@ -728,27 +721,13 @@ def _parsed(argument: str) -> Override | None:
         return None
 
 
-def _is_slip(value: str) -> bool:
-    """Whether an unreadable value was probably not meant as text."""
-    return value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
-
-
 def _is_bracketed(value: str) -> bool:
     """Whether a value is a bracketed list or dictionary; `[a] b.txt` is text."""
     closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
     return value[0] in "[{" and (value[-1] in "]}" or not closed)
 
 
-def _flow(text: str) -> Any:
-    """Parse a list or dictionary in YAML's flow style; None if it is neither."""
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
-        return None
-
-
 def _unreadable(argument: str) -> str:
-    """Return the sentence for an unreadable argument with an equals sign."""
     name, _, value = argument.partition("=")
     key = nearest_key(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
     if key is not None and key != name.lstrip("+~"):

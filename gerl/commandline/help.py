@@ -54,13 +54,11 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _choices(kind: Any) -> str:
-    """Return the values of a `Literal`, or of a list of it, in brackets; empty for other types."""
     entry = get_args(kind)[0] if get_origin(kind) is list else kind
     return f" ({'|'.join(get_args(entry))})" if get_origin(entry) is Literal else ""
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
-    """Return key, field and default under `preset`; no readers."""
     presets = [f"algorithm={registry.preset_of(own)}"] if (own := load_own_algorithm([preset])) else []
     config = compose_run(["experiment=plain", *presets, preset]).config
     own_keys = vars(type(config.algorithm)).get("__annotations__", {}) if config.algorithm.path else ()

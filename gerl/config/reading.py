@@ -48,7 +48,6 @@ def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the key `name` with its value, or all keys nested in it."""
     listed = isinstance(value, list) and any(isinstance(part, Mapping) for part in value)
     nested = isinstance(value, Mapping) or listed
     if not nested or other_name(name) == "reward.scorers":
@@ -117,7 +116,6 @@ def _is_boolean(given: Any) -> bool:
 
 @functools.cache
 def _adapter() -> TypeAdapter[Config]:
-    """Return the adapter, cached because building it takes longer than validating a configuration."""
     return TypeAdapter(Config)
 
 

@@ -120,7 +120,6 @@ def _names(cls: Algorithm) -> tuple[str, ...]:
 
 
 def _classes(module: ModuleType) -> list[Algorithm]:
-    """Return the subclasses of `Algorithm` defined in `module`."""
     base = importlib.import_module("gerl.algorithms.base").Algorithm
     return [
         c

@@ -51,7 +51,8 @@ def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _reset_peak()
+        with contextlib.suppress(OSError):  # then the peak stays that of the whole process
+            (PROC / "self/clear_refs").write_text("5", encoding="ascii")
     start = time.perf_counter()
     result = work()
     if gpu:
@@ -82,7 +83,6 @@ def capacity(device: str) -> int | None:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """Return the bytes given by a line `key:  123 kB`."""
     found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
@@ -92,12 +92,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except OSError:
         return ""
-
-
-def _reset_peak() -> None:
-    """Reset the peak; if that is not possible, it stays the peak of the whole process."""
-    with contextlib.suppress(OSError):
-        (PROC / "self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _peak() -> int:
@@ -435,7 +429,6 @@ def rendered(template: str, **values: object) -> str:
 
 
 def _wrapped(text: str, label: str) -> str:
-    """Wrap a labelled paragraph into lines."""
     paragraph = f"{label:<{INDENT}}{' '.join(text.split())}"
     return textwrap.fill(paragraph, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False) + "\n"
 

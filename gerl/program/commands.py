@@ -78,7 +78,6 @@ def overview() -> str:
 
 
 def _refuse(name: str, arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an unknown command."""
     if "=" in name or name.startswith("-"):
         given = " ".join([name, *arguments])
         raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")

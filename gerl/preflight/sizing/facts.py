@@ -137,7 +137,8 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         prompt = with_pictures(Prompt(0, TEXT), pictures, folder, config)
         task = Bench(worker, prompt).task(worker.algorithm)
         stage.phase = "rollout"
-        ways = _ways(worker, both)
+        able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in policy.denoisers.values())
+        ways = [False, True][: 1 + able] if both else [config.model.gradient_checkpointing]
         steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
         worker.sample(task)
         stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
@@ -192,14 +193,6 @@ def parts_of(policy: Policy) -> list[Part]:
         for name, c in pipe.components.items()
         if isinstance(c, torch.nn.Module)
     ]
-
-
-def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
-    """Return the settings of gradient checkpointing to trace: off, and on if the denoisers support it."""
-    if not both:
-        return [worker.config.model.gradient_checkpointing]
-    able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in worker.policy.denoisers.values())
-    return [False, True] if able else [False]
 
 
 def _update(worker: PolicyWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
@@ -262,7 +255,6 @@ def _linear(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = frozenset()) -> Weights:
-    """Return the weights of `module` without its LoRA."""
     frozen = {id(p): p for name, p in module.named_parameters() if f".{ADAPTER}." not in name}
     counted = {key: p for key, p in frozen.items() if key not in leave_out}
     linear = {id(p): p for _, p in _linear(module) if id(p) in counted}
@@ -367,7 +359,6 @@ def _teacher(teacher: Teacher, dtype: torch.dtype, device: str, stage: Stage | N
 
 
 def _cached(path: str) -> Path | None:
-    """Return the folder of a Hub id in the Hub cache; None if a configuration is missing."""
     index = try_to_load_from_cache(path, INDEX)
     if not isinstance(index, str):
         return None
