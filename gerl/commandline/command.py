@@ -59,10 +59,7 @@ def run_command(
 def start(
     module: str, log_format: str = "%(message)s", arguments: Sequence[str] | None = None, program: str | None = None
 ) -> int:
-    """Import the `module` of a command, with signals handled, and return the result of its `main`.
-
-    `arguments`: None: those of the process. `program`: the command as typed, if it differs from its help.
-    """
+    """Import the `module` of a command, with signals handled, and run its `main`; `program`: the command as typed."""
     logging.basicConfig(level=logging.WARNING, format=log_format)
 
     def work() -> int:

@@ -20,17 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    GrammarParseError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf import DictConfig, ListConfig, OmegaConf, errors
+from omegaconf.errors import OmegaConfBaseException
 
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
@@ -131,7 +122,7 @@ def set_hydra(composed: DictConfig, override: Override) -> None:
     key = override.key_or_group
     try:
         OmegaConf.update(composed, key, override.value(), merge=True, force_add=override.is_force_add())
-    except (ConfigAttributeError, ConfigKeyError):
+    except (errors.ConfigAttributeError, errors.ConfigKeyError):
         near = f", did you mean {difflib.get_close_matches(key, (RUN_DIR, SWEEPS), n=1, cutoff=0)[0]!r}"
         if key.startswith(("hydra.sweeper.", "hydra.launcher.")):
             kind = key.split(".")[1]
@@ -189,15 +180,15 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
         raw = raw.get(name) if isinstance(raw, Mapping) else None
     given = f"{key}={raw}" if raw is not None else key
     dollar = "write a literal dollar sign as '\\$'"
-    if isinstance(error, MissingMandatoryValue):
+    if isinstance(error, errors.MissingMandatoryValue):
         return f"{key}=???: the value is missing, set one"
     name = str(raw).partition("${")[2].partition("}")[0]
     reasons: dict[type[OmegaConfBaseException], str] = {  # subclasses first
-        InterpolationKeyError: f"there is no key {name!r} to refer to",
-        UnsupportedInterpolationType: "nothing with this name can be interpolated, use for example oc.env:NAME",
-        InterpolationResolutionError: "it cannot be interpolated; set the environment variable that it names, or give "
-        "a default as in ${oc.env:NAME,VALUE}",
-        GrammarParseError: "what begins with ${ must end with }",
+        errors.InterpolationKeyError: f"there is no key {name!r} to refer to",
+        errors.UnsupportedInterpolationType: "nothing with this name can be interpolated, use for example oc.env:NAME",
+        errors.InterpolationResolutionError: "it cannot be interpolated; set the environment variable that it names, "
+        "or give a default as in ${oc.env:NAME,VALUE}",
+        errors.GrammarParseError: "what begins with ${ must end with }",
     }
     for kind, reason in reasons.items():
         if isinstance(error, kind):
@@ -245,10 +236,7 @@ class ParsedCommand:
 
 
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
-    """Compose defaults, experiment (a name or file) and `overrides`, which outrank `below`; raises `ConfigError`.
-
-    `asked`: the result of `asked_for` for `overrides`, if known.
-    """
+    """Compose defaults, experiment and `overrides`, which outrank `below`; `asked`: the result of `asked_for`."""
     overrides = normal(overrides)
     found = asked if asked is not None and asked.whole else _compose(overrides, below)
     values, preset, name = deepcopy(found.values), found.preset, str(found.values["algorithm"]["name"])
@@ -280,10 +268,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Apply `overrides` to the configuration of an existing run; raises `ConfigError`.
-
-    The run's own command changes nothing. Experiment, algorithm and folder are ignored.
-    """
+    """Apply `overrides` to the configuration of an existing run, except experiment, algorithm and folder."""
     overrides = normal(overrides)
     check_arguments(overrides)
     left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")
@@ -420,9 +405,7 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
         return  # a run's config.yaml sets it, or a file of the user has the algorithm
     if f"algorithm.name={name}" in overrides:
         raise ConfigError(f"algorithm={value} and algorithm.name={name} are different algorithms: keep one of them")
-    raise ConfigError(
-        f"algorithm={value}: the experiment sets algorithm.name={name}, which takes precedence: remove it there"
-    )
+    raise ConfigError(f"{given}: the experiment sets algorithm.name={name}, which takes precedence: remove it there")
 
 
 # --- Experiments and algorithm presets: shipped ones and files of the user
@@ -520,9 +503,7 @@ def _replace_scorers(content: DictConfig) -> None:
     """Let the scorers of an experiment replace those of its `defaults`."""
     defaults = content.get("defaults")
     if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
-        after = [
-            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
-        ]
+        after = [i for i, e in enumerate(defaults) if e == "_self_" or str(next(iter(e))).startswith("override ")]
         defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
 
 

@@ -125,12 +125,9 @@ def _sentence(first: ErrorDetails, values: Mapping[str, Any]) -> str:
     if first["type"] != "unexpected_keyword_argument":
         return f"{name}={shown(first['input'])}: {expected(first, name)}{other_value(name, first['input'])}"
     own = location[0] == "algorithm"
-    if own and (others := readers(location[-1])):
-        given = first["input"]
-        text = given if isinstance(given, str) else shown(given)
-        return (
-            f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(others)}; remove it"
-        )
+    if own and (able := readers(location[-1])):
+        text = first["input"] if isinstance(first["input"], str) else shown(first["input"])
+        return f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(able)}; remove it"
     near = did_you_mean(name, settings_class(values["algorithm"]) if own else None)
     return f"{name}: there is no such key{near}; {LISTED}"
 

@@ -35,10 +35,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 @dataclass(frozen=True)
 class Usage:
-    """Time and memory of a piece of work.
-
-    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory; None if not reported.
-    """
+    """Time and peak bytes of work: of tensors on a GPU, of the process on a CPU; None if not reported."""
 
     seconds: float
     peak: int | None
@@ -69,10 +66,7 @@ def release(device: str) -> None:
 
 
 def capacity(device: str) -> int | None:
-    """Return the total bytes that this process can use, of the GPU or of main memory; None if unknown.
-
-    On a CPU: its resident memory plus the kernel's `MemAvailable`, at most the container's limit.
-    """
+    """Return the bytes that this process can use, on a CPU at most the container's limit; None if unknown."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     available, own = (_kilobytes(PROC / name, key) for name, key in (("meminfo", "MemAvailable"), RESIDENT))
@@ -191,9 +185,8 @@ def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
     """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: of the images trained on."""
-    parts = (
-        update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
-    )
+    actor, whole_groups = config.actor, config.algorithm.needs.whole_groups
+    parts = update_parts(tasks, actor.updates_per_step, whole_groups) * actor.epochs
     drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
     rollout = drawn * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds

@@ -55,10 +55,7 @@ class Cosine:
 
 
 def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequence[int]) -> torch.Tensor:
-    """Return the inner products `[N, N, T, T]` (fp64) of the gradients of batches a, b at steps j, k of `steps` `[T]`.
-
-    batches: N mappings from a step to its gradient `[P]`; a missing step has the gradient 0.
-    """
+    """Return the inner products `[N, N, T, T]` (fp64) of N batches' gradients `[P]` at T steps; 0 at a missing step."""
     count, rows = len(batches), [batch.get(k) for batch in batches for k in steps]
     size = max((len(row) for row in rows if row is not None), default=0)
     products = torch.zeros(len(rows), len(rows), dtype=torch.float64)

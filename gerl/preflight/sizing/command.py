@@ -54,9 +54,7 @@ def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None 
     known = None if anew else recorded(config)
     if known is not None:
         name, facts = known
-        logger.info(
-            "using the recorded facts of %s, with its own gradient checkpointing; anew=true recomputes them", name
-        )
+        logger.info("using the recorded facts of %s, with its gradient checkpointing; anew=true recomputes them", name)
     else:
         logger.info("building %s without weights, and tracing it with shapes", config.model.path)
         with tempfile.TemporaryDirectory() as folder:

@@ -99,9 +99,7 @@ class Facts:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Facts":
         """Restore facts from the JSON of `dataclasses.asdict`."""
-        parts = [
-            Part(**p | {name: Weights(**p[name]) for name in ("weights", "block", "root")}) for p in values["parts"]
-        ]
+        parts = [Part(**p | {k: Weights(**p[k]) for k in ("weights", "block", "root")}) for p in values["parts"]]
         updates = {on == "true": Tally(**tally) for on, tally in values["updates"].items()}
         return cls(**values | {"parts": parts, "rollout": Tally(**values["rollout"]), "updates": updates})
 
@@ -124,7 +122,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 
     `both`: with and without gradient checkpointing. Raises `ModelError` for a model that does not run on shapes.
     """
-    stage, steps = Stage(), _Steps()
+    stage, start = Stage(), time.perf_counter()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     policy = worker.policy = build_policy(config, dtype, stage)
     pipe = policy.pipe
@@ -139,17 +137,21 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.phase = "rollout"
         able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in policy.denoisers.values())
         ways = [False, True][: 1 + able] if both else [config.model.gradient_checkpointing]
-        steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
+
+        def begin(number: int, what: str) -> None:  # each pass takes seconds to minutes
+            logger.info("%d of %d: %s (%.0f s so far)", number, 2 + len(ways), what, time.perf_counter() - start)
+
+        begin(1, "rollout, to find the structure of the pipeline")
         worker.sample(task)
         stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
-        steps.begin("rollout, measured")
+        begin(2, "rollout, measured")
         images = worker.sample(task)
         for p in policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
-        for on in ways:
-            steps.begin(f"update, {'with' if on else 'without'} gradient checkpointing")
+        for number, on in enumerate(ways, 3):
+            begin(number, f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.trajectories[task.id], len(task.samples)
@@ -171,17 +173,6 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         stage.tallies["rollout"],
         updates,
     )
-
-
-class _Steps:
-    """Log of the passes on fake tensors, each of which takes seconds to minutes."""
-
-    def __init__(self) -> None:
-        self.done, self.total, self.start = 0, 0, time.perf_counter()
-
-    def begin(self, what: str, total: int = 0) -> None:
-        self.done, self.total = self.done + 1, total or self.total
-        logger.info("%d of %d: %s (%.0f s so far)", self.done, self.total, what, time.perf_counter() - self.start)
 
 
 def parts_of(policy: Policy) -> list[Part]:
@@ -292,10 +283,7 @@ def named_on_record(path: str) -> str:
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
-    """Build the pipeline of `path` without weights, on other devices with random ones, in `load_pipeline`'s precisions.
-
-    Raises `ModelError` if the architecture is unknown or cannot be built.
-    """
+    """Build the pipeline of `path`, on `meta` without weights, else with random ones; raises `ModelError`."""
     path = named_on_record(path)
     given = resolve(path)
     folder = Path(given) if Path(given).is_dir() else _cached(given)

@@ -209,9 +209,7 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
 
     Unquantised weights are preferred, then configured micro-batches to smaller ones, of at least `smallest` images.
     """
-    candidates = [
-        layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates
-    ]
+    candidates = [way for way in layouts(gpus, gpu.together, facts.whole) if way.checkpointing in facts.updates]
     for kinds in QUANTIZED:
         for part in halves(batch, smallest):
             found = [
