@@ -206,10 +206,7 @@ def _install() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """Return a subclass of a worker that unblocks `signals.NUMBERS` and ignores them by empty handlers.
-
-    Otherwise they would stay blocked in processes that a scorer starts; handlers are not inherited.
-    """
+    """Return a subclass that ignores `signals.NUMBERS` by handlers, which processes that a scorer starts do not inherit."""
 
     class Worker(cls):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: object) -> None:
@@ -237,10 +234,7 @@ KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is rem
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Create a folder for Ray, removed after the block unless an error leaves it; also remove stale folders.
-
-    It is in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError`.
-    """
+    """Create a folder for Ray, removed after the block unless an error leaves it, and remove stale ones."""
     place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)
     with (place / LOCK).open("wb") as lock:

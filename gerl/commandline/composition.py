@@ -567,36 +567,31 @@ class HydraOptions:
 
 
 def hydra_options(given: Sequence[str]) -> HydraOptions:
-    """Separate Hydra's options from the arguments of a command line; raises `ConfigError` for unsupported ones.
-
-    With `--config-dir DIR`, names become the paths of files in DIR/experiment or DIR, and DIR/algorithm.
-    """
-    rest, values = list[str](), dict[str, str]()
+    """Separate Hydra's options from the arguments; `--config-dir` turns names of files in it into paths."""
+    rest, values = list[str](), dict[tuple[str, str], str]()
     waiting = iter(given)
     for argument in waiting:
         name, equals, value = argument.partition("=")
         kind = next((kind for kind in (MULTIRUN, SHOW, FOLDER) if name in kind), None)
         if kind is None:
             rest.append(argument)
-        elif kind is MULTIRUN:
-            if equals:
-                raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
-            values[MULTIRUN[-1]] = name
-        else:
-            value = value if equals else next(waiting, "")
-            if kind[-1] in values:
-                raise ConfigError(f"{name} is given twice: keep one")
-            if not value:
-                raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
-            values[kind[-1]] = value
-    shown = values.get(SHOW[-1])
+            continue
+        if kind is MULTIRUN and equals:
+            raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
+        value = name if kind is MULTIRUN else value if equals else next(waiting, "")
+        if kind is not MULTIRUN and kind in values:
+            raise ConfigError(f"{name} is given twice: keep one")
+        if not value:
+            raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
+        values[kind] = value
+    multirun, shown, folder = (values.get(kind) for kind in (MULTIRUN, SHOW, FOLDER))
     if shown not in (None, "job"):
         raise ConfigError(f"--cfg {shown}: use job, the configuration of the run; Hydra's own is not shown")
-    if shown and MULTIRUN[-1] in values:
-        raise ConfigError(f"{values[MULTIRUN[-1]]} and --cfg: a sweep has many configurations; keep one of them")
-    if (folder := values.get(FOLDER[-1])) is not None:
+    if shown and multirun:
+        raise ConfigError(f"{multirun} and --cfg: a sweep has many configurations; keep one of them")
+    if folder is not None:
         rest = _from_folder(rest, Path(folder).expanduser())
-    return HydraOptions(rest, MULTIRUN[-1] in values, shown is not None)
+    return HydraOptions(rest, multirun is not None, shown is not None)
 
 
 def without_options(given: Sequence[str]) -> list[str]:

@@ -53,10 +53,7 @@ class Registry(Mapping[str, Algorithm]):
         return self[name] if path is None else self._by_path[canonical(path)]
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
-        """Register and return the only algorithm class in the file `path`. Raises `ConfigError` if it cannot be used.
-
-        `source`: the text of the file, or the class itself, if it comes from another process or a Python program.
-        """
+        """Register and return the algorithm in the file `path`, or of its text or class `source`. Raises `ConfigError`."""
         given, path = path, canonical(path)
         if path.startswith(PREFIX):
             found = source if isinstance(source, type) else self._by_path.get(path)

@@ -99,10 +99,8 @@ class Bench:
         finally:
             worker.clear()
         count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
-        deviation = stats.ratio_deviation
-        return Run(
-            count, drawn, parts, rolled, updated, stepped.seconds, held, deviation, result.applied, gradients, unit
-        )
+        seconds, ratio = stepped.seconds, stats.ratio_deviation
+        return Run(count, drawn, parts, rolled, updated, seconds, held, ratio, result.applied, gradients, unit)
 
     def plain_task(self, algorithm: Algorithm, rollout: int) -> RolloutTask:
         """Return a micro-batch of at most `rollout` images without branches."""

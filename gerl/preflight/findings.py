@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jinja2
 import torch
@@ -94,15 +94,7 @@ def _peak() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
-class Line(NamedTuple):
-    """Bytes as a linear function of the batch size."""
-
-    fixed: float
-    slope: float
-
-    def at(self, size: float) -> float:
-        """Return the bytes at `size`."""
-        return self.fixed + self.slope * size
+Line = Callable[[float], float]  # bytes as a linear function of the batch size
 
 
 def through(points: Mapping[int, float]) -> Line | None:
@@ -111,7 +103,7 @@ def through(points: Mapping[int, float]) -> Line | None:
     if low == high or points[high] <= points[low]:
         return None
     slope = (points[high] - points[low]) / (high - low)
-    return Line(points[low] - slope * low, slope)
+    return lambda size: points[low] + slope * (size - low)
 
 
 # --- Forecast of a trainer step from measured micro-batches: time, memory, and the sizes that fit
@@ -210,14 +202,14 @@ def forecast_memory(
     def largest(line: Line | None) -> int | None:
         if line is None or limit is None:
             return None
-        return max((n for n in sizes if line.at(n) <= limit), default=0)
+        return max((n for n in sizes if line(n) <= limit), default=0)
 
     def needed(peaks: dict[int, int], size: int) -> float | None:
         return peaks[size] + held * images if size in peaks else None
 
     validation = None
     if lines[0] is not None and config.validation.data is not None:
-        validation = lines[0].at(config.validation.micro_batch_size)
+        validation = lines[0](config.validation.micro_batch_size)
     rollout, update = needed(drawing, configured.drawn), needed(training, configured.trained)
     return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
 

@@ -44,7 +44,6 @@ COMMANDS = {
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
     "version": Command("gerl.program.version", "Print the versions and the hardware, as needed for a bug report."),
 }
-HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
 
 

@@ -61,6 +61,9 @@ class Weights:
     rows: int = 0
     linear: int = 0
 
+    def __sub__(self, other: "Weights") -> "Weights":
+        return Weights(*(mine - its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+
 
 @dataclass(frozen=True)
 class Part:

@@ -390,7 +390,6 @@ class Ledger(TorchDispatchMode):
         self.live += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         kwargs, packet = kwargs or {}, func._overloadpacket
         if self._has_values(func, args, kwargs):
             with _disable_current_modes():
