@@ -206,7 +206,7 @@ def _install() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """Return a subclass that ignores `signals.NUMBERS` by handlers, which processes that a scorer starts do not inherit."""
+    """Return a subclass that ignores `signals.NUMBERS` by handlers, which a scorer's own processes do not inherit."""
 
     class Worker(cls):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: object) -> None:

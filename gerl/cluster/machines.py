@@ -319,7 +319,7 @@ class Places:
     def __init__(
         self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Sequence[str] = TOGETHER
     ) -> None:
-        """Create groups of `together` consecutive processes. Raises `ClusterError` in seconds if there is no room for all."""
+        """Create groups of `together` consecutive processes. Raises `ClusterError` in seconds without room."""
         self.share, self.together, self.strategies = dict(share), together, strategies
         self._groups: dict[int, PlacementGroup] = {}
         for number in range(count // together):

@@ -196,10 +196,7 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     return f"{given}: it is not a number, string, list or dictionary; correct it"
 
 
-# --- Composing a typed configuration.
-#
-# Hydra composes the files that `experiment=` and `algorithm=` choose (`hydra_seam`) and reads the values of arguments
-# (`overrides`); keys are set in what comes of that, as plain dictionaries, and checked by `gerl.config`.
+# --- Composing a typed configuration: keys are set in what Hydra composed, as plain dictionaries, and checked
 
 OUT = "out"  # short for hydra.run.dir
 
@@ -548,9 +545,7 @@ def no_such(group: str, value: str) -> str:
     return f"{group}={value}: there is no such {group}; {hint}"
 
 
-# --- Hydra's own options: `-m` for sweeps, `--cfg job` to look, `--config-dir` for experiments of your own.
-#
-# The first two are of training, the last one of every command that takes an experiment.
+# --- Hydra's own options: `-m` and `--cfg job` of training, `--config-dir` of every command that takes an experiment
 
 MULTIRUN = ("-m", "--multirun")
 SHOW = ("-c", "--cfg")
@@ -648,9 +643,7 @@ def _path(group: str, name: str, folder: Path) -> str:
     raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
 
 
-# --- Arguments `key=value` in Hydra's grammar, parsed one by one and set in nested dictionaries.
-#
-# Hydra is asked what a value is; which keys there are, and what setting one means, is decided here.
+# --- Arguments `key=value`: Hydra says what a value is, keys are looked up and set here, in nested dictionaries
 
 # a source of prompts with a split, which looks like a list to Hydra
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")

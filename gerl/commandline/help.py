@@ -27,7 +27,6 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "  --config-dir DIR       experiment=NAME and algorithm=NAME may be files in DIR",
         "",
     ]
-    rows: Iterator[tuple[str, Field, object, str]]
     load_own_algorithm(arguments)
     if "all" in arguments:
         lines.append("The keys, with their defaults; an experiment changes some of them.")

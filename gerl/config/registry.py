@@ -53,7 +53,7 @@ class Registry(Mapping[str, Algorithm]):
         return self[name] if path is None else self._by_path[canonical(path)]
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
-        """Register and return the algorithm in the file `path`, or of its text or class `source`. Raises `ConfigError`."""
+        """Register and return the algorithm of the file `path`, its text or class `source`. Raises `ConfigError`."""
         given, path = path, canonical(path)
         if path.startswith(PREFIX):
             found = source if isinstance(source, type) else self._by_path.get(path)

@@ -281,7 +281,6 @@ class Report:
     algorithm: str
     device: str | None = None
     workers: int | None = None
-    prompt: str | None = None
     pipeline: str | None = None
     scheduler: str | None = None
     own_scheduler: str | None = None  # the pipeline's scheduler, if it was replaced

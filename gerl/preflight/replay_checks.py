@@ -1,7 +1,4 @@
-"""Check that rollouts and updates match the pipeline, which may sample, edit or mix samples inside its loop.
-
-The ratio does not reveal this, since it compares gerl's rollout with gerl's replay.
-"""
+"""Check that rollouts and updates match the pipeline, which the ratio of gerl's rollout to its replay does not show."""
 
 from collections.abc import Mapping, Sequence
 

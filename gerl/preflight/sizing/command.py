@@ -76,7 +76,6 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
     gpu, images = GPUS[hardware], config.rollout.prompts_per_step * config.rollout.n
     layout = configured(config, facts)
     batch = Batch(facts.drawn, facts.trained, math.ceil(images / gpus))
-    taken = layouts.memory(facts, layout, batch)
     smallest = config.algorithm.needs.sampled_images(config.rollout.n)
     return Sizing(
         hardware,
@@ -85,7 +84,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
         facts,
         layout,
         batch,
-        taken,
+        layouts.memory(facts, layout, batch),
         layouts.seconds(facts, layout, batch, gpu, share / 100),
         layouts.largest(facts, layout, batch, gpu),
         images,

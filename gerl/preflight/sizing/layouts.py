@@ -156,7 +156,7 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
 
 
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
-    """Return the seconds per image at `share` of the peak; moves of blocks overlap with work, other offloading does not."""
+    """Return the seconds per image at `share` of the peak; moves of blocks overlap with work, others do not."""
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
