@@ -96,15 +96,10 @@ def _guard(mark: str) -> None:
     if not LINUX:
         return
     command = [sys.executable, "-I", "-S", reaper.__file__, mark]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, MARK: mark},  # marks it as one of the processes that `kill` ends
-        stdin=subprocess.PIPE,  # which ends with this process
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    _guards.append(process)
+    environ = {**os.environ, MARK: mark}  # marks it as one of the processes that `kill` ends
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL  # the pipe ends with this process
+    guard = subprocess.Popen(command, env=environ, stdin=pipe, stdout=null, stderr=null, start_new_session=True)
+    _guards.append(guard)
 
 
 _guards: list["subprocess.Popen[bytes]"] = []  # their pipes must stay open

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Literal, get_args, get_origin
 
 from gerl.commandline.composition import compose_run, experiments, load_own_algorithm, shipped
@@ -39,16 +40,13 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         lines.append("  --help algorithm=NAME  those of another algorithm, or of algorithm.path=FILE.py")
         lines.append("  --help all             every key")
         rows = _most_used(chosen[0])
-    previous = ""
-    for name, f, default, readers in rows:
-        lines += [""] if name.split(".")[0] != previous else []
-        previous = name.split(".")[0]
-        text = str(default).replace("'", "") if isinstance(default, list) else str(default)
-        shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
-        lines.append(
-            f"  {name}={shown}{'' if name == 'algorithm.name' else _choices(f.type)}\n"
-            f"      {f.metadata['help']}{readers}"
-        )
+    for _, block in groupby(rows, key=lambda row: row[0].split(".")[0]):
+        lines.append("")
+        for name, f, default, readers in block:
+            text = str(default).replace("'", "") if isinstance(default, list) else str(default)
+            shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
+            choices = "" if name == "algorithm.name" else _choices(f.type)
+            lines += [f"  {name}={shown}{choices}", f"      {f.metadata['help']}{readers}"]
     return "\n".join(lines) + "\n"
 
 

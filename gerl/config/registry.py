@@ -104,12 +104,9 @@ def canonical(path: str) -> str:
 
 def preset_of(algorithm: Algorithm) -> str:
     """Return the `algorithm=NAME` with settings for a class: the name of the gerl class it derives from."""
-    return next(found for cls in algorithm.__mro__ if (found := vars(cls).get("preset") or _shipped_name(cls)))
-
-
-def _shipped_name(cls: Algorithm) -> str:
-    names = _names(cls)
-    return names[0] if names and names[0] in ALGORITHMS.shipped else ""
+    shipped = ALGORITHMS.shipped
+    found = (vars(cls).get("preset") or next((n for n in _names(cls) if n in shipped), "") for cls in algorithm.__mro__)
+    return next(filter(None, found))
 
 
 def _names(cls: Algorithm) -> tuple[str, ...]:

@@ -165,9 +165,8 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
 
 def picture_names(pipe: DiffusionPipeline, optional: bool) -> list[str]:
     """Return the condition images that the pipeline requires, or also the `optional` ones."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    required = inspect.Parameter.empty
-    return [name for name in COLUMNS if name in accepted and (optional or accepted[name].default is required)]
+    known = inspect.signature(type(pipe).__call__).parameters
+    return [n for n in COLUMNS if n in known and (optional or known[n].default is inspect.Parameter.empty)]
 
 
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:
