@@ -53,10 +53,7 @@ class GuardError(GerlError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends a command arrived, SIGINT or SIGTERM for example; the run ends after writing a checkpoint.
-
-    No `Exception`: libraries catch those, and Ray lets nothing but a `KeyboardInterrupt` through its waits.
-    """
+    """A signal ended a command after a checkpoint. No `Exception`: libraries catch those, and Ray holds them back."""
 
     def __init__(self, signal_number: int | str) -> None:
         """A text for the number comes from libraries that make an exception anew from its class and message."""

@@ -61,10 +61,7 @@ def lives() -> bool:
 
 @contextlib.contextmanager
 def rescuing() -> Iterator[None]:
-    """Limit `check` in the block to the services that end workers, to fetch state from workers.
-
-    Workers live on for a while without the control service.
-    """
+    """Limit `check` in the block to services whose end ends workers, which outlive the control service for a while."""
     global _watched
     kept = _watched
     if kept is not None:
@@ -95,10 +92,8 @@ def _refuses(host: str, port: int) -> bool:
     """Whether the connection is refused; a timeout (slow or distant machine) does not count."""
     try:
         socket.create_connection((host, port), timeout=2).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 

@@ -96,15 +96,10 @@ def _guard(mark: str) -> None:
     if not LINUX:
         return
     command = [sys.executable, "-I", "-S", reaper.__file__, mark]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, MARK: mark},  # marks it as one of the processes that `kill` ends
-        stdin=subprocess.PIPE,  # which ends with this process
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    _guards.append(process)
+    environ = {**os.environ, MARK: mark}  # marks it as one of the processes that `kill` ends
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL  # the pipe ends with this process
+    guard = subprocess.Popen(command, env=environ, stdin=pipe, stdout=null, stderr=null, start_new_session=True)
+    _guards.append(guard)
 
 
 _guards: list["subprocess.Popen[bytes]"] = []  # their pipes must stay open
@@ -135,7 +130,6 @@ _print = ray._private.worker.print_to_stdstream
 
 
 def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    """Print messages of Ray except the log of a dead node service, which raises an error instead."""
     if data.get("pid") != "raylet":
         _print(data, *arguments, **keywords)
 
@@ -207,10 +201,7 @@ def _install() -> None:
 
 
 def unshielded(cls: type[W]) -> type[W]:
-    """Return a subclass of a worker that unblocks `signals.NUMBERS` and ignores them by empty handlers.
-
-    Otherwise they would stay blocked in processes that a scorer starts; handlers are not inherited.
-    """
+    """Return a subclass that ignores `signals.NUMBERS` by handlers, which a scorer's own processes do not inherit."""
 
     class Worker(cls):  # type: ignore[valid-type, misc]
         def __init__(self, *arguments: object) -> None:
@@ -238,10 +229,7 @@ KEPT = 24 * 3600.0  # seconds before the folder of a failed or killed run is rem
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Create a folder for Ray, removed after the block unless an error leaves it; also remove stale folders.
-
-    It is in RAY_TMPDIR, else TMPDIR, or in /tmp if that path is too long. Raises `ClusterError`.
-    """
+    """Create a folder for Ray, removed after the block unless an error leaves it, and remove stale ones."""
     place, kept = _made(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())), True
     clean(place.parent)
     with (place / LOCK).open("wb") as lock:
@@ -261,7 +249,6 @@ def folder() -> Iterator[Path]:
 
 
 def _made(wanted: Path) -> Path:
-    """Create a folder of mode 0700 in `wanted`, or in /tmp."""
     bases = [base for base in (wanted.absolute(), Path("/tmp")) if len(os.fsencode(f"{base}{BELOW}")) <= LONGEST]
     said = "" if wanted.absolute() in bases else f"TMPDIR={wanted} is too long a path for Ray's sockets, and "
     for base in bases:

@@ -53,7 +53,6 @@ class Cluster:
             self._count()
 
     def _count(self) -> None:
-        """Set the device and the number of workers by the available resources."""
         there = self._resources["GPU"] >= 1
         if self.config.device == "cuda" and not there:
             seen = "the Ray cluster has" if self.joined else "torch sees"
@@ -152,7 +151,6 @@ class Cluster:
                 self._ends.callback(places.close)
 
     def _leave(self) -> None:
-        """End our workers and disconnect from a joined cluster."""
         for actor in self._actors if health.lives() else ():
             ray.kill(actor)
         self._actors = []
@@ -321,10 +319,7 @@ class Places:
     def __init__(
         self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Sequence[str] = TOGETHER
     ) -> None:
-        """Create the groups; `together`: consecutive processes per placement group.
-
-        Raises `ClusterError` within seconds if there is no room for all `count` processes.
-        """
+        """Create groups of `together` consecutive processes. Raises `ClusterError` in seconds without room."""
         self.share, self.together, self.strategies = dict(share), together, strategies
         self._groups: dict[int, PlacementGroup] = {}
         for number in range(count // together):

@@ -32,10 +32,9 @@ def key(
     on. also: other words for a value. A key whose default is a list or dict is named: KEY.NAME=VALUE too, any number of
     them.
     """
-    metadata = {"help": text, "required": required, "unit": unit, "low": low, "also": also or {}}
-    if isinstance(default, list | dict):
-        return field(default_factory=type(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    named = isinstance(default, list | dict)
+    value: dict[str, Any] = {"default_factory": type(default)} if named else {"default": default}
+    return field(**value, metadata={"help": text, "required": required, "unit": unit, "low": low, "also": also or {}})
 
 
 def typed(option: Option, hint: object, text: str) -> object:
@@ -136,19 +135,20 @@ class Parser(Generic[T]):
             return False
         return bool(self.bare) and argument[:1] not in "-=" and ("=" not in argument or Path(argument).exists())
 
+    def _known(self) -> list[str]:
+        return [*(option.name for option in self._keys()), *self.passed]
+
     def _nearest(self, name: str) -> str | None:
-        known = [*(option.name for option in self._keys()), *self.passed]
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, self._known(), n=1)
         if near or not (self.blocks or self.rest):
             return near[0] if near else None
         found = nearest_key(name)
         return found if found and (self.rest or self._is_passed(found)) else None
 
     def _unknown(self, name: str) -> ConfigError:
-        known = [*(option.name for option in self._keys()), *self.passed]
         near = self._nearest(name)
         blocks = f" and {', '.join(f'{block}.*' for block in self.blocks)}" if self.blocks else ""
-        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}{blocks}"
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(self._known())}{blocks}"
         return ConfigError(f"{name}: {self.name} has no such key; {hint}")
 
     def help(self, program: str | None = None) -> str:

@@ -59,10 +59,7 @@ def run_command(
 def start(
     module: str, log_format: str = "%(message)s", arguments: Sequence[str] | None = None, program: str | None = None
 ) -> int:
-    """Import the `module` of a command, with signals handled, and return the result of its `main`.
-
-    `arguments`: None: those of the process. `program`: the command as typed, if it differs from its help.
-    """
+    """Import the `module` of a command, with signals handled, and run its `main`; `program`: the command as typed."""
     logging.basicConfig(level=logging.WARNING, format=log_format)
 
     def work() -> int:
@@ -118,7 +115,9 @@ def _said(error: BaseException) -> int | None:
         sys.stderr.write(f"{with_notes(f'error: {error}', error)}\n")
         return 2 if isinstance(error, ConfigError) else 1
     if isinstance(error, SystemExit):  # raised by a scorer, for example: the command did not finish its work
-        sys.stderr.write(f"{with_notes(f'error: {_where(error)} ended the process (SystemExit)', error)}\n")
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else "something"
+        sys.stderr.write(f"{with_notes(f'error: {where} ended the process (SystemExit)', error)}\n")
         return 1
     return None
 
@@ -127,12 +126,6 @@ def with_notes(sentence: str, error: BaseException) -> str:
     """Return the sentence followed by the notes of the exception and of its causes, separated by semicolons."""
     notes = [note for cause in causes(error) for note in getattr(cause, "__notes__", [])]
     return "; ".join([sentence, *dict.fromkeys(notes)])
-
-
-def _where(error: BaseException) -> str:
-    """Return file and line of the last frame of an exception."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}," if frames else "something"
 
 
 def make_folder(out: Path) -> None:

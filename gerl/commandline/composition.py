@@ -20,17 +20,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    GrammarParseError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf import DictConfig, ListConfig, OmegaConf, errors
+from omegaconf.errors import OmegaConfBaseException
 
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
@@ -74,7 +65,6 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfi
 
 
 def _run_dir(whole: DictConfig) -> Path:
-    """Return the folder of the run; raises `ConfigError` if it is empty."""
     try:
         given = whole.hydra.run.dir
     except OmegaConfBaseException as error:
@@ -132,7 +122,7 @@ def set_hydra(composed: DictConfig, override: Override) -> None:
     key = override.key_or_group
     try:
         OmegaConf.update(composed, key, override.value(), merge=True, force_add=override.is_force_add())
-    except (ConfigAttributeError, ConfigKeyError):
+    except (errors.ConfigAttributeError, errors.ConfigKeyError):
         near = f", did you mean {difflib.get_close_matches(key, (RUN_DIR, SWEEPS), n=1, cutoff=0)[0]!r}"
         if key.startswith(("hydra.sweeper.", "hydra.launcher.")):
             kind = key.split(".")[1]
@@ -159,7 +149,6 @@ def sentences(chosen: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _missing(file: str, chosen: Sequence[str]) -> str:
-    """Return the sentence for a file that Hydra does not find."""
     group, _, name = file.partition("/")
     if group == "hydra":
         kind, _, name = name.partition("/")
@@ -185,22 +174,21 @@ def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
 
 
 def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str:
-    """Return the sentence for a value with `${...}`, or for `???`, by the type of the error."""
     key = error.full_key or str(error.key or "a value")
     raw: Any = values
     for name in key.split("."):
         raw = raw.get(name) if isinstance(raw, Mapping) else None
     given = f"{key}={raw}" if raw is not None else key
     dollar = "write a literal dollar sign as '\\$'"
-    if isinstance(error, MissingMandatoryValue):
+    if isinstance(error, errors.MissingMandatoryValue):
         return f"{key}=???: the value is missing, set one"
     name = str(raw).partition("${")[2].partition("}")[0]
     reasons: dict[type[OmegaConfBaseException], str] = {  # subclasses first
-        InterpolationKeyError: f"there is no key {name!r} to refer to",
-        UnsupportedInterpolationType: "nothing with this name can be interpolated, use for example oc.env:NAME",
-        InterpolationResolutionError: "it cannot be interpolated; set the environment variable that it names, or give "
-        "a default as in ${oc.env:NAME,VALUE}",
-        GrammarParseError: "what begins with ${ must end with }",
+        errors.InterpolationKeyError: f"there is no key {name!r} to refer to",
+        errors.UnsupportedInterpolationType: "nothing with this name can be interpolated, use for example oc.env:NAME",
+        errors.InterpolationResolutionError: "it cannot be interpolated; set the environment variable that it names, "
+        "or give a default as in ${oc.env:NAME,VALUE}",
+        errors.GrammarParseError: "what begins with ${ must end with }",
     }
     for kind, reason in reasons.items():
         if isinstance(error, kind):
@@ -208,10 +196,7 @@ def _unresolved(error: OmegaConfBaseException, values: Mapping[str, Any]) -> str
     return f"{given}: it is not a number, string, list or dictionary; correct it"
 
 
-# --- Composing a typed configuration.
-#
-# Hydra composes the files that `experiment=` and `algorithm=` choose (`hydra_seam`) and reads the values of arguments
-# (`overrides`); keys are set in what comes of that, as plain dictionaries, and checked by `gerl.config`.
+# --- Composing a typed configuration: keys are set in what Hydra composed, as plain dictionaries, and checked
 
 OUT = "out"  # short for hydra.run.dir
 
@@ -248,10 +233,7 @@ class ParsedCommand:
 
 
 def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, below: Sequence[str] = ()) -> Composed:
-    """Compose defaults, experiment (a name or file) and `overrides`, which outrank `below`; raises `ConfigError`.
-
-    `asked`: the result of `asked_for` for `overrides`, if known.
-    """
+    """Compose defaults, experiment and `overrides`, which outrank `below`; `asked`: the result of `asked_for`."""
     overrides = normal(overrides)
     found = asked if asked is not None and asked.whole else _compose(overrides, below)
     values, preset, name = deepcopy(found.values), found.preset, str(found.values["algorithm"]["name"])
@@ -283,10 +265,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Apply `overrides` to the configuration of an existing run; raises `ConfigError`.
-
-    The run's own command changes nothing. Experiment, algorithm and folder are ignored.
-    """
+    """Apply `overrides` to the configuration of an existing run, except experiment, algorithm and folder."""
     overrides = normal(overrides)
     check_arguments(overrides)
     left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")
@@ -392,7 +371,6 @@ def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
 
 
 def _nearest(name: str) -> str | None:
-    """Return `nearest_key`, also for names outside the configuration."""
     others = (*CHOICES, RUN_DIR, SWEEPS, OUT)
     return name if name in others else nearest_key(name)
 
@@ -424,9 +402,7 @@ def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: S
         return  # a run's config.yaml sets it, or a file of the user has the algorithm
     if f"algorithm.name={name}" in overrides:
         raise ConfigError(f"algorithm={value} and algorithm.name={name} are different algorithms: keep one of them")
-    raise ConfigError(
-        f"algorithm={value}: the experiment sets algorithm.name={name}, which takes precedence: remove it there"
-    )
+    raise ConfigError(f"{given}: the experiment sets algorithm.name={name}, which takes precedence: remove it there")
 
 
 # --- Experiments and algorithm presets: shipped ones and files of the user
@@ -524,9 +500,7 @@ def _replace_scorers(content: DictConfig) -> None:
     """Let the scorers of an experiment replace those of its `defaults`."""
     defaults = content.get("defaults")
     if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
-        after = [
-            i for i, entry in enumerate(defaults) if entry == "_self_" or str(next(iter(entry))).startswith("override ")
-        ]
+        after = [i for i, e in enumerate(defaults) if e == "_self_" or str(next(iter(e))).startswith("override ")]
         defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
 
 
@@ -571,9 +545,7 @@ def no_such(group: str, value: str) -> str:
     return f"{group}={value}: there is no such {group}; {hint}"
 
 
-# --- Hydra's own options: `-m` for sweeps, `--cfg job` to look, `--config-dir` for experiments of your own.
-#
-# The first two are of training, the last one of every command that takes an experiment.
+# --- Hydra's own options: `-m` and `--cfg job` of training, `--config-dir` of every command that takes an experiment
 
 MULTIRUN = ("-m", "--multirun")
 SHOW = ("-c", "--cfg")
@@ -590,36 +562,31 @@ class HydraOptions:
 
 
 def hydra_options(given: Sequence[str]) -> HydraOptions:
-    """Separate Hydra's options from the arguments of a command line; raises `ConfigError` for unsupported ones.
-
-    With `--config-dir DIR`, names become the paths of files in DIR/experiment or DIR, and DIR/algorithm.
-    """
-    rest, values = list[str](), dict[str, str]()
+    """Separate Hydra's options from the arguments; `--config-dir` turns names of files in it into paths."""
+    rest, values = list[str](), dict[tuple[str, str], str]()
     waiting = iter(given)
     for argument in waiting:
         name, equals, value = argument.partition("=")
         kind = next((kind for kind in (MULTIRUN, SHOW, FOLDER) if name in kind), None)
         if kind is None:
             rest.append(argument)
-        elif kind is MULTIRUN:
-            if equals:
-                raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
-            values[MULTIRUN[-1]] = name
-        else:
-            value = value if equals else next(waiting, "")
-            if kind[-1] in values:
-                raise ConfigError(f"{name} is given twice: keep one")
-            if not value:
-                raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
-            values[kind[-1]] = value
-    shown = values.get(SHOW[-1])
+            continue
+        if kind is MULTIRUN and equals:
+            raise ConfigError(f"{argument}: {name} takes no value, write {name} alone, before or after the keys")
+        value = name if kind is MULTIRUN else value if equals else next(waiting, "")
+        if kind is not MULTIRUN and kind in values:
+            raise ConfigError(f"{name} is given twice: keep one")
+        if not value:
+            raise ConfigError(f"{name} is empty: expected {name} {'job' if kind is SHOW else 'a folder'}")
+        values[kind] = value
+    multirun, shown, folder = (values.get(kind) for kind in (MULTIRUN, SHOW, FOLDER))
     if shown not in (None, "job"):
         raise ConfigError(f"--cfg {shown}: use job, the configuration of the run; Hydra's own is not shown")
-    if shown and MULTIRUN[-1] in values:
-        raise ConfigError(f"{values[MULTIRUN[-1]]} and --cfg: a sweep has many configurations; keep one of them")
-    if (folder := values.get(FOLDER[-1])) is not None:
+    if shown and multirun:
+        raise ConfigError(f"{multirun} and --cfg: a sweep has many configurations; keep one of them")
+    if folder is not None:
         rest = _from_folder(rest, Path(folder).expanduser())
-    return HydraOptions(rest, MULTIRUN[-1] in values, shown is not None)
+    return HydraOptions(rest, multirun is not None, shown is not None)
 
 
 def without_options(given: Sequence[str]) -> list[str]:
@@ -640,15 +607,12 @@ def quoted(value: str) -> str:
 def spelled(value: object) -> str:
     """Write a plain value in Hydra's grammar."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)}: {spelled(part)}" for key, part in value.items()) + "}"
+        # keys are not quoted
+        parts = {re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key)): spelled(part) for key, part in value.items()}
+        return "{" + ", ".join(f"{key}: {part}" for key, part in parts.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(spelled, value)) + "]"
     return quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _key(key: object) -> str:
-    """Write a dictionary key, which Hydra's grammar does not quote."""
-    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", str(key))
 
 
 def _from_folder(arguments: Sequence[str], folder: Path) -> list[str]:
@@ -679,9 +643,7 @@ def _path(group: str, name: str, folder: Path) -> str:
     raise ConfigError(f"{group}={name}: there is no such file in --config-dir {folder}; {hint}")
 
 
-# --- Arguments `key=value` in Hydra's grammar, parsed one by one and set in nested dictionaries.
-#
-# Hydra is asked what a value is; which keys there are, and what setting one means, is decided here.
+# --- Arguments `key=value`: Hydra says what a value is, keys are looked up and set here, in nested dictionaries
 
 # a source of prompts with a split, which looks like a list to Hydra
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
@@ -702,9 +664,11 @@ def read(argument: str) -> Override:
         argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
     if (parsed := _parsed(argument)) is not None:
         return parsed
-    if equals and (parsed := _parsed(f"{name}=0")) is not None and not _is_slip(value):
-        plain = _flow(value) if _is_bracketed(value) else value
-        if plain is not None:
+    # probably not meant as text
+    is_slip = value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
+    if equals and (parsed := _parsed(f"{name}=0")) is not None and not is_slip:
+        with contextlib.suppress(yaml.YAMLError, RecursionError):
+            plain = yaml.safe_load(value) if _is_bracketed(value) else value
             return replace(parsed, _value=plain, input_line=argument)
     raise ConfigError(_unreadable(argument))
 
@@ -716,9 +680,7 @@ def readable(argument: str) -> str:
     return line if _parsed(line) is not None else f"{line.partition('=')[0]}={spelled(override.value())}"
 
 
-@functools.cache
-def _parser() -> OverridesParser:
-    return OverridesParser.create()
+_parser = functools.cache(OverridesParser.create)
 
 
 def _parsed(argument: str) -> Override | None:
@@ -728,27 +690,13 @@ def _parsed(argument: str) -> Override | None:
         return None
 
 
-def _is_slip(value: str) -> bool:
-    """Whether an unreadable value was probably not meant as text."""
-    return value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
-
-
 def _is_bracketed(value: str) -> bool:
     """Whether a value is a bracketed list or dictionary; `[a] b.txt` is text."""
     closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
     return value[0] in "[{" and (value[-1] in "]}" or not closed)
 
 
-def _flow(text: str) -> Any:
-    """Parse a list or dictionary in YAML's flow style; None if it is neither."""
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
-        return None
-
-
 def _unreadable(argument: str) -> str:
-    """Return the sentence for an unreadable argument with an equals sign."""
     name, _, value = argument.partition("=")
     key = nearest_key(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
     if key is not None and key != name.lstrip("+~"):

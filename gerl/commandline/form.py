@@ -60,7 +60,6 @@ def check_form(arguments: Sequence[str], nearest: Nearest, first: str) -> None:
 
 
 def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
-    """Raise `ConfigError` for keys of another program, with the replacement of each."""
     pairs = [argument.lstrip("+").partition("=") for argument in arguments if not argument.startswith("~")]
     own_of_hydra = ("hydra.", "hydra/")  # a launcher's keys may be called like those of another program
     found = {n: value for n, _, value in pairs if not n.startswith(own_of_hydra) and _is_taken(n, nearest)}
@@ -142,7 +141,6 @@ def read_yaml(path: Path, where: str) -> DictConfig:
 
 
 def _place(error: yaml.MarkedYAMLError, path: Path) -> str:
-    """Return line, column and problem of a yaml error."""
     mark = error.problem_mark or error.context_mark
     problem = " ".join((error.problem or error.context or "it is not yaml").split())
     if mark is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, Literal, get_args, get_origin
 
 from gerl.commandline.composition import compose_run, experiments, load_own_algorithm, shipped
@@ -27,7 +28,6 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         "  --config-dir DIR       experiment=NAME and algorithm=NAME may be files in DIR",
         "",
     ]
-    rows: Iterator[tuple[str, Field, object, str]]
     load_own_algorithm(arguments)
     if "all" in arguments:
         lines.append("The keys, with their defaults; an experiment changes some of them.")
@@ -40,27 +40,22 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         lines.append("  --help algorithm=NAME  those of another algorithm, or of algorithm.path=FILE.py")
         lines.append("  --help all             every key")
         rows = _most_used(chosen[0])
-    previous = ""
-    for name, f, default, readers in rows:
-        lines += [""] if name.split(".")[0] != previous else []
-        previous = name.split(".")[0]
-        text = str(default).replace("'", "") if isinstance(default, list) else str(default)
-        shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
-        lines.append(
-            f"  {name}={shown}{'' if name == 'algorithm.name' else _choices(f.type)}\n"
-            f"      {f.metadata['help']}{readers}"
-        )
+    for _, block in groupby(rows, key=lambda row: row[0].split(".")[0]):
+        lines.append("")
+        for name, f, default, readers in block:
+            text = str(default).replace("'", "") if isinstance(default, list) else str(default)
+            shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
+            choices = "" if name == "algorithm.name" else _choices(f.type)
+            lines += [f"  {name}={shown}{choices}", f"      {f.metadata['help']}{readers}"]
     return "\n".join(lines) + "\n"
 
 
 def _choices(kind: Any) -> str:
-    """Return the values of a `Literal`, or of a list of it, in brackets; empty for other types."""
     entry = get_args(kind)[0] if get_origin(kind) is list else kind
     return f" ({'|'.join(get_args(entry))})" if get_origin(entry) is Literal else ""
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
-    """Return key, field and default under `preset`; no readers."""
     presets = [f"algorithm={registry.preset_of(own)}"] if (own := load_own_algorithm([preset])) else []
     config = compose_run(["experiment=plain", *presets, preset]).config
     own_keys = vars(type(config.algorithm)).get("__annotations__", {}) if config.algorithm.path else ()

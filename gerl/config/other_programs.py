@@ -1,6 +1,7 @@
 """Translation of other programs' keys, for hints: the table `other_programs.yaml`, and rules in code."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -86,10 +87,10 @@ class Given:
 
     values: Mapping[str, Any]
 
-    def number(self, *names: str) -> float | None:
-        """Return the number given for one of `names`, or for a key with such a suffix; None if missing."""
+    def number(self, *names: str, default: float | None = None) -> float | None:
+        """Return the number given for one of `names`, or for a key with such a suffix."""
         found = (_number(value) for name, value in self.values.items() if set(ends(name)) & set(names))
-        return next((number for number in found if number is not None), None)
+        return next((number for number in found if number is not None), default)
 
     def is_switched(self, name: str, on: bool) -> bool:
         """Whether the switch `name` is given as `on`."""
@@ -149,51 +150,28 @@ def _updates(whole: float | None, part: Any, said: str) -> Any:
     return {"actor.updates_per_step": int(whole // size)}
 
 
-@_rule("ppo_mini_batch_size mini_batch_size")
-def _mini_batch(value: Any, given: Given) -> Any:
-    names = ("data.train_batch_size", "train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step")
-    return _updates(given.number(*names), value, "prompts of a step")
+def _prompts_per_step(images: float | None, each: float | None, said: str) -> Any:
+    if images is not None and each and images % each == 0:
+        return {"rollout.prompts_per_step": int(images // each)}
+    return Why(f"VALUE is {{}} {said} / images of a prompt", "rollout.prompts_per_step")
 
 
-@_rule("train_batch_size")
-def _train_batch(value: Any, given: Given) -> Any:
-    """Return prompts per step: in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU."""
-    return {"rollout.prompts_per_step": value} if "ppo_mini_batch_size" in given else None
+def _product(*factors: float | None) -> float | None:
+    return None if None in factors else math.prod(factors)  # type: ignore[arg-type]
+
+
+@_rule("num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch")
+def _batches(value: Any, given: Given) -> Any:
+    gpus = given.number("num_processes", "num_gpus", "nproc_per_node", "n_gpus_per_node")
+    images = _product(given.number("sample.train_batch_size"), gpus, _number(value))
+    return _prompts_per_step(images, given.number("num_image_per_prompt"), "batches x GPUs x images of a batch")
 
 
 @_rule("train_global_batch_size")
 def _global_batch(value: Any, given: Given) -> Any:
     prompts = given.number("num_prompts_per_step", "rollout.prompts_per_step")
     each = given.number("num_generations_per_prompt", "rollout.n")
-    return _updates(None if prompts is None or each is None else prompts * each, value, "images of a step")
-
-
-@_rule("train.gradient_accumulation_steps train_gradient_accumulation_steps")
-def _accumulation(value: Any, given: Given) -> Any:
-    batches = given.number("num_batches_per_epoch", "sample_num_batches_per_epoch")
-    return _updates(batches, value, "sample.num_batches_per_epoch")
-
-
-@_rule("steps_per_generation")
-def _per_generation(value: Any, given: Given) -> Any:
-    return _updates(_number(value), given.number("gradient_accumulation_steps") or 1, "steps_per_generation")
-
-
-@_rule("num_batches_per_epoch sample.num_batches_per_epoch sample_num_batches_per_epoch")
-def _batches(value: Any, given: Given) -> Any:
-    size, each = given.number("sample.train_batch_size"), given.number("num_image_per_prompt")
-    gpus, count = given.number("num_processes", "num_gpus", "nproc_per_node", "n_gpus_per_node"), _number(value)
-    if None not in (size, each, gpus, count) and (images := count * size * gpus) % each == 0:  # type: ignore[operator]
-        return {"rollout.prompts_per_step": int(images // each)}  # type: ignore[operator]
-    return Why("VALUE is {} batches x GPUs x images of a batch / images of a prompt", "rollout.prompts_per_step")
-
-
-@_rule("generation_batch_size")
-def _generation(value: Any, given: Given) -> Any:
-    images, each = _number(value), given.number("num_generations", "rollout.n")
-    if images is not None and each and images % each == 0:
-        return {"rollout.prompts_per_step": int(images // each)}
-    return Why("VALUE is {} images / images of a prompt", "rollout.prompts_per_step")
+    return _updates(_product(prompts, each), value, "images of a step")
 
 
 @_rule("n_gpus_per_node gpus_per_node nnodes num_nodes")
@@ -215,12 +193,6 @@ def _clipped(value: Any, _: Given) -> Any:
                "latent dimensions: remove it, published values are about 1e-4")  # fmt: skip
 
 
-@_rule("train.timestep_fraction train_timestep_fraction")
-def _fraction(value: Any, _: Given) -> Any:
-    """Translate flow_grpo's share of all steps; gerl's share is of the trained steps, which exclude the last."""
-    return {"algorithm.timestep_fraction": 1} if (_number(value) or 0) >= 0.9 else None
-
-
 @_rule("lora_target_modules target_modules lora_layers")
 def _targets(value: Any, _: Given) -> Any:
     layers = plain(value)
@@ -229,12 +201,6 @@ def _targets(value: Any, _: Given) -> Any:
     if isinstance(layers, list | tuple):
         return {"model.lora_targets": "|".join(re.escape(str(layer)) for layer in layers)}
     return {"model.lora_targets": ".*"} if layers == "all-linear" else None
-
-
-@_rule("adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2")
-def _betas(_: Any, given: Given) -> Any:
-    first, second = (given.number(f"adam_beta{i}", f"train_adam_beta{i}") for i in (1, 2))
-    return {"actor.betas": [0.9 if first is None else first, 0.999 if second is None else second]}
 
 
 @_rule("resolution image_size")
@@ -308,62 +274,11 @@ def _trackers(value: Any, _: Given) -> Any:
     return {"logger.trackers": [name for name in names if name not in ("console", "none", "file")]}
 
 
-@_rule("run_name experiment_name exp_name output_name")
-def _run_name(value: Any, given: Given) -> Any:
-    """Translate the name of a run to its folder, unless another key gives the folder."""
-    folders = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir"
-    return "" if any(name in given for name in folders.split()) else {"hydra.run.dir": f"outputs/{value}"}
-
-
 @_rule("config config_name config_file recipe")
 def _recipe(value: Any, _: Given) -> Any:
     if str(value).endswith((".yaml", ".yml")):
         return None
     return Why("VALUE is an experiment of gerl, listed by gerl recipes, or a file of your own", "experiment")
-
-
-@_rule("num_iterations")
-def _iterations(value: Any, given: Given) -> Any:
-    """Translate PettingLLMs' training steps (recognised by config_name); in TRL the key counts updates per rollout."""
-    return {"trainer.steps": value} if "config_name" in given else None
-
-
-@_rule("teacher_model.model_path teacher_path teacher_model_path")
-def _teacher(value: Any, _: Given) -> Any:
-    return {"algorithm.teachers": [{"path": str(value)}]}
-
-
-@_rule("eval_steps eval_freq")
-def _every(value: Any, _: Given) -> Any:
-    """Refuse a share of the run, which only other programs accept instead of a number of steps."""
-    share = 0 < (_number(value) or 0) < 1
-    return Why("VALUE is a number of trainer steps, {} of all", "validation.every") if share else None
-
-
-@_rule("filter_groups filter_groups.enable use_dynamic_sampling")
-def _dynamic(value: Any, given: Given) -> Any:
-    """Translate `filter_groups.enable`, whose number is in another key."""
-    number = given.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches")
-    return {"algorithm.dynamic_sampling": _whole(number)} if plain(value) is True and number else None
-
-
-@_rule("use_kl_loss")
-def _kl_switch(value: Any, given: Given) -> Any:
-    return "" if plain(value) is True and "kl_loss_coef" in given else None
-
-
-@_rule("kl_loss_coef")
-def _kl_weight(_: Any, given: Given) -> Any:
-    """Ignore verl's KL weight if its switch is off."""
-    return "" if given.is_switched("use_kl_loss", on=False) else None
-
-
-@_rule("kl_penalty")
-def _penalty(value: Any, given: Given) -> Any:
-    """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""
-    if _number(value) is not None:
-        return None
-    return {"algorithm.kl_type": value} if given.is_switched("use_kl_in_reward", on=True) else ""
 
 
 @_rule("sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled")
@@ -378,7 +293,63 @@ def _shard(value: Any, given: Given) -> Any:
     return Why("a worker has the whole model; to shard it set model.shard=all and cluster.ranks_per_worker=N")
 
 
-@_rule("ema train.ema use_ema")
-def _averaged(value: Any, given: Given) -> Any:
-    """Ignore the EMA switch if the decay is given."""
-    return "" if plain(value) is True and given.number("ema_decay", "ema_rate") is not None else None
+@_rule("kl_penalty")
+def _penalty(value: Any, given: Given) -> Any:
+    """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""
+    if _number(value) is not None:
+        return None
+    return {"algorithm.kl_type": value} if given.is_switched("use_kl_in_reward", on=True) else ""
+
+
+FOLDERS = "output_dir default_local_dir checkpoint_dir save_dir logdir logging_dir run_dir out outdir".split()
+PROMPTS = ("data.train_batch_size", "train_batch_size", "rollout.prompts_per_step", "num_prompts_per_step")
+# by the names that they translate
+_EXPRESSIONS: dict[str, Rule] = {
+    # quotients of the images or prompts of a step and those of an update
+    "ppo_mini_batch_size mini_batch_size": lambda v, given: _updates(given.number(*PROMPTS), v, "prompts of a step"),
+    "train.gradient_accumulation_steps train_gradient_accumulation_steps": lambda v, given: _updates(
+        given.number("num_batches_per_epoch", "sample_num_batches_per_epoch"), v, "sample.num_batches_per_epoch"
+    ),
+    "steps_per_generation": lambda v, given: _updates(
+        _number(v), given.number("gradient_accumulation_steps") or 1, "steps_per_generation"
+    ),
+    "generation_batch_size": lambda v, given: _prompts_per_step(
+        _number(v), given.number("num_generations", "rollout.n"), "images"
+    ),
+    # in verl (recognised by its mini-batches) it counts prompts, elsewhere images per GPU
+    "train_batch_size": lambda v, given: {"rollout.prompts_per_step": v} if "ppo_mini_batch_size" in given else None,
+    # flow_grpo's share is of all steps, gerl's of the trained steps, which exclude the last
+    "train.timestep_fraction train_timestep_fraction": lambda v, _: (
+        {"algorithm.timestep_fraction": 1} if (_number(v) or 0) >= 0.9 else None
+    ),
+    "adam_beta1 adam_beta2 train_adam_beta1 train_adam_beta2": lambda _, given: {
+        "actor.betas": [
+            given.number("adam_beta1", "train_adam_beta1", default=0.9),
+            given.number("adam_beta2", "train_adam_beta2", default=0.999),
+        ]
+    },
+    # the name of a run is its folder, unless another key gives that
+    "run_name experiment_name exp_name output_name": lambda v, given: (
+        "" if any(name in given for name in FOLDERS) else {"hydra.run.dir": f"outputs/{v}"}
+    ),
+    # PettingLLMs' training steps (recognised by config_name); in TRL the key counts updates per rollout
+    "num_iterations": lambda v, given: {"trainer.steps": v} if "config_name" in given else None,
+    "teacher_model.model_path teacher_path teacher_model_path": lambda v, _: {"algorithm.teachers": [{"path": str(v)}]},
+    # only other programs accept a share of the run instead of a number of steps
+    "eval_steps eval_freq": lambda v, _: (
+        Why("VALUE is a number of trainer steps, {} of all", "validation.every") if 0 < (_number(v) or 0) < 1 else None
+    ),
+    # the number is in another key
+    "filter_groups filter_groups.enable use_dynamic_sampling": lambda v, given: (
+        {"algorithm.dynamic_sampling": _whole(number)}
+        if plain(v) is True and (number := given.number("max_num_gen_batches", "dynamic_sampling_max_gen_batches"))
+        else None
+    ),
+    # verl's KL weight counts if its switch is on
+    "use_kl_loss": lambda v, given: "" if plain(v) is True and "kl_loss_coef" in given else None,
+    "kl_loss_coef": lambda _, given: "" if given.is_switched("use_kl_loss", on=False) else None,
+    "ema train.ema use_ema": lambda v, given: (
+        "" if plain(v) is True and given.number("ema_decay", "ema_rate") is not None else None
+    ),
+}
+RULES |= {name: rule for names, rule in _EXPRESSIONS.items() for name in names.split()}

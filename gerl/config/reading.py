@@ -48,7 +48,6 @@ def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the key `name` with its value, or all keys nested in it."""
     listed = isinstance(value, list) and any(isinstance(part, Mapping) for part in value)
     nested = isinstance(value, Mapping) or listed
     if not nested or other_name(name) == "reward.scorers":
@@ -117,7 +116,6 @@ def _is_boolean(given: Any) -> bool:
 
 @functools.cache
 def _adapter() -> TypeAdapter[Config]:
-    """Return the adapter, cached because building it takes longer than validating a configuration."""
     return TypeAdapter(Config)
 
 
@@ -127,12 +125,9 @@ def _sentence(first: ErrorDetails, values: Mapping[str, Any]) -> str:
     if first["type"] != "unexpected_keyword_argument":
         return f"{name}={shown(first['input'])}: {expected(first, name)}{other_value(name, first['input'])}"
     own = location[0] == "algorithm"
-    if own and (others := readers(location[-1])):
-        given = first["input"]
-        text = given if isinstance(given, str) else shown(given)
-        return (
-            f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(others)}; remove it"
-        )
+    if own and (able := readers(location[-1])):
+        text = first["input"] if isinstance(first["input"], str) else shown(first["input"])
+        return f"{name}={text:.200}: {values['algorithm']['name']} does not read it, only {', '.join(able)}; remove it"
     near = did_you_mean(name, settings_class(values["algorithm"]) if own else None)
     return f"{name}: there is no such key{near}; {LISTED}"
 

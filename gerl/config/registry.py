@@ -53,10 +53,7 @@ class Registry(Mapping[str, Algorithm]):
         return self[name] if path is None else self._by_path[canonical(path)]
 
     def load(self, path: str, source: bytes | Algorithm | None = None) -> Algorithm:
-        """Register and return the only algorithm class in the file `path`. Raises `ConfigError` if it cannot be used.
-
-        `source`: the text of the file, or the class itself, if it comes from another process or a Python program.
-        """
+        """Register and return the algorithm of the file `path`, its text or class `source`. Raises `ConfigError`."""
         given, path = path, canonical(path)
         if path.startswith(PREFIX):
             found = source if isinstance(source, type) else self._by_path.get(path)
@@ -107,12 +104,9 @@ def canonical(path: str) -> str:
 
 def preset_of(algorithm: Algorithm) -> str:
     """Return the `algorithm=NAME` with settings for a class: the name of the gerl class it derives from."""
-    return next(found for cls in algorithm.__mro__ if (found := vars(cls).get("preset") or _shipped_name(cls)))
-
-
-def _shipped_name(cls: Algorithm) -> str:
-    names = _names(cls)
-    return names[0] if names and names[0] in ALGORITHMS.shipped else ""
+    shipped = ALGORITHMS.shipped
+    found = (vars(cls).get("preset") or next((n for n in _names(cls) if n in shipped), "") for cls in algorithm.__mro__)
+    return next(filter(None, found))
 
 
 def _names(cls: Algorithm) -> tuple[str, ...]:
@@ -120,7 +114,6 @@ def _names(cls: Algorithm) -> tuple[str, ...]:
 
 
 def _classes(module: ModuleType) -> list[Algorithm]:
-    """Return the subclasses of `Algorithm` defined in `module`."""
     base = importlib.import_module("gerl.algorithms.base").Algorithm
     return [
         c

@@ -167,13 +167,11 @@ def saving_notes(config: "Config") -> list[str]:
     if sampling.cache != "none":
         exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
         together = "; the images of a batch together decide what is skipped" * (sampling.cache == "first_block")
-        found.append(
-            f"sampling.cache={sampling.cache}: images are sampled with approximate denoising steps, {exact}{together}"
-        )
+        key = f"sampling.cache={sampling.cache}"
+        found.append(f"{key}: images are sampled with approximate denoising steps, {exact}{together}")
         if config.algorithm.needs.trajectory and sampling.window_size is None and not config.algorithm.needs.tree:
             found.append(
-                f"sampling.cache={sampling.cache} has little effect: all denoising steps but the last are noisy; "
-                "set a sampling.window_size"
+                f"{key} has little effect: all denoising steps but the last are noisy; set a sampling.window_size"
             )
     if config.rollout.quantize != "none":
         corrected = "their ratio corrects for it" if config.algorithm.needs.ratio else "training learns from images"

@@ -7,28 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gerl.config import other_programs as others
 from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import ScorerConfig
 from gerl.config.configuration import Config
-from gerl.config.other_programs import (
-    FLAGS,
-    HINTS,
-    MEANING,
-    RULES,
-    VALUES,
-    Given,
-    Why,
-    absent,
-    elsewhere,
-    known_as,
-    plain,
-)
+from gerl.config.other_programs import Given, Why, absent, elsewhere, known_as, plain
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import resolved_fields, shown, unfit
 
-# --- Translation of other programs' keys to equivalent keys of gerl, or the reason why there is none.
-#
-# The table and the rules are in `other_programs`.
+# --- Translation of other programs' keys, or the reason why there is none, by the table and rules of `other_programs`
 
 OPEN = "VALUE"  # placeholder for an unknown value
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
@@ -76,9 +63,9 @@ def answered(given: Mapping[str, Any], own: Mapping[str, Any]) -> Answer:
 def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]:
     """Return gerl's keys and values for one key, and note the reasons for unknown values in `found`."""
     end, fields = known_as(name) or "", dict(keys())
-    result: Any = RULES[end](value, given) if end in RULES else None
-    result = FLAGS.get(end, {}).get(str(value).lower()) if result is None else result
-    result = HINTS.get(end) if result is None else result
+    result: Any = others.RULES[end](value, given) if end in others.RULES else None
+    result = others.FLAGS.get(end, {}).get(str(value).lower()) if result is None else result
+    result = others.HINTS.get(end) if result is None else result
     if isinstance(result, str):
         return dict(line.split("=", 1) for line in re.split(r" (?=[a-z_.]+=)", result) if line)
     if isinstance(result, Why):
@@ -86,7 +73,7 @@ def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]
     lines = result if isinstance(result, dict) else {key: value for key in (elsewhere(name, fields) or "").split()}
     translated: dict[str, Any] = {}
     for key, meant in lines.items():
-        other = VALUES.get(key, {}).get(str(meant).lower()) if isinstance(meant, str | bool | None) else None
+        other = others.VALUES.get(key, {}).get(str(meant).lower()) if isinstance(meant, str | bool | None) else None
         if isinstance(other, Why):
             translated |= _open(name, meant, Why(other.text, other.key or key), found)
             continue
@@ -118,7 +105,7 @@ def other_value(key: str, value: object) -> str:
     """Return `; 'x' is 'y' here` for another program's value, or why there is no equivalent; empty if unknown."""
     if not isinstance(value, str | bool | None):
         return ""
-    found = VALUES.get(key, {}).get("null" if value is None else str(value).lower())
+    found = others.VALUES.get(key, {}).get("null" if value is None else str(value).lower())
     if isinstance(found, Why):
         return f"; {found.text}"
     return f"; {shown(value)} is {found} here" if found else ""
@@ -145,10 +132,7 @@ def did_you_mean(name: str, algorithm: type[AlgorithmConfig] | None = None) -> s
 
 
 def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> str | None:
-    """Return the key nearest to `name`, or `name` itself if it is a key; None if none is near.
-
-    For another program's name: gerl's equivalent, or several separated by a space.
-    """
+    """Return the key nearest to `name`: itself, or gerl's for another program's (several with spaces); None if none."""
     names = [known for known, _ in keys(algorithm)]
     block, scorer = _block(name)
     leaf = name.rpartition(".")[2].lower()
@@ -160,11 +144,11 @@ def nearest_key(name: str, algorithm: type[AlgorithmConfig] | None = None) -> st
         if leaf in leaves:
             return f"{block}.{leaf}".replace("NAME", scorer)
         near = difflib.get_close_matches(leaf, leaves, n=1)
-        if meant and (not near or name.lower() in MEANING or meant.startswith(f"{block}.")):
+        if meant and (not near or name.lower() in others.MEANING or meant.startswith(f"{block}.")):
             return meant
         return f"{block}.{near[0]}".replace("NAME", scorer) if near else None
     inside = [known for known in names if not block and known.rpartition(".")[2] == leaf]
-    if meant and (not inside or name.lower() in MEANING):
+    if meant and (not inside or name.lower() in others.MEANING):
         return meant
     if inside:
         return inside[0]

@@ -23,10 +23,7 @@ def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
 
 
 def load_module(key: str, path: str, error_type: type[GerlError], source: bytes | None = None) -> ModuleType:
-    """Import the Python file `path`. Files never share a module, and an unchanged file is run once per process.
-
-    `source`: its text, if the file is on another machine. Raises `error_type`, naming the key `key`, if it fails.
-    """
+    """Import a Python file, or its text `source`, once per process if unchanged. Raises `error_type` naming `key`."""
     file = absolute(path)
     source = source_of(key, path, error_type) if source is None else source
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()

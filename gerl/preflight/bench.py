@@ -99,10 +99,8 @@ class Bench:
         finally:
             worker.clear()
         count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
-        deviation = stats.ratio_deviation
-        return Run(
-            count, drawn, parts, rolled, updated, stepped.seconds, held, deviation, result.applied, gradients, unit
-        )
+        seconds, ratio = stepped.seconds, stats.ratio_deviation
+        return Run(count, drawn, parts, rolled, updated, seconds, held, ratio, result.applied, gradients, unit)
 
     def plain_task(self, algorithm: Algorithm, rollout: int) -> RolloutTask:
         """Return a micro-batch of at most `rollout` images without branches."""
@@ -167,9 +165,8 @@ def first_run(bench: Bench, from_file: bool, folder: Path, report: Report) -> Ru
 
 def picture_names(pipe: DiffusionPipeline, optional: bool) -> list[str]:
     """Return the condition images that the pipeline requires, or also the `optional` ones."""
-    accepted = inspect.signature(type(pipe).__call__).parameters
-    required = inspect.Parameter.empty
-    return [name for name in COLUMNS if name in accepted and (optional or accepted[name].default is required)]
+    known = inspect.signature(type(pipe).__call__).parameters
+    return [n for n in COLUMNS if n in known and (optional or known[n].default is inspect.Parameter.empty)]
 
 
 def with_pictures(prompt: Prompt, names: Sequence[str], folder: Path, config: Config) -> Prompt:

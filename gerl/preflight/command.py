@@ -20,19 +20,9 @@ from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model
 from gerl.model.paths import resolve
 from gerl.model.schedulers import SameSigmas
+from gerl.preflight import findings
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
-from gerl.preflight.findings import (
-    Report,
-    Run,
-    capacity,
-    components,
-    forecast_memory,
-    forecast_seconds,
-    judge_batches,
-    judge_memory,
-    judge_run,
-    write_json,
-)
+from gerl.preflight.findings import Report, Run
 from gerl.preflight.replay_checks import judge_faithful
 from gerl.protocol import Prompt, RolloutTask
 from gerl.utils.condition_images import COLUMNS
@@ -54,7 +44,7 @@ def run(config: Config, out: Path | None = None) -> Report:
         report.problems.append(str(error))
     logger.info("%s", report.text(config))
     if out is not None:
-        write_json(out, report.as_json())
+        findings.write_json(out, report.as_json())
     if report.problems:
         first, *further = report.problems
         problem = f"{len(report.problems)} problems, listed above" if further else first
@@ -79,7 +69,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
         report.clip = nearer_bound(config.algorithm, report.probe)
     report.stock_difference, report.parts_difference = bench.compare(COMPARED)
     judge_faithful(report, config, half)
-    judge_run(report, bench.trained_steps)
+    findings.judge_run(report, bench.trained_steps)
     project(bench, prompts, runs, report)
 
 
@@ -113,7 +103,7 @@ def load(worker: PolicyWorker, report: Report) -> bool:
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
     own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path)).get("scheduler", [None])[-1]
     report.pipeline, report.scheduler = type(pipe).__name__, kind
-    report.components = components(pipe.components, worker.policy.trained)
+    report.components = findings.components(pipe.components, worker.policy.trained)
     if own is not None and own != kind:
         report.own_scheduler = own
         report.warnings.append(
@@ -134,16 +124,18 @@ def project(bench: Bench, prompts: Sequence[Prompt], runs: Sequence[Run], report
     chosen = plan_prompts(prompt_schedule(config, prompts), prompts, 1) if prompts else made_up
     algorithm = build_algorithm(config)
     tasks = algorithm.plan(plan_samples(config, chosen, 1, 0))
-    report.seconds = forecast_seconds(config, tasks, workers, run, trained_share(algorithm, tasks))
+    report.seconds = findings.forecast_seconds(config, tasks, workers, run, trained_share(algorithm, tasks))
     images = report.seconds.images_per_worker
     largest = min(images, config.rollout.n) if own else images
     sizes = range(1, largest + 1)
-    room = capacity(bench.worker.device)
+    room = findings.capacity(bench.worker.device)
     if room is not None and bench.worker.device == "cpu":
         room //= workers
-    report.memory = forecast_memory(config, runs, run, images, sizes, room)
-    judge_memory(report, config)
-    report.warnings += judge_batches(config, tasks, workers, config.rollout.n if own else report.seconds.images)
+    report.memory = findings.forecast_memory(config, runs, run, images, sizes, room)
+    findings.judge_memory(report, config)
+    report.warnings += findings.judge_batches(
+        config, tasks, workers, config.rollout.n if own else report.seconds.images
+    )
     if (more := config.algorithm.dynamic_sampling) > 0:
         report.notes.append(f"algorithm.dynamic_sampling={more} may sample {more + 1} times as many images in a step")
     if report.device == "cuda" and any(config.reward.gpu_shares):

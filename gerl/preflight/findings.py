@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jinja2
 import torch
@@ -35,10 +35,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 @dataclass(frozen=True)
 class Usage:
-    """Time and memory of a piece of work.
-
-    `peak`: peak bytes of tensors on the GPU; on a CPU, of the process's resident memory; None if not reported.
-    """
+    """Time and peak bytes of work: of tensors on a GPU, of the process on a CPU; None if not reported."""
 
     seconds: float
     peak: int | None
@@ -51,7 +48,8 @@ def measured(device: str, work: Callable[[], T]) -> tuple[T, Usage]:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _reset_peak()
+        with contextlib.suppress(OSError):  # then the peak stays that of the whole process
+            (PROC / "self/clear_refs").write_text("5", encoding="ascii")
     start = time.perf_counter()
     result = work()
     if gpu:
@@ -68,10 +66,7 @@ def release(device: str) -> None:
 
 
 def capacity(device: str) -> int | None:
-    """Return the total bytes that this process can use, of the GPU or of main memory; None if unknown.
-
-    On a CPU: its resident memory plus the kernel's `MemAvailable`, at most the container's limit.
-    """
+    """Return the bytes that this process can use, on a CPU at most the container's limit; None if unknown."""
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     available, own = (_kilobytes(PROC / name, key) for name, key in (("meminfo", "MemAvailable"), RESIDENT))
@@ -82,7 +77,6 @@ def capacity(device: str) -> int | None:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """Return the bytes given by a line `key:  123 kB`."""
     found = re.search(rf"^{key}:\s*(\d+)", _read(path), re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 
@@ -94,27 +88,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _reset_peak() -> None:
-    """Reset the peak; if that is not possible, it stays the peak of the whole process."""
-    with contextlib.suppress(OSError):
-        (PROC / "self/clear_refs").write_text("5", encoding="ascii")
-
-
 def _peak() -> int:
     peak = _kilobytes(PROC / "self/status", "VmHWM")
     unit = 1 if platform.system() == "Darwin" else 1024  # macOS reports bytes
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak
 
 
-class Line(NamedTuple):
-    """Bytes as a linear function of the batch size."""
-
-    fixed: float
-    slope: float
-
-    def at(self, size: float) -> float:
-        """Return the bytes at `size`."""
-        return self.fixed + self.slope * size
+Line = Callable[[float], float]  # bytes as a linear function of the batch size
 
 
 def through(points: Mapping[int, float]) -> Line | None:
@@ -123,7 +103,7 @@ def through(points: Mapping[int, float]) -> Line | None:
     if low == high or points[high] <= points[low]:
         return None
     slope = (points[high] - points[low]) / (high - low)
-    return Line(points[low] - slope * low, slope)
+    return lambda size: points[low] + slope * (size - low)
 
 
 # --- Forecast of a trainer step from measured micro-batches: time, memory, and the sizes that fit
@@ -197,9 +177,8 @@ def busiest(tasks: Sequence[RolloutTask], workers: int) -> int:
 
 def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int, run: Run, share: float) -> Seconds:
     """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: of the images trained on."""
-    parts = (
-        update_parts(tasks, config.actor.updates_per_step, config.algorithm.needs.whole_groups) * config.actor.epochs
-    )
+    actor, whole_groups = config.actor, config.algorithm.needs.whole_groups
+    parts = update_parts(tasks, actor.updates_per_step, whole_groups) * actor.epochs
     drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
     rollout = drawn * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds
@@ -223,14 +202,14 @@ def forecast_memory(
     def largest(line: Line | None) -> int | None:
         if line is None or limit is None:
             return None
-        return max((n for n in sizes if line.at(n) <= limit), default=0)
+        return max((n for n in sizes if line(n) <= limit), default=0)
 
     def needed(peaks: dict[int, int], size: int) -> float | None:
         return peaks[size] + held * images if size in peaks else None
 
     validation = None
     if lines[0] is not None and config.validation.data is not None:
-        validation = lines[0].at(config.validation.micro_batch_size)
+        validation = lines[0](config.validation.micro_batch_size)
     rollout, update = needed(drawing, configured.drawn), needed(training, configured.trained)
     return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
 
@@ -302,7 +281,6 @@ class Report:
     algorithm: str
     device: str | None = None
     workers: int | None = None
-    prompt: str | None = None
     pipeline: str | None = None
     scheduler: str | None = None
     own_scheduler: str | None = None  # the pipeline's scheduler, if it was replaced
@@ -435,7 +413,6 @@ def rendered(template: str, **values: object) -> str:
 
 
 def _wrapped(text: str, label: str) -> str:
-    """Wrap a labelled paragraph into lines."""
     paragraph = f"{label:<{INDENT}}{' '.join(text.split())}"
     return textwrap.fill(paragraph, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False) + "\n"
 

@@ -1,7 +1,4 @@
-"""Check that rollouts and updates match the pipeline, which may sample, edit or mix samples inside its loop.
-
-The ratio does not reveal this, since it compares gerl's rollout with gerl's replay.
-"""
+"""Check that rollouts and updates match the pipeline, which the ratio of gerl's rollout to its replay does not show."""
 
 from collections.abc import Mapping, Sequence
 
@@ -73,8 +70,7 @@ def parts_difference(worker: PolicyWorker, task: RolloutTask) -> float:
 def _gradient(worker: PolicyWorker, tape: Tape, step: int, rows: Sequence[int]) -> torch.Tensor:
     """Return the gradient `[P]` of a random projection of the model output of `rows` at `step`."""
 
-    def on_step(k: int, replayed: ReplayedStep) -> torch.Tensor:
-        del k
+    def on_step(_: int, replayed: ReplayedStep) -> torch.Tensor:
         output = replayed.model_output
         shape = (tape.batch_size, len(output) // len(rows), *output.shape[1:])
         projection = torch.randn(shape, generator=torch.Generator().manual_seed(0))[list(rows)].flatten(0, 1)

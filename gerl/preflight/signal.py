@@ -51,17 +51,9 @@ class Cosine:
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if self.error is None else f" +- {self.error:.3f}")
 
-    @property
-    def highest(self) -> float:
-        """Upper bound: two standard errors above the mean."""
-        return self.mean + 2 * (self.error or 0.0)
-
 
 def inner_products(batches: Sequence[Mapping[int, torch.Tensor]], steps: Sequence[int]) -> torch.Tensor:
-    """Return the inner products `[N, N, T, T]` (fp64) of the gradients of batches a, b at steps j, k of `steps` `[T]`.
-
-    batches: N mappings from a step to its gradient `[P]`; a missing step has the gradient 0.
-    """
+    """Return the inner products `[N, N, T, T]` (fp64) of N batches' gradients `[P]` at T steps; 0 at a missing step."""
     count, rows = len(batches), [batch.get(k) for batch in batches for k in steps]
     size = max((len(row) for row in rows if row is not None), default=0)
     products = torch.zeros(len(rows), len(rows), dtype=torch.float64)
@@ -106,9 +98,7 @@ def cosine(products: torch.Tensor) -> Cosine | None:
 
 def larger_batch(cosine: float, wanted: float = 0.5) -> float | None:
     """Return the factor of the batch size that raises the cosine to `wanted`; None if no size is sufficient."""
-    if cosine <= 0:
-        return None
-    return (1 / cosine - 1) / (1 / wanted - 1) if cosine < 1 else 0.0
+    return None if cosine <= 0 else (1 / min(cosine, 1) - 1) / (1 / wanted - 1)
 
 
 def clearly_above(candidate: Cosine, configured: Cosine) -> bool:
@@ -145,13 +135,13 @@ class Weighting:
     def times_images(self) -> str:
         """Factor of the batch size that raises the cosine to `WANTED`, as text."""
         found = self.cosine
-        if found is None:
+        if found is None or found.error is None:
             return "-"
-        if found.error is not None and found.mean > 2 * found.error:
-            times = larger_batch(found.mean, WANTED)
-            return "-" if times is None else f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
-        least = larger_batch(found.highest, WANTED)
-        return "-" if least is None or least < 1 or found.error is None else f"more than {least:.0f}"
+        if found.mean > 2 * found.error:
+            times = larger_batch(found.mean, WANTED) or 0.0
+            return f"{times:.1f}" if times < 9.95 else f"{times:.0f}"
+        least = larger_batch(found.mean + 2 * found.error, WANTED)  # at the upper bound
+        return "-" if least is None or least < 1 else f"more than {least:.0f}"
 
 
 @dataclass
@@ -290,17 +280,12 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
             "prompts that are neither too easy nor too hard (data.train)"
         )
     norms, shares = squares.sqrt().mean(0), squares.mean(0) / squares.mean(0).sum()
-    alone = torch.eye(len(steps))
-    by_step = [
-        StepSignal(fact, float(norms[i]), float(shares[i]), cosine(combined_products(products, alone[i].tolist())))
-        for i, fact in enumerate(known)
-    ]
-    update = Weighting("as configured", None, cosine(combined_products(products, [1.0] * len(steps))))
-    choices = [
-        Weighting(name, setting, cosine(combined_products(products, factors)))
-        for name, setting, factors in [*other_weights(config, known), *leading_windows(config, known)]
-    ]
-    size = max(len(next(iter(batch.values()), ())) for batch in gradients)
+
+    def agreement(factors: Sequence[float]) -> Cosine | None:
+        return cosine(combined_products(products, factors))
+
+    alone = torch.eye(len(steps)).tolist()
+    candidates = [*other_weights(config, known), *leading_windows(config, known)]
     signal = Signal(
         model=config.model.path,
         algorithm=config.algorithm.name,
@@ -308,10 +293,12 @@ def evaluate(config: Config, batches: Sequence[BatchGradients]) -> Signal:
         weighting=weighting(config),
         batches=len(gradients),
         images=max(batch.images for batch in batches),
-        parameters=size,
-        steps=by_step,
-        update=update,
-        choices=choices,
+        parameters=max(len(next(iter(batch.values()), ())) for batch in gradients),
+        steps=[
+            StepSignal(fact, float(norms[i]), float(shares[i]), agreement(alone[i])) for i, fact in enumerate(known)
+        ],
+        update=Weighting("as configured", None, agreement([1.0] * len(steps))),
+        choices=[Weighting(name, setting, agreement(factors)) for name, setting, factors in candidates],
     )
     signal.recommended = recommended(signal)
     return signal
@@ -346,7 +333,7 @@ def leading_windows(config: Config, facts: Sequence[StepFacts]) -> Iterator[Cand
     sampling = config.sampling
     if sampling.window_size is not None:  # a range for moving windows would also change the other steps
         return
-    first, end = sampling.steps_range[0], sampling.steps_range[1]
+    first, end = sampling.steps_range
     for m in sorted({fact.step + 1 for fact in facts} - {end}):
         try:
             replace(config, sampling=replace(sampling, window_range=[first, m]))

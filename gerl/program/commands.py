@@ -46,7 +46,6 @@ COMMANDS = {
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
     "version": Command("gerl.program.version", "Print the versions and the hardware, as needed for a bug report."),
 }
-HELP = ("-h", "--help", "help")
 VERSION = ("-V", "--version")
 
 
@@ -80,7 +79,6 @@ def overview() -> str:
 
 
 def _refuse(name: str, arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for an unknown command."""
     if "=" in name or name.startswith("-"):
         given = " ".join([name, *arguments])
         raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")

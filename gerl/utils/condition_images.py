@@ -58,15 +58,10 @@ def absolute_picture(value: str, folder: Path, what: str) -> str:
 
 
 def pictures_of(prompt: Prompt) -> tuple[str, ...]:
-    """Return the files of a prompt's images; prompts with different images never share a micro-batch.
-
-    Pipelines differ in whether a list of images means one per prompt or all for every prompt.
-    """
-    paths: list[str] = []
-    for name in COLUMNS:
-        value = prompt.metadata.get(name)
-        paths += [value] if isinstance(value, str) else [part for part in value or () if isinstance(part, str)]
-    return tuple(paths)
+    """Return a prompt's images; others never share its micro-batch, where pipelines differ in what a list means."""
+    values = [prompt.metadata.get(name) or () for name in COLUMNS]
+    parts = [part for value in values for part in ([value] if isinstance(value, str) else value)]
+    return tuple(part for part in parts if isinstance(part, str))
 
 
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:

@@ -1,13 +1,17 @@
 """Modules imported on first use."""
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 
 class LazyModule(ModuleType):
-    """Proxy of a module, which is imported when one of its names is first read."""
+    """Proxy of a module, imported when a name is first read, so that a wrong key is reported without importing torch.
+
+    Write `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
+    """
 
     def __getattr__(self, name: str) -> Any:
         module = importlib.import_module(self.__name__)
@@ -15,10 +19,4 @@ class LazyModule(ModuleType):
         return getattr(module, name)
 
 
-@cache
-def lazy(name: str) -> Any:
-    """Return a proxy of the module `name`, so that a wrong key is reported without importing torch.
-
-    Write `if TYPE_CHECKING: import torch`, `else: torch = lazy("torch")`.
-    """
-    return LazyModule(name)
+lazy: Callable[[str], Any] = cache(LazyModule)

@@ -54,9 +54,7 @@ def run(config: Config, hardware: Name, gpus: int, share: int, out: Path | None 
     known = None if anew else recorded(config)
     if known is not None:
         name, facts = known
-        logger.info(
-            "using the recorded facts of %s, with its own gradient checkpointing; anew=true recomputes them", name
-        )
+        logger.info("using the recorded facts of %s, with its gradient checkpointing; anew=true recomputes them", name)
     else:
         logger.info("building %s without weights, and tracing it with shapes", config.model.path)
         with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +76,6 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
     gpu, images = GPUS[hardware], config.rollout.prompts_per_step * config.rollout.n
     layout = configured(config, facts)
     batch = Batch(facts.drawn, facts.trained, math.ceil(images / gpus))
-    taken = layouts.memory(facts, layout, batch)
     smallest = config.algorithm.needs.sampled_images(config.rollout.n)
     return Sizing(
         hardware,
@@ -87,7 +84,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
         facts,
         layout,
         batch,
-        taken,
+        layouts.memory(facts, layout, batch),
         layouts.seconds(facts, layout, batch, gpu, share / 100),
         layouts.largest(facts, layout, batch, gpu),
         images,

@@ -61,6 +61,9 @@ class Weights:
     rows: int = 0
     linear: int = 0
 
+    def __sub__(self, other: "Weights") -> "Weights":
+        return Weights(*(mine - its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -99,9 +102,7 @@ class Facts:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Facts":
         """Restore facts from the JSON of `dataclasses.asdict`."""
-        parts = [
-            Part(**p | {name: Weights(**p[name]) for name in ("weights", "block", "root")}) for p in values["parts"]
-        ]
+        parts = [Part(**p | {k: Weights(**p[k]) for k in ("weights", "block", "root")}) for p in values["parts"]]
         updates = {on == "true": Tally(**tally) for on, tally in values["updates"].items()}
         return cls(**values | {"parts": parts, "rollout": Tally(**values["rollout"]), "updates": updates})
 
@@ -124,7 +125,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
 
     `both`: with and without gradient checkpointing. Raises `ModelError` for a model that does not run on shapes.
     """
-    stage, steps = Stage(), _Steps()
+    stage, start = Stage(), time.perf_counter()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     policy = worker.policy = build_policy(config, dtype, stage)
     pipe = policy.pipe
@@ -137,18 +138,23 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         prompt = with_pictures(Prompt(0, TEXT), pictures, folder, config)
         task = Bench(worker, prompt).task(worker.algorithm)
         stage.phase = "rollout"
-        ways = _ways(worker, both)
-        steps.begin("rollout, to find the structure of the pipeline", 2 + len(ways))
+        able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in policy.denoisers.values())
+        ways = [False, True][: 1 + able] if both else [config.model.gradient_checkpointing]
+
+        def begin(number: int, what: str) -> None:  # each pass takes seconds to minutes
+            logger.info("%d of %d: %s (%.0f s so far)", number, 2 + len(ways), what, time.perf_counter() - start)
+
+        begin(1, "rollout, to find the structure of the pipeline")
         worker.sample(task)
         stage.tallies["rollout"].restart()  # the first call also explores the structure of the pipeline
-        steps.begin("rollout, measured")
+        begin(2, "rollout, measured")
         images = worker.sample(task)
         for p in policy.trained.values():
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
-        for on in ways:
-            steps.begin(f"update, {'with' if on else 'without'} gradient checkpointing")
+        for number, on in enumerate(ways, 3):
+            begin(number, f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     drawn, count = worker.trajectories[task.id], len(task.samples)
@@ -172,17 +178,6 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     )
 
 
-class _Steps:
-    """Log of the passes on fake tensors, each of which takes seconds to minutes."""
-
-    def __init__(self) -> None:
-        self.done, self.total, self.start = 0, 0, time.perf_counter()
-
-    def begin(self, what: str, total: int = 0) -> None:
-        self.done, self.total = self.done + 1, total or self.total
-        logger.info("%d of %d: %s (%.0f s so far)", self.done, self.total, what, time.perf_counter() - self.start)
-
-
 def parts_of(policy: Policy) -> list[Part]:
     """Return the components of the pipeline, and of teachers with a separate pipeline, each pipeline once."""
     teachers = {f" of {t.teacher.path}": t.pipe for t in policy.teachers if t.pipe is not None}
@@ -192,14 +187,6 @@ def parts_of(policy: Policy) -> list[Part]:
         for name, c in pipe.components.items()
         if isinstance(c, torch.nn.Module)
     ]
-
-
-def _ways(worker: PolicyWorker, both: bool) -> list[bool]:
-    """Return the settings of gradient checkpointing to trace: off, and on if the denoisers support it."""
-    if not both:
-        return [worker.config.model.gradient_checkpointing]
-    able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in worker.policy.denoisers.values())
-    return [False, True] if able else [False]
 
 
 def _update(worker: PolicyWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
@@ -262,7 +249,6 @@ def _linear(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _weights(module: torch.nn.Module, leave_out: frozenset[int] | set[int] = frozenset()) -> Weights:
-    """Return the weights of `module` without its LoRA."""
     frozen = {id(p): p for name, p in module.named_parameters() if f".{ADAPTER}." not in name}
     counted = {key: p for key, p in frozen.items() if key not in leave_out}
     linear = {id(p): p for _, p in _linear(module) if id(p) in counted}
@@ -300,10 +286,7 @@ def named_on_record(path: str) -> str:
 
 
 def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
-    """Build the pipeline of `path` without weights, on other devices with random ones, in `load_pipeline`'s precisions.
-
-    Raises `ModelError` if the architecture is unknown or cannot be built.
-    """
+    """Build the pipeline of `path`, on `meta` without weights, else with random ones; raises `ModelError`."""
     path = named_on_record(path)
     given = resolve(path)
     folder = Path(given) if Path(given).is_dir() else _cached(given)
@@ -367,7 +350,6 @@ def _teacher(teacher: Teacher, dtype: torch.dtype, device: str, stage: Stage | N
 
 
 def _cached(path: str) -> Path | None:
-    """Return the folder of a Hub id in the Hub cache; None if a configuration is missing."""
     index = try_to_load_from_cache(path, INDEX)
     if not isinstance(index, str):
         return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gerl.config.blocks import Quantisation
 from gerl.model.quantization import quantised_bytes
 from gerl.preflight.findings import SPARE
-from gerl.preflight.sizing.facts import FP32, Facts, Part
+from gerl.preflight.sizing.facts import FP32, Facts, Part, Weights
 from gerl.preflight.sizing.hardware import Gpu
 
 SHARDS = ("none", "denoiser", "all")
@@ -78,17 +78,15 @@ class Layout:
 
     def size(self, part: Part) -> float:
         """Return the bytes of the whole `part`."""
-        inside = (getattr(part.weights, name) - getattr(part.root, name) for name in ("elements", "rows", "linear"))
-        return self._stored(part, part.weights.total, *inside)
+        return part.root.total + self._stored(part, part.weights - part.root)
 
     def computing(self, part: Part, blocks: int) -> float:
         """Return the bytes of the weights of `part` outside of its blocks plus `blocks` blocks."""
-        block = part.block
-        return part.root.total + blocks * self._stored(part, block.total, block.elements, block.rows, block.linear)
+        return part.root.total + blocks * self._stored(part, part.block)
 
-    def _stored(self, part: Part, total: int, elements: int, rows: int, linear: int) -> float:
+    def _stored(self, part: Part, w: Weights) -> float:
         kind = self.kind(part)
-        return total if kind == "none" else total - linear + quantised_bytes(kind, elements, rows)
+        return w.total if kind == "none" else w.total - w.linear + quantised_bytes(kind, w.elements, w.rows)
 
     def held(self, part: Part) -> float:
         """Return the bytes of `part` that stay on a rank."""
@@ -158,10 +156,7 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
 
 
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
-    """Return the seconds per image on a GPU at `share` of its published peak.
-
-    Gathering and uploading of blocks overlaps with computation; offloading of encoders and VAE does not.
-    """
+    """Return the seconds per image at `share` of the peak; moves of blocks overlap with work, others do not."""
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
@@ -209,9 +204,7 @@ def cheapest(facts: Facts, batch: Batch, smallest: int, gpu: Gpu, gpus: int, sha
 
     Unquantised weights are preferred, then configured micro-batches to smaller ones, of at least `smallest` images.
     """
-    candidates = [
-        layout for layout in layouts(gpus, gpu.together, facts.whole) if layout.checkpointing in facts.updates
-    ]
+    candidates = [way for way in layouts(gpus, gpu.together, facts.whole) if way.checkpointing in facts.updates]
     for kinds in QUANTIZED:
         for part in halves(batch, smallest):
             found = [

@@ -207,7 +207,6 @@ class Stage:
 
     @contextmanager
     def _within(self, name: str, grad: bool) -> Iterator[Tally]:
-        """Run operations on shapes and count them for the component `name`."""
         tally = self.tallies.setdefault(self.phase, Tally())
         self._inside = True
         self.ledger.reset()
@@ -281,7 +280,6 @@ class Stage:
         return self.fake(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
 
     def _values(self, shape: Shape) -> torch.Tensor:
-        """Return noise, or zeros for integers and large tensors."""
         if not shape.dtype.is_floating_point or math.prod(shape.size) > LARGE:
             return torch.zeros(shape.size, dtype=shape.dtype)
         return torch.randn(shape.size, generator=self._generator).to(shape.dtype)
@@ -392,7 +390,6 @@ class Ledger(TorchDispatchMode):
         self.live += size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
         kwargs, packet = kwargs or {}, func._overloadpacket
         if self._has_values(func, args, kwargs):
             with _disable_current_modes():
@@ -508,7 +505,6 @@ class Tokens:
         return BatchEncoding({"input_ids": ids, "attention_mask": mask, **pictures})
 
     def _with_pictures(self, text: str, grid: tuple[int, int]) -> list[int]:
-        """Return the token ids of a text, with image tokens for each placeholder."""
         assert self.picture is not None
         before, *after = text.split(PLACE)
         tokens = [self.picture.token] * (grid[0] * grid[1] // self.picture.merge_size**2)
@@ -532,7 +528,6 @@ class Tokens:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a conversation."""
     if isinstance(value, dict):
         return " ".join(_text(v) for k, v in value.items() if k != "type")
     return " ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)

@@ -227,4 +227,3 @@ def test_what_is_recommended_is_above_by_more_than_the_errors(
     candidate: float, errors: tuple[float | None, float | None], above: bool
 ) -> None:
     assert clearly_above(Cosine(candidate, errors[0]), Cosine(0.1, errors[1])) == above
-    assert Cosine(0.1, 0.05).highest == pytest.approx(0.2)
