@@ -2,11 +2,12 @@
 
 from __future__ import annotations  # torch is imported lazily
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
+from gerl.algorithms.common import per_sample, predicted, replayed, sampled_noise
 from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, Tape, engine, torch
 from gerl.algorithms.planning import any_steps, sampled_steps
@@ -17,7 +18,8 @@ from gerl.config.blocks import SamplingConfig, StepDistance
 from gerl.config.schema import key, main_key, shown
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
-from gerl.utils.seeding import derive_seed, sample_generators
+
+Levels = dict[int, "torch.Tensor"]  # by step or noise level: [R, ...]
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,8 @@ class OPDConfig(AlgorithmConfig):
         "distance of a step to the teacher's: the KL of the two Gaussians; half the squared distance of their "
         "means, also of steps without noise; or the squared distance of the outputs, which weighs all steps equally",
     )
-    timesteps: int | None = main_key(
-        None, "noise levels trained per trainer step; null: all in the range", low=1
-    )  # stochastic steps, if there are any
+    # of the stochastic steps, if there are any
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
 
     @property
     def needs(self) -> Needs:
@@ -94,9 +95,8 @@ class DMDRConfig(FlowGRPOConfig):
 
     @property
     def needs(self) -> Needs:
-        return replace(
-            super().needs, imitation=self.fake_scale, finished_latents=True, teachers=tuple(teachers(self.teachers))
-        )
+        found = tuple(teachers(self.teachers))
+        return replace(super().needs, imitation=self.fake_scale, finished_latents=True, teachers=found)
 
     def check(self) -> None:
         super().check()
@@ -110,16 +110,13 @@ class DMDRConfig(FlowGRPOConfig):
 # --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063).
 #
 # The student samples trajectories. At each of their states x_k, which are data, a teacher's step is `Normal(mu', std)`
-# with the student's std, so the KL to it has a closed form, a mean over dimensions:
+# with the student's std, so the KL to it has a closed form, a mean over dimensions, with an exact gradient:
 #
 #     KL(student || teacher) = mean((mu - mu')^2) / (2 std^2)
 #
-# Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) uses -KL, with its gradient, as the advantage of
-# a policy gradient: the same gradient plus noise, since the KL of step k is a function of x_k, which is sampled before
-# the noise whose likelihood it multiplies. Its `gkd` is the form here.
-#
-# Several teachers, selected by `data_source`, combine specialists into one model. A teacher may be the base model with
-# another guidance scale (guidance distillation). Rewards are only watched.
+# Flow-OPD's first form (`reward_mode` kl_only) uses -KL as the advantage of a policy gradient: the same gradient plus
+# noise. Its `gkd` is the form here. Several teachers, selected by `data_source`, combine specialists into one model. A
+# teacher may be the base model with another guidance scale (guidance distillation). Rewards are only watched.
 
 
 class OPD(Algorithm):
@@ -127,14 +124,11 @@ class OPD(Algorithm):
 
     names = "opd"
     settings: OPDConfig
+    needs_all_samples = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = self.needs.teachers
-
-    @property
-    def needs_all_samples(self) -> bool:
-        return True
 
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         sampling = self.config.sampling
@@ -190,7 +184,7 @@ class OPD(Algorithm):
 class DistillationTarget:
     """The teachers' steps at the states of some samples."""
 
-    outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 output of each row's teacher, 0 without one
+    outputs: Levels  # fp32 output of each row's teacher, 0 without one
     weights: torch.Tensor  # [R] weights of the losses, 0 without a teacher
     taught_by: list[int | None]  # [R] index of each row's teacher
 
@@ -207,14 +201,13 @@ def teacher_steps(
 ) -> DistillationTarget:
     """Compute the teachers' steps for the rows `options["index"]` of `tape`; `samples`: those of these rows.
 
-    `options`: arguments of the student's replay. `every`: each teacher computes all rows, for ranks in lockstep, which
-    must make equally many calls.
+    `every`: each teacher computes all rows, for ranks in lockstep, which must make equally many calls.
     """
     index = list(options["index"] or range(tape.batch_size))
     teachers = [model.teacher for model in policy.teachers]
     taught_by = [teacher_of(teachers, sample) for sample in samples]
     divisible = tape.probe is not None and tape.probe.batch_size != tape.batch_size
-    outputs: dict[int, torch.Tensor] = {}
+    outputs: Levels = {}
     for number in range(len(teachers)):
         own = [i for i, teacher in enumerate(taught_by) if teacher == number]
         rows = own if divisible and not every else list(range(len(index)))
@@ -228,20 +221,12 @@ def teacher_steps(
     return DistillationTarget(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
 
 
-def _steps_of(
-    policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]
-) -> dict[int, torch.Tensor]:
+def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]) -> Levels:
     """Return the outputs of a teacher by step at the states of `rows` of `tape`, [R, ...]."""
-    outputs: dict[int, torch.Tensor] = {}
-
-    def keep(k: int, step: ReplayedStep) -> None:
-        outputs[k] = step.model_output
-
-    model, options = policy.teachers[number], {**options, "cfg": "joint", "grad": False}
+    model, options = policy.teachers[number], {**options, "cfg": "joint", "index": rows}
     with policy.teacher(number) as pipe:
         if model.pipe is None and not model.teacher.changed:
-            engine.replay(pipe, tape, keep, **options | {"index": rows})
-            return outputs
+            return replayed(pipe, tape, lambda step: step.model_output, **options)
         # another call of the pipeline at the same latents
         found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
@@ -252,9 +237,8 @@ def _steps_of(
                     f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the "
                     f"student {list(shapes[1])}: use a teacher with the same latents"
                 )
-        latents = {k: tape.steps[k].x[rows] for k in options["steps"]}
-        engine.replay(pipe, found, keep, **options | {"index": None, "latents": latents})
-    return outputs
+        options |= {"index": None, "latents": {k: tape.steps[k].x[rows] for k in options["steps"]}}
+        return replayed(pipe, found, lambda step: step.model_output, **options)
 
 
 def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
@@ -281,11 +265,11 @@ def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) 
         case "gaussian":
             if step.std == 0:
                 raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
-            return _squares(step.mean - step.rule.mean(step.x, output)) / (2 * step.std**2)
+            return per_sample((step.mean - step.rule.mean(step.x, output)) ** 2) / (2 * step.std**2)
         case "mean":
-            return _squares(step.mean - step.rule.mean(step.x, output)) / 2
+            return per_sample((step.mean - step.rule.mean(step.x, output)) ** 2) / 2
         case "velocity":
-            return _squares(step.model_output - output)
+            return per_sample((step.model_output - output) ** 2)
         case unknown:
             assert_never(unknown)
 
@@ -294,10 +278,6 @@ def distance_weight(kind: StepDistance, rule: Rule) -> float:
     """Return the factor of the squared distance of outputs in `step_distance`."""
     squared = rule.jacobian**2 / 2
     return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
-
-
-def _squares(values: torch.Tensor) -> torch.Tensor:
-    return (values**2).flatten(1).mean(1)
 
 
 Measured = dict[str, tuple[float, int]]
@@ -322,17 +302,12 @@ def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distance
 #
 #     direction = (x0_fake - x0_real) / mean |x0h - x0_real|,    loss = mean(direction x0h),
 #
-# with the direction as data: the gradient is that of `mean((x0h - sg(x0h - direction))^2) / 2`, as published. `fake` is
-# a second LoRA on the initial model, trained by flow matching on the student's images. `real` is a teacher, or the
-# initial model itself, which keeps the student close to it.
+# with the direction as data. `fake` is a second LoRA on the initial model, trained by flow matching on the student's
+# images. `real` is a teacher, or the initial model itself, which keeps the student close to it.
 #
-# The public code trains a class-conditional model with ReFL (vvvvvjdy/dmdr 061dc29, lines 448 to 566 of
-# train_cc/sit/train_sitxl_refl_deepspeed.py). Here the surrogate is Flow-GRPO's, as in the paper. Not as published:
-# both LoRAs take their optimizer steps together (the authors give `fake` five per step of the student);
-# `algorithm.fake_scale` lets it follow faster instead. There is no cold start and no schedule, since the student is
-# already distilled.
-
-Levels = dict[int, "torch.Tensor"]  # by noise level: [R, ...]
+# As in the authors' code (vvvvvjdy/dmdr 061dc29, train_cc/sit/train_sitxl_refl_deepspeed.py, lines 448 to 566), but
+# with Flow-GRPO's surrogate, as in the paper, and both LoRAs take their optimizer steps together: `fake` follows faster
+# by `algorithm.fake_scale`.
 
 
 class DMDR(FlowGRPO):
@@ -340,22 +315,14 @@ class DMDR(FlowGRPO):
 
     names = "dmdr"
     settings: DMDRConfig
+    needs_all_samples = True  # images without advantage are matched too
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = self.needs.teachers
 
-    @property
-    def needs_all_samples(self) -> bool:
-        return True  # images without advantage are matched too
-
     def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss:
-        images: Levels = {}
-
-        def clean(k: int, step: ReplayedStep) -> None:
-            images[k] = step.rule.clean(step.x, step.model_output)
-
-        engine.replay(policy.pipe, batch.tape, clean, **options, grad=False)
+        images = replayed(policy.pipe, batch.tape, predicted, **options)
         samples = [batch.samples[r] for r in rows]
         step_of = dict(zip(self._levels(samples, len(images), "matching"), images, strict=True))
         structure = self._structure(policy.pipe, batch.tape, rows)
@@ -366,12 +333,12 @@ class DMDR(FlowGRPO):
         with policy.teacher(0) if self.teachers else policy.first() as other:
             pipe, changed = other or policy.pipe, self.teachers[0].changed if self.teachers else {}
             if pipe is not policy.pipe or changed:
-                structure = self._structure(pipe, batch.tape, rows, changed)
+                structure = self._structure(pipe, batch.tape, rows, **changed)
             real = cleaned(pipe, structure, latents)
         directions = {k: direction(images[k], fake[j], real[j]) for j, k in step_of.items()}
 
         def loss(k: int, step: ReplayedStep) -> tuple[torch.Tensor, dict[str, float]]:
-            matched = (directions[k] * step.rule.clean(step.x, step.model_output)).flatten(1).mean(1)
+            matched = per_sample(directions[k] * predicted(step))
             squared = float(directions[k].square().mean())
             return self.settings.matching_coef * matched.mean(), {"matching_distance": squared / 2}
 
@@ -393,7 +360,7 @@ class DMDR(FlowGRPO):
 
         def imitate(j: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal total
-            loss = ((step.model_output - step.rule.target(images[j], noise[j])) ** 2).flatten(1).mean(1).sum()
+            loss = per_sample((step.model_output - step.rule.target(images[j], noise[j])) ** 2).sum()
             total += float(loss.detach())
             return loss / num_pairs
 
@@ -406,9 +373,7 @@ class DMDR(FlowGRPO):
         levels = range(self.settings.matching_steps)
         return any_steps(levels, count, what, self.config.trainer.seed, samples[0].step)
 
-    def _structure(
-        self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], changed: Mapping[str, Any] | None = None
-    ) -> Tape:
+    def _structure(self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], **changed: Any) -> Tape:
         """Return the call of `tape` for `rows` with the noise levels of `matching_steps` steps."""
         steps = self.settings.matching_steps
         other: dict[str, Any] = {"num_inference_steps": steps}
@@ -416,17 +381,12 @@ class DMDR(FlowGRPO):
             other["sigmas"] = [1 - j / steps for j in range(steps)]
         if tape.call.get("timesteps") is not None:  # levels of its own few steps
             other["timesteps"] = None
-        return engine.record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
+        return engine.record_structure(pipe, tape, rows, {**other, **changed}, steps)
 
 
 def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
-    """Return standard normal noise for the images of each level, independent of the micro-batch."""
-    found: Levels = {}
-    for j, images in levels.items():
-        generators = sample_generators([derive_seed(what, sample.seed, j) for sample in samples])
-        drawn = [torch.randn(images.shape[1:], generator=generator) for generator in generators]
-        found[j] = torch.stack(drawn).to(images.device)
-    return found
+    """Return standard normal noise for the images of each level."""
+    return {j: sampled_noise(images, [(what, sample.seed, j) for sample in samples]) for j, images in levels.items()}
 
 
 def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
@@ -436,19 +396,10 @@ def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
 
 def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels:
     """Return the clean images a pipeline predicts from the latents of each level, without gradient."""
-    found: Levels = {}
-
-    def keep(j: int, step: ReplayedStep) -> None:
-        found[j] = step.rule.clean(step.x, step.model_output)
-
-    engine.replay(pipe, structure, keep, steps=sorted(latents), latents=latents, grad=False)
-    return found
+    return replayed(pipe, structure, predicted, steps=sorted(latents), latents=latents)
 
 
 def direction(images: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Return `(fake - real) / mean |images - real|`, [B, ...], against which distribution matching moves images.
-
-    The mean is over the values of an image. 0 where both models agree.
-    """
-    scale = (images - real).abs().flatten(1).mean(1) + 1e-8
+    """Return `(fake - real) / mean |images - real|` [B, ...], the mean over an image; 0 where both models agree."""
+    scale = per_sample((images - real).abs()) + 1e-8
     return (fake - real) / scale.view(-1, *[1] * (images.ndim - 1))

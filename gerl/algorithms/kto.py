@@ -12,16 +12,17 @@ derivative by mse is y w beta / 4. The sigmoid bounds the contribution of an ima
 from __future__ import annotations  # torch is imported lazily
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gerl.algorithms.base import Pooled, Rewards, Sums
-from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.algorithms.common import per_sample, requires
+from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
-from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.protocol import Sample
 
 
+@requires(base_model=True, single_images=True)
 @dataclass(frozen=True)
 class KTOConfig(ForwardProcessConfig):
     """The keys of KTO."""
@@ -30,24 +31,13 @@ class KTOConfig(ForwardProcessConfig):
     weight_liked: float = key(1.0, "weight of images that are liked, or above the mean of their group", low=0)
     weight_disliked: float = key(1.0, "weight of the others", low=0)
 
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, base_model=True, single_images=True)
-
 
 class KTO(ForwardProcess):
-    """Credit +1 for liked images and -1 for disliked ones; of several, those above and below their mean.
-
-    Images at the mean are not trained on. Works on files and on sampled images.
-    """
+    """Credit +1 for liked images, -1 for disliked ones; of several, those above and below their mean; NaN at it."""
 
     names = "kto"
     settings: KTOConfig
-
-    @property
-    def pools(self) -> bool:
-        """Whether a first pass is needed: it computes z."""
-        return True
+    pools = True  # a first pass computes z
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Return the sign of the reward, relative to the mean of a group of several images; NaN for 0."""

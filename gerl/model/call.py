@@ -28,10 +28,7 @@ def pipeline_call(
 
 
 def check_arguments(kind: type, sampling: SamplingConfig, **overrides: object) -> None:
-    """Raise `ModelError` if pipelines of class `kind` do not accept an argument of a rollout.
-
-    `overrides`: further arguments; those that are None are not passed.
-    """
+    """Raise `ModelError` if pipelines of class `kind` do not accept an argument of a rollout or of `overrides`."""
     _check_names(kind, _arguments(sampling, sigmas=training_sigmas(sampling), **overrides))
 
 
@@ -67,10 +64,9 @@ def _check_names(kind: type, names: Iterable[str]) -> None:
     accepted = inspect.signature(kind.__call__).parameters
     unknown = [name for name in names if name not in accepted]
     if unknown:
-        place = (
-            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
-        )
-        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
+        sigmas = unknown[0] == "sigmas"
+        remedy = "set sampling.sigmas=scheduler" if sigmas else "remove it from sampling or sampling.call"
+        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {remedy}")
 
 
 def unguided(kind: type, sampling: SamplingConfig) -> str | None:

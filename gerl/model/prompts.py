@@ -64,10 +64,7 @@ def detach(pipe: DiffusionPipeline) -> None:
 
 
 class PromptCache:
-    """Cache of the outputs of a pipeline's `encode_*` methods, one entry per prompt.
-
-    `gb`: memory limit. `folder`: of the disk cache; None for memory only.
-    """
+    """Cache of encoded prompts, up to `gb` in memory and in `folder` on disk; None for memory only."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
         self.most, self.folder = int(gb * GB), folder
@@ -153,10 +150,7 @@ def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:
-    """Split arguments into those that vary by prompt, one dict per prompt, and the others.
-
-    The first item is None if no argument holds prompts.
-    """
+    """Split arguments into those of each prompt, None if no argument holds prompts, and the others."""
     lists = {k: v for k, v in bound.items() if isinstance(v, list) and v and all(isinstance(e, str) for e in v)}
     rest = {k: v for k, v in bound.items() if k not in lists}
     counts = {len(v) for v in lists.values()}
@@ -338,10 +332,7 @@ FILE = "tokenizers.json"  # file of readings beside the cached encodings
 
 @dataclass(frozen=True)
 class Reading:
-    """How the component `tokenizer` reads a prompt: `before + prompt + after`, truncated to `most` tokens.
-
-    `most` is None if there is no limit.
-    """
+    """The text `before + prompt + after` that a tokenizer reads, truncated to `most` tokens; None: no limit."""
 
     tokenizer: str
     before: str
