@@ -32,9 +32,7 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
     """Keys of AWM."""
 
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
-    off_policy: bool = key(
-        True, "the ratio is relative to the old policy; false: to the trained weights, hence 1 and never clipped"
-    )
+    off_policy: bool = key(True, "the ratio is to the old policy; false: to the trained weights, so 1, never clipped")
     shared_noise: bool = key(
         False,
         "the images of a group get the same noise at each level: their common part then cancels in the gradient, "

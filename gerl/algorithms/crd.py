@@ -60,7 +60,6 @@ class CRD(ForwardProcess):
         return losses, {"implicit_reward": float(implicit.detach().mean())}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return the two rewards whose means are subtracted, [B, 2]."""
         rewards = self.settings.mix * self._implicit(s), optimality(s.advantages, self.settings.advantage_clip)
         return torch.stack(rewards, 1).detach()
 

@@ -84,7 +84,6 @@ class DGPO(ForwardProcess):
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return `row_preference`; w is the sigmoid of its mean."""
         error, _, reference = self._errors(s)
         return row_preference(error, reference, s.advantages, self.settings.beta)
 

@@ -53,7 +53,6 @@ class DiffusionDPO(ForwardProcess):
         self.compared_with_old = ("preference_margin",) if self.from_old else ()
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return one pair per group; none if all rewards are equal."""
         return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards, StepGradients
 from gerl.algorithms.common import per_sample, predicted, replayed, sampled_noise
@@ -84,9 +84,7 @@ class DMDRConfig(FlowGRPOConfig):
         "that training starts from",
     )
     matching_coef: float = main_key(0.01, "weight of distribution matching", low=0)
-    matching_steps: int = key(
-        20, "noise levels at which images are compared: those of this many denoising steps", low=2, high=1000
-    )
+    matching_steps: int = key(20, "noise levels of the comparison: those of this many steps", low=2, high=1000)
     fake_scale: float = key(
         2.0,
         "alpha of the LoRA that imitates the images, relative to that of the trained one: how fast it follows",
@@ -152,7 +150,7 @@ class OPD(Algorithm):
         settings, tape = self.settings, batch.tape
         options = self.replay_options(batch, rows, meter) | {"index": rows}
         samples = [batch.samples[r] for r in rows]
-        target = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
+        outputs, weights, taught_by = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         stats = UpdateStats()
 
@@ -160,16 +158,16 @@ class OPD(Algorithm):
             nonlocal stats
             if meter is not None:
                 meter.begin(k)
-            output, step = step.part(target.outputs[k]), step.reached()
+            output, step = step.part(outputs[k]), step.reached()
             distances = step_distance(settings.distance, step, output)
-            losses = target.weights * distances
+            losses = weights * distances
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
                 kl = step_distance(settings.distance, step, base[k].reached().model_output)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
-            parts = by_teacher(self.teachers, target, distances) if len(self.teachers) > 1 else {}
-            named = {f"teacher_distance/{name}": part for name, part in parts.items()}
+            parts = by_teacher(taught_by, distances) if len(self.teachers) > 1 else {}
+            named = {f"teacher_distance/{self.teachers[i].name}": part for i, part in parts.items()}
             stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
             return losses.sum() / num_pairs
 
@@ -178,15 +176,6 @@ class OPD(Algorithm):
 
 
 # --- Teachers' steps at the states of a student's trajectories
-
-
-@dataclass(frozen=True)
-class DistillationTarget:
-    """The teachers' steps at the states of some samples."""
-
-    outputs: Levels  # fp32 output of each row's teacher, 0 without one
-    weights: torch.Tensor  # [R] weights of the losses, 0 without a teacher
-    taught_by: list[int | None]  # [R] index of each row's teacher
 
 
 def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
@@ -198,10 +187,11 @@ def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
 
 def teacher_steps(
     policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
-) -> DistillationTarget:
-    """Compute the teachers' steps for the rows `options["index"]` of `tape`; `samples`: those of these rows.
+) -> tuple[Levels, torch.Tensor, list[int | None]]:
+    """Compute the teachers' steps for the R rows `options["index"]` of `tape`, whose samples are `samples`.
 
-    `every`: each teacher computes all rows, for ranks in lockstep, which must make equally many calls.
+    Returns by step the fp32 outputs of each row's teacher, weights of the losses [R], both 0 without a teacher, and the
+    teachers' indices. `every`: each teacher computes all rows, for ranks in lockstep, which make equally many calls.
     """
     index = list(options["index"] or range(tape.batch_size))
     teachers = [model.teacher for model in policy.teachers]
@@ -218,7 +208,7 @@ def teacher_steps(
             whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
             whole[own] = output[[rows.index(i) for i in own]]
     weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
-    return DistillationTarget(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
+    return outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by
 
 
 def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]) -> Levels:
@@ -230,48 +220,35 @@ def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options:
         # another call of the pipeline at the same latents
         found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
-            _check_alike(model.teacher, k, found.steps[k].rule, tape.steps[k].rule)
-            shapes = found.steps[k].x.shape[1:], tape.steps[k].x.shape[1:]
-            if shapes[0] != shapes[1]:
+            own, rule, expected = found.steps[k], found.steps[k].rule, tape.steps[k].rule
+            if type(rule) is not type(expected) or abs(rule.sigma - expected.sigma) > 1e-6:
                 raise ModelError(
-                    f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the "
-                    f"student {list(shapes[1])}: use a teacher with the same latents"
+                    f"{NAME}: step {k} of {model.teacher} is at noise level {rule.sigma:.6g} ({type(rule).__name__}), "
+                    f"that of the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the "
+                    "same steps"
+                )
+            if own.x.shape[1:] != tape.steps[k].x.shape[1:]:
+                raise ModelError(
+                    f"{NAME}: the latents of {model.teacher} have the shape {list(own.x.shape[1:])}, those of the "
+                    f"student {list(tape.steps[k].x.shape[1:])}: use a teacher with the same latents"
                 )
         options |= {"index": None, "latents": {k: tape.steps[k].x[rows] for k in options["steps"]}}
         return replayed(pipe, found, lambda step: step.model_output, **options)
 
 
-def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
-    """Raise `ModelError` unless a teacher's step has the noise level and prediction type of the student's."""
-    if type(found) is not type(expected) or abs(found.sigma - expected.sigma) > 1e-6:
-        raise ModelError(
-            f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of "
-            f"the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the same steps"
-        )
-
-
 def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) -> torch.Tensor:
     """Return the distance [B] of a student's step to a teacher's `output` [B, ...]; gradient only to the student.
 
-    - `gaussian`: `(mean - mean')^2 / (2 std^2)`, the KL of the two transitions; raises `ValueError` without noise.
-    - `mean`: `(mean - mean')^2 / 2`.
-    - `velocity`: `(output - output')^2`.
-
-    Each a mean over non-batch dimensions. With `J` the step's jacobian, the first is `J^2 / (2 std^2)` and the second
-    `J^2 / 2` times the third.
+    Means over non-batch dimensions of `(mean - mean')^2 / (2 std^2)` (`gaussian`, the KL; raises `ValueError` without
+    noise), `(mean - mean')^2 / 2` (`mean`) or `(output - output')^2` (`velocity`).
     """
     output = output.detach()
-    match kind:
-        case "gaussian":
-            if step.std == 0:
-                raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
-            return per_sample((step.mean - step.rule.mean(step.x, output)) ** 2) / (2 * step.std**2)
-        case "mean":
-            return per_sample((step.mean - step.rule.mean(step.x, output)) ** 2) / 2
-        case "velocity":
-            return per_sample((step.model_output - output) ** 2)
-        case unknown:
-            assert_never(unknown)
+    if kind == "velocity":
+        return per_sample((step.model_output - output) ** 2)
+    if kind == "gaussian" and step.std == 0:
+        raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
+    squares = per_sample((step.mean - step.rule.mean(step.x, output)) ** 2)
+    return squares / (2 * step.std**2 if kind == "gaussian" else 2)
 
 
 def distance_weight(kind: StepDistance, rule: Rule) -> float:
@@ -280,16 +257,13 @@ def distance_weight(kind: StepDistance, rule: Rule) -> float:
     return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
 
 
-Measured = dict[str, tuple[float, int]]
-
-
-def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distances: torch.Tensor) -> Measured:
-    """Return sum and count of the `distances` [R] by name of the teacher."""
-    values, found = distances.detach().tolist(), Measured()
-    for number, teacher in enumerate(teachers):
-        own = [value for value, taught in zip(values, target.taught_by, strict=True) if taught == number]
-        if own:
-            found[teacher.name] = (sum(own), len(own))
+def by_teacher(taught_by: Sequence[int | None], distances: torch.Tensor) -> dict[int, tuple[float, int]]:
+    """Return sum and count of the `distances` [R] by index of the teacher."""
+    found: dict[int, tuple[float, int]] = {}
+    for number, value in zip(taught_by, distances.detach().tolist(), strict=True):
+        if number is not None:
+            total, count = found.get(number, (0, 0))
+            found[number] = (total + value, count + 1)
     return found
 
 

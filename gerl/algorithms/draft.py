@@ -23,10 +23,8 @@ from gerl.algorithms.reward_gradient import (
     RewardGradientConfig,
     chain,
     generator,
-    late_step,
     latent_derivative,
     mean,
-    sampled_length,
 )
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
@@ -38,9 +36,7 @@ class DRaFTConfig(RewardGradientConfig):
     """Keys of DRaFT."""
 
     last: int = main_key(1, "denoising steps, counted from the last, that the gradient passes through", low=1)
-    last_std: float = key(
-        0.0, "std of a normal distribution around `last` from which the number is sampled each trainer step", low=0
-    )
+    last_std: float = key(0.0, "std of the number of steps around `last`, sampled anew each trainer step", low=0)
 
     @property
     def needs(self) -> Needs:
@@ -51,9 +47,7 @@ class DRaFTConfig(RewardGradientConfig):
 class DRaFTLVConfig(RewardGradientConfig):
     """Keys of DRaFT-LV."""
 
-    noised_copies: int = key(
-        2, "times a finished image is noised again to the last step's level and that step repeated", low=1
-    )
+    noised_copies: int = key(2, "times a finished image is noised to the last step's level and it is repeated", low=1)
 
 
 @dataclass(frozen=True)
@@ -64,10 +58,9 @@ class ReFLConfig(RewardGradientConfig):
 
 
 @dataclass(frozen=True)
-class DRTuneConfig(RewardGradientConfig):
+class DRTuneConfig(ReFLConfig):
     """Keys of DRTune."""
 
-    late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
     active: int = main_key(3, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=1)
 
 
@@ -170,6 +163,22 @@ def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int
     return [first + i * stride for i in range(count)]
 
 
+def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
+    """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
+    while std > 0:
+        length = round(draw.normal(mean, std))
+        if 1 <= length <= total:
+            return length
+    return min(mean, total)
+
+
+def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
+    """Sample one of the last steps for trainer step `step`."""
+    total = algorithm.config.sampling.num_inference_steps
+    draw = generator(algorithm.config.trainer.seed, step)
+    return int(draw.integers(total - min(last, total), total))
+
+
 # --- A weighted sum of a policy gradient and a reward gradient in one update.
 #
 # The policy gradient (Flow-GRPO) uses the advantages of all scorers. Differentiable scorers add their gradient through
@@ -207,7 +216,9 @@ class MixedGradient(DRaFT, FlowGRPO):
         noisy = replace(batch, trained=stochastic(batch))
         pairs = images * len(noisy.trained) / settings.policy_weight
         by_ratio = FlowGRPO.train(self, policy, noisy, rows, pairs, meter)  # the meter measures this part only
-        return merged_stats(by_ratio, by_reward)
+        share = by_ratio.pairs / by_reward.pairs  # both as averages over the same pairs
+        sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
+        return replace(by_ratio, sums=by_ratio.sums | sums)
 
     def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
         return {}  # included in the policy gradient
@@ -216,10 +227,3 @@ class MixedGradient(DRaFT, FlowGRPO):
 def stochastic(batch: Batch) -> tuple[int, ...]:
     """Return the trained steps with noise."""
     return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
-
-
-def merged_stats(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
-    """Merge both statistics as averages over the pairs of `by_ratio`; the second loss is named `reward_loss`."""
-    share = by_ratio.pairs / by_reward.pairs
-    sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
-    return replace(by_ratio, sums=by_ratio.sums | sums)

@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 from gerl.algorithms.base import (
     Algorithm,
@@ -57,9 +57,7 @@ class ForwardProcessConfig(AlgorithmConfig):
     old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
     rollout_decay: list[float] | None = key(None, "the same for the weights that sample; null: the trained weights")
     old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
-    norm_coef: float = key(
-        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
-    )
+    norm_coef: float = key(0.0, "weight of the output norm's squared excess over the base model's (NormGuard)", low=0)
 
     @property
     def needs(self) -> Needs:
@@ -208,15 +206,8 @@ class ForwardProcess(Algorithm):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels, seed = range(*self.config.sampling.steps_range), self.config.trainer.seed
         count = min(self.settings.timesteps or len(levels), len(levels))
-        match self.settings.timesteps_drawn:
-            case "spread":
-                return sampled_steps(levels, count, seed, step)
-            case "step":
-                return any_steps(levels, count, seed, step)
-            case "sample":  # `credit` leaves out levels per sample
-                return tuple(levels)
-            case unknown:
-                assert_never(unknown)
+        drawn = {"spread": sampled_steps, "step": any_steps}.get(self.settings.timesteps_drawn)
+        return tuple(levels) if drawn is None else drawn(levels, count, seed, step)  # `credit` leaves out others
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         values = super().credit(rewards)
@@ -369,17 +360,15 @@ class RewardWeightedRegression(_Regression):
     settings: RWRConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return the regression weights; `beta` is the inverse temperature."""
         return regression_weights(rewards.totals, rewards.group_ids, temperature=1 / self.settings.beta)
 
 
 class BestOfN(_Regression):
-    """Credit 1 for the best of each group and 0 for the others, which are not trained on."""
+    """Credit 1 for the best of each group, unless all are equal; the others are not trained on."""
 
     names = "best_of_n"
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return 1 for the best of each group; 0 if all rewards are equal."""
         return best_of_group(rewards.totals, rewards.group_ids)
 
 
@@ -399,7 +388,6 @@ class SFT(_Regression):
     settings: SFTConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return 1, or NaN for images left out."""
         ids, totals = rewards.group_ids, rewards.totals
         alone = ids.bincount()[ids] == 1
         good = torch.where(alone, totals > 0, best_of_group(totals, ids) > 0)

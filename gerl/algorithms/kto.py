@@ -40,7 +40,6 @@ class KTO(ForwardProcess):
     pools = True  # a first pass computes z
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return the sign of the reward, relative to the mean of a group of several images; NaN for 0."""
         ids, totals = rewards.group_ids, rewards.totals.double()
         counts = ids.bincount()
         means = totals.new_zeros(len(counts)).index_add(0, ids, totals) / counts
@@ -49,17 +48,16 @@ class KTO(ForwardProcess):
         return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return `kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
+        """Return L of the module docstring; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
         better = self._better(s)
         mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0
         weights = torch.where(liked, self.settings.weight_liked, self.settings.weight_disliked)
-        losses = kto_loss(better, margin, s.advantages.sign(), weights, self.settings.beta)
+        losses = weights * (1 - (s.advantages.sign() * self.settings.beta * (better - margin)).sigmoid())
         means = torch.stack([(s.advantages.sign() * better.detach()).mean(), margin.mean()]).tolist()
         return losses, {"preference_margin": means[0], "fit_margin": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return g of each row."""
         return self._better(s).detach()
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
@@ -74,10 +72,3 @@ class KTO(ForwardProcess):
         assert s.reference is not None
         target = s.target
         return per_sample((s.reference - target) ** 2) - per_sample((s.output - target) ** 2)
-
-
-def kto_loss(
-    better: torch.Tensor, margin: torch.Tensor, signs: torch.Tensor, weights: torch.Tensor, beta: float
-) -> torch.Tensor:
-    """Return `w (1 - sigmoid(y beta (g - z)))` [B], from g, z, y and w, [B] each."""
-    return weights * (1 - (signs * beta * (better - margin)).sigmoid())

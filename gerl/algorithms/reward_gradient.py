@@ -261,28 +261,9 @@ def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     return rule
 
 
-# --- Random choices of steps and weights in reward gradients, from seeds, the same for all images of a trainer step.
-
-
 def generator(*seed: int | str) -> np.random.Generator:
-    """Return the random generator of a trainer step."""
+    """Return the random generator of a trainer step, the same for all images."""
     return np.random.default_rng(derive_seed("gradient", *seed))
-
-
-def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
-    """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
-    while std > 0:
-        length = round(draw.normal(mean, std))
-        if 1 <= length <= total:
-            return length
-    return min(mean, total)
-
-
-def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
-    """Sample one of the last steps for trainer step `step`."""
-    total = algorithm.config.sampling.num_inference_steps
-    draw = generator(algorithm.config.trainer.seed, step)
-    return int(draw.integers(total - min(last, total), total))
 
 
 def step_by(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:

@@ -132,7 +132,7 @@ class SRPO(RewardGradient):
         """Return `counts` times the reward with the one word before the prompt, less that with the other."""
 
         def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
-            one, other = ([with_word(prompt, word) for prompt in prompts] for word in (first, second))
+            one, other = ([replace(p, text=f"{word}. {p.text}") for p in prompts] for word in (first, second))
             return counts * self.reward(images, one) - self.reward(images, other)
 
         return score
@@ -141,11 +141,6 @@ class SRPO(RewardGradient):
 def midpoint(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
     """Return the noise level halfway between those of two steps."""
     return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
-
-
-def with_word(prompt: Prompt, word: str) -> Prompt:
-    """Return `prompt` with a word before its text."""
-    return replace(prompt, text=f"{word}. {prompt.text}")
 
 
 def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:

@@ -53,11 +53,9 @@ def _check_prompt(pipe: DiffusionPipeline) -> None:
         return
     inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
     parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
-    way = f"it consists of the pipelines {', '.join(parts)}; train one of them that does" if parts else ""
-    raise ModelError(
-        f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: "
-        f"{way or 'choose a pipeline that does'}"
-    )
+    others = f"it consists of the pipelines {', '.join(parts)}; train one of them that does"
+    remedy = others if parts else "choose a pipeline that does"
+    raise ModelError(f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: {remedy}")
 
 
 def _check_names(kind: type, names: Iterable[str]) -> None:

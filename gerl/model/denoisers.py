@@ -212,9 +212,8 @@ def relay_warnings() -> None:
         library.logging.disable_default_handler()
         known = logging.getLogger(library.__name__)
         known.propagate = False
-        for handler in [handler for handler in known.handlers if isinstance(handler, _Relay)]:
-            known.removeHandler(handler)  # left by an earlier run in this process
-        known.addHandler(_Relay())
+        # without that of an earlier run in this process
+        known.handlers = [*(handler for handler in known.handlers if not isinstance(handler, _Relay)), _Relay()]
 
 
 def quiet_libraries() -> None:

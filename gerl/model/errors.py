@@ -47,7 +47,7 @@ def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str,
     if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
         return
     texts = {name: repr(value) for name, value in given.items()}
-    arguments = ", ".join(f"{name}={t if len(t) <= 60 else f'{t[:57]}...'}" for name, t in texts.items())
+    arguments = ", ".join(f"{name}={t if len(t) <= 60 else t[:57] + '...'}" for name, t in texts.items())
     raise CallRefused(
         f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct the one "
         f"it names among {arguments}"

@@ -40,12 +40,9 @@ class Downloads:
 def cache_bytes() -> int:
     """Return the size in bytes of the files in the Hub's cache, including incomplete ones."""
     total = 0
-    for folder, _, files in os.walk(constants.HF_HUB_CACHE):
-        for file in files:
-            try:
-                found = os.lstat(os.path.join(folder, file))
-            except OSError:  # renamed in the meantime
-                continue
+    for name in (os.path.join(folder, file) for folder, _, files in os.walk(constants.HF_HUB_CACHE) for file in files):
+        with contextlib.suppress(OSError):  # renamed in the meantime
+            found = os.lstat(name)
             total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
     return total
 

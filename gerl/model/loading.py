@@ -160,10 +160,9 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load the pipeline on `device`, frozen, in eval mode and with a scheduler that has a transition kernel.
 
-    Weights are in `config.dtype` or quantised, except layers that a model class keeps in fp32 and VAE decoders (see
-    `decode_in_fp32`), and include a LoRA that `config` merges. `to_shard`: components in `config.shard` stay on the
-    CPU. `masters`: denoisers stay on the CPU in fp32. `unread`, `late`: see `read_pipeline`. Raises `ModelError` if
-    `config.path` cannot be loaded or has no denoiser, `ConfigError` for a missing package.
+    Weights are in `config.dtype` or quantised, except layers kept in fp32 and VAE decoders (`decode_in_fp32`).
+    `to_shard`: components in `config.shard` stay on the CPU. `masters`: denoisers stay there in fp32. `unread`, `late`:
+    see `read_pipeline`. Raises `ModelError` if there is no denoiser, `ConfigError` for a missing package.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)

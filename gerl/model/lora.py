@@ -664,7 +664,6 @@ def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
 # --- Check on a skeleton that plain diffusers loads a whole LoRA file, before the file counts as written
 
 CHECK_ADAPTER = "check"
-_SOUND: set[tuple[object, ...]] = set()  # classes and the tensors they loaded, in this process
 
 
 def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> None:
@@ -677,9 +676,6 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
         if not (isinstance(denoiser, PeftAdapterMixin) and isinstance(denoiser, ModelMixin)):
             continue
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-        known = (type(denoiser), str(denoiser.config), *((key, value.shape) for key, value in sorted(own.items())))
-        if known in _SOUND:
-            continue
         with accelerate.init_empty_weights():
             plain = type(denoiser).from_config(denoiser.config)
         try:
@@ -693,7 +689,6 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
                 f"a plain {type(denoiser).__name__} does not accept {len(wrong)} tensors of the LoRA of {name}, "
                 f"such as {wrong[0]}: train the pipeline without additional or fused layers"
             )
-        _SOUND.add(known)
 
 
 # --- LoRA files in the layouts of other trainers and interfaces, converted by diffusers' readers

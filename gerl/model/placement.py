@@ -287,11 +287,9 @@ def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
 def channels_last(pipe: DiffusionPipeline) -> None:
     """Convert the convolutions of VAEs to the memory layout that is fastest on GPUs."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for component in pipe.components.values():
-        if isinstance(component, ModelMixin) and hasattr(component, "decode"):
-            for p in component.parameters():
-                if p.ndim in layouts:
-                    p.data = p.data.to(memory_format=layouts[p.ndim])
+    vaes = [c for c in pipe.components.values() if isinstance(c, ModelMixin) and hasattr(c, "decode")]
+    for p in (p for vae in vaes for p in vae.parameters() if p.ndim in layouts):
+        p.data = p.data.to(memory_format=layouts[p.ndim])
 
 
 # --- Text encoders loaded on first use, and hence never if all prompt embeddings are cached

@@ -98,11 +98,10 @@ class EMA:
 class Policy:
     """Pipeline with its trained parameters, a LoRA on its denoisers or their weights, for rollout and actor.
 
-    `trained`: the trained parameters, in fp32, named `denoiser.parameter`; full weights may be sharded, and then so are
-    the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares with; `sampler`:
-    for rollouts, if not the trained weights. `earlier[i]`: the rollout weights `i` finished steps ago, for
-    `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights for
-    rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
+    `trained`: fp32, named `denoiser.parameter`; full weights may be sharded, and then so are the averages. `ema`: for
+    validation and export; `old`: an earlier policy that an algorithm compares with; `sampler`: for rollouts, if not the
+    trained weights. `earlier[i]`: the rollout weights `i` finished steps ago, whose `version` is its number of updates.
+    `quantized`: 8-bit copies of frozen weights for rollouts. `teachers`: in the order of `algorithm.teachers`.
     """
 
     pipe: DiffusionPipeline
@@ -274,8 +273,8 @@ def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of `denoiser` before its weights were sharded."""
-    classes = (cls for cls in type(denoiser).__mro__ if issubclass(cls, torch.nn.Module))
-    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
+    classes = type(denoiser).__mro__
+    return next(cls for cls in classes if issubclass(cls, torch.nn.Module) and not issubclass(cls, FSDPModule))
 
 
 # --- Several sets of weights for the denoisers of one pipeline, one of which is active at a time

@@ -9,7 +9,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import sha256
 from pathlib import Path
@@ -327,7 +327,6 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
 # is then enough. Pipelines truncate silently, or with one warning per prompt.
 
 PROBE = "zebra"  # a prompt that occurs in no template and that lower-casing and cleaning do not change
-FILE = "tokenizers.json"  # file of readings beside the cached encodings
 
 
 @dataclass(frozen=True)
@@ -404,19 +403,14 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
 
 def kept_readings(folder: Path | None) -> list[Reading] | None:
     """Return the readings written by `keep_readings`; None if missing or unreadable."""
-    try:
-        text = None if folder is None else (folder / FILE).read_text(encoding="utf-8")
-        return None if text is None else [Reading(**entry) for entry in json.loads(text)]
-    except (OSError, ValueError, TypeError):
-        return None
+    found: Any = None if folder is None else read_answer(folder, "readings")
+    return None if found is None else [Reading(*values) for values in found]
 
 
 def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
     """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        with contextlib.suppress(OSError):  # not stored: they are found again next time
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE).write_text(json.dumps([asdict(reading) for reading in found]), encoding="utf-8")
+        write_answer(folder, "readings", [astuple(reading) for reading in found])
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:

@@ -63,11 +63,8 @@ def quantisation_config(
         )
     mapping: dict[str, object] = {}
     if config.quantize != "none":
-        denoisers = denoisers_among(models)
-        mapping |= {
-            name: _quantised(config.quantize, diffusers, dtype, outer_layers(model))
-            for name, model in denoisers.items()
-        }
+        found = denoisers_among(models)
+        mapping |= {n: _quantised(config.quantize, diffusers, dtype, outer_layers(m)) for n, m in found.items()}
     if config.quantize_encoders != "none":
         encoders = text_encoders(folder)
         if not encoders:

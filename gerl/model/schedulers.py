@@ -240,8 +240,5 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
 def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
     """Return a note for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
-    return [
-        f"the guidance of {name} is one of its inputs, by distillation: there is one pass per step, and "
-        "algorithm.cfg has nothing to split"
-        for name in taken
-    ]
+    note = "is one of its inputs, by distillation: there is one pass per step, and algorithm.cfg has nothing to split"
+    return [f"the guidance of {name} {note}" for name in taken]

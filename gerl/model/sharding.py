@@ -187,7 +187,11 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(folder)
     state = model.state_dict()
-    dtypes = {name: tensor.dtype for name, tensor in state.items()} | _dtypes_of_plan(model, dtype, list(state))
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    if plan := model._get_dtype_plan(dtype):  # weights kept in another dtype, such as a layer of T5 in fp16
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        matches = {name: pattern.search(name) for name in state}
+        dtypes |= {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -202,16 +206,6 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
             raise _NotLazy(f"its files contain {name} twice")
         names[name] = key
     return model, dtypes, names
-
-
-def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]) -> dict[str, torch.dtype]:
-    """Return the weights that a model of `dtype` keeps in another dtype, such as a layer of T5 in fp16."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return {}
-    pattern, groups, _ = build_glob_alternation(list(plan))
-    matches = {name: pattern.search(name) for name in names}
-    return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
 
 
 # --- Sharded frozen weights: each rank of a worker holds a shard, and gathers a block's others while it computes.
@@ -326,7 +320,7 @@ def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin]
             # layers between a gather and the next split would get a part of the gradient twice
             why = f"{kind} gathers its sequence in every block, where the gradient would not be that of one rank"
         elif odd := next((key for key, value in heads.items() if value % ranks), None):
-            why = f"it must divide the {heads[odd]} attention heads of {kind}, {odd}"
+            why = f"it must divide the {heads[odd]} attention heads of {type(denoiser).__name__} ({name}: {odd})"
             remedy = "use a number that does, or 1"
         else:
             continue

@@ -27,10 +27,7 @@ from gerl.protocol import Sample
 
 NESTED = "share of the gradient of the intermediate latents that passes through the denoiser's call with them"
 ACTIVE = "steps whose denoiser calls have a gradient, selected at random each trainer step"
-TAU = (
-    "images are weighted by 1 / (the distances of the two leaps from the sampled steps, each at least this); "
-    "null: equally"
-)
+TAU = "image weights are 1 / (the distances of the leaps from the sampled steps, each at least this); null: equal"
 BIAS = "later steps are likelier: step i, from 1, has a probability proportional to i to this power"
 RESCALE = "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the trajectory"
 
@@ -76,9 +73,7 @@ class FlowBPLagrangeConfig(RewardGradientConfig):
         [2.5, 6.0, 2.0],
         "Dirichlet parameters of the shares of the steps after, between and before the two leaps' starts",
     )
-    latest: int | None = key(
-        10, "the second leap starts at one of this many last steps, but not at the last; null: at any", low=2
-    )
+    latest: int | None = key(10, "the second leap starts at one of this many last steps but the last; null: any", low=2)
     nested: float = key(0.1, NESTED, low=0, high=1)
     tau: float | None = key(0.2, TAU, above=0)
 

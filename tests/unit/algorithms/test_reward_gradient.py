@@ -24,9 +24,9 @@ from gerl.algorithms.contrib.flowbp import (
     spread_supports,
     two_steps,
 )
-from gerl.algorithms.draft import evenly_spread
+from gerl.algorithms.draft import evenly_spread, sampled_length
 from gerl.algorithms.planning import plan_samples
-from gerl.algorithms.reward_gradient import RewardGradient, generator, sampled_length
+from gerl.algorithms.reward_gradient import RewardGradient, generator
 from gerl.config import from_mapping
 from gerl.engine.tape import compact
 from gerl.errors import ConfigError, ReplayError
