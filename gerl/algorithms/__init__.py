@@ -11,18 +11,8 @@ from gerl.config.exclusions import EXCLUSIONS, MODEL, SAMPLING, Exclusion
 from gerl.config.registry import ALGORITHMS
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Batch",
-    "ForwardProcess",
-    "KLWeight",
-    "PolicyGradient",
-    "Rewards",
-    "batches_of",
-    "build_algorithm",
-    "count_pairs",
-    "every_exclusion",
-    "row_credit",
+    "ALGORITHMS", "Algorithm", "Batch", "ForwardProcess", "KLWeight", "PolicyGradient", "Rewards", "batches_of",
+    "build_algorithm", "count_pairs", "every_exclusion", "row_credit",
 ]  # fmt: skip
 
 

@@ -11,11 +11,11 @@ noise of a trajectory. `algorithm.weighting` is W:
 from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 from gerl.algorithms.base import ClippedConfig, DownSampledConfig
+from gerl.algorithms.common import per_sample
 from gerl.algorithms.core_algos import clipped_policy_loss
-from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
@@ -32,9 +32,7 @@ class AWMConfig(ForwardProcessConfig, DownSampledConfig, ClippedConfig):
     """Keys of AWM."""
 
     weighting: LikelihoodWeighting = key("uniform", "likelihood weight of a noise level")
-    off_policy: bool = key(
-        True, "the ratio is relative to the old policy; false: to the trained weights, hence 1 and never clipped"
-    )
+    off_policy: bool = key(True, "the ratio is to the old policy; false: to the trained weights, so 1, never clipped")
     shared_noise: bool = key(
         False,
         "the images of a group get the same noise at each level: their common part then cancels in the gradient, "
@@ -61,8 +59,7 @@ class AWM(ForwardProcess):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        settings = self.settings
-        self.shared_noise = settings.shared_noise
+        self.shared_noise = self.settings.shared_noise
         if not self.settings.off_policy:  # the old policy is kept, but called only if its distance counts
             self.needs_old = self.settings.old_kl_coef > 0
 
@@ -83,21 +80,12 @@ class AWM(ForwardProcess):
         return losses, metrics
 
 
-def log_likelihood(
-    output: torch.Tensor, target: torch.Tensor, sigma: float, weighting: LikelihoodWeighting
-) -> torch.Tensor:
+def log_likelihood(output: torch.Tensor, target: torch.Tensor, sigma: float, kind: LikelihoodWeighting) -> torch.Tensor:
     """Return `-W(l, sigma)` [B] of outputs [B, ...]."""
     error = per_sample((output - target) ** 2)
-    match weighting:
-        case "uniform":
-            return -error
-        case "t":
-            return -sigma * error
-        case "t2":
-            return -(sigma**2) * error
-        case "huber":
-            return -sigma * ((error + EPSILON).sqrt() - EPSILON**0.5)
-        case "ghuber":
-            return -sigma * ((error + EPSILON) ** POWER - EPSILON**POWER) / POWER
-        case unknown:
-            assert_never(unknown)
+    powers = {"uniform": 0, "t": 1, "t2": 2}
+    if kind in powers:
+        return -(sigma ** powers[kind]) * error
+    if kind == "huber":
+        return -sigma * ((error + EPSILON).sqrt() - EPSILON**0.5)
+    return -sigma * ((error + EPSILON) ** POWER - EPSILON**POWER) / POWER

@@ -11,26 +11,26 @@ or, with `regression=cross_entropy`, the relative entropy of the probabilities t
 
     L = clip / b * KL(sigmoid(A - mean_g A) || sigmoid(b (r - mean_g r)))
 
-which is the cross-entropy but for a constant, the entropy of the first: the same gradient, and 0 where they agree.
-The gradients of the mean cancel within a group, so that it is a constant, which may come from a first pass over a group
-that is too large for one backward pass. Unlike a policy gradient it has a fixed point: the loss is 0 if and only if the
-two centred rewards agree.
+which has the gradient of the cross-entropy, and is 0 where they agree. The gradients of the mean cancel within a group,
+so it is a constant, which may come from a first pass over a group that is too large for one backward pass. Unlike a
+policy gradient it has a fixed point: the loss is 0 if and only if the two centred rewards agree.
 """
 
 from __future__ import annotations  # torch is imported lazily
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from gerl.algorithms.common import requires
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, group_mean, pooled_mean
 from gerl.algorithms.lazily import torch
-from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 
 LOWEST_KL = 1e-4  # KL weight of the worst image, with `kl_by_reward`
 
 
+@requires(loss_over="group")
 @dataclass(frozen=True)
 class CRDConfig(ContrastConfig):
     """Keys of CRD."""
@@ -40,13 +40,7 @@ class CRDConfig(ContrastConfig):
         "how the two centred rewards are matched: by their squared difference, or by the cross-entropy of the "
         "probabilities that they are the logits of",
     )
-    kl_by_reward: bool = key(
-        False, "weight of an image's KL by its quality: from 1e-4 for the worst to kl_coef for the best"
-    )
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, loss_over="group")
+    kl_by_reward: bool = key(False, "weight of an image's KL by its quality: 1e-4 for the worst, kl_coef for the best")
 
 
 class CRD(ForwardProcess):
@@ -60,14 +54,12 @@ class CRD(ForwardProcess):
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
         """Return `crd_loss`; reports the mean `implicit_reward`, which is 0 at the old policy."""
-        settings = self.settings
-        mix, clip, regression = settings.mix, settings.advantage_clip, settings.regression
-        implicit = self._implicit(s)
-        losses = crd_loss(implicit, s.advantages, s.groups, mix, clip, pooled_mean(s), regression)
+        implicit, own = self._implicit(s), self.settings
+        means = pooled_mean(s)
+        losses = crd_loss(implicit, s.advantages, s.groups, own.mix, own.advantage_clip, means, own.regression)
         return losses, {"implicit_reward": float(implicit.detach().mean())}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return the two rewards whose means are subtracted, [B, 2]."""
         rewards = self.settings.mix * self._implicit(s), optimality(s.advantages, self.settings.advantage_clip)
         return torch.stack(rewards, 1).detach()
 

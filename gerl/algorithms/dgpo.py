@@ -18,14 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gerl.algorithms.base import ClippedConfig, ShapedConfig
-from gerl.algorithms.forward_process import (
-    ForwardProcess,
-    Noised,
-    PreferenceConfig,
-    group_mean,
-    per_sample,
-    pooled_mean,
-)
+from gerl.algorithms.common import per_sample
+from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, group_mean, pooled_mean
 from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
@@ -46,13 +40,9 @@ class DGPOConfig(PreferenceConfig, ShapedConfig, ClippedConfig):
 
     @property
     def needs(self) -> Needs:
-        needs = super().needs
-        return replace(
-            needs,
-            base_model=needs.base_model or self.reference == "base",
-            old_decay=self.old_decay,
-            rollout_old_after=self.rollout_old_after,
-        )
+        needs, old_after = super().needs, self.rollout_old_after
+        base = needs.base_model or self.reference == "base"
+        return replace(needs, base_model=base, old_decay=self.old_decay, rollout_old_after=old_after)
 
     def check(self) -> None:
         super().check()
@@ -91,9 +81,8 @@ class DGPO(ForwardProcess):
         return losses, {"group_weight": means[0], "stopped_fraction": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return `group_preference`; w is the sigmoid of its mean."""
         error, _, reference = self._errors(s)
-        return group_preference(error, reference, s.advantages, self.settings.beta)
+        return row_preference(error, reference, s.advantages, self.settings.beta)
 
     def _errors(self, s: Noised) -> list[torch.Tensor]:
         """Return the errors [B] of the trained weights, the old policy and the reference."""
@@ -115,18 +104,13 @@ def group_weight(
     beta: float,
     mean: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return w of each row's group, [B] in (0, 1), without gradient.
-
-    `mean`: mean of `group_preference` over each row's group, [B]; None: over the given rows.
-    """
+    """Return w of each row's group [B], without gradient; `mean` [B]: of the whole group's `row_preference`."""
     if mean is None:
-        mean = group_mean(group_preference(error, reference, advantages, beta), groups)
+        mean = group_mean(row_preference(error, reference, advantages, beta), groups)
     return mean.sigmoid()
 
 
-def group_preference(
-    error: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor, beta: float
-) -> torch.Tensor:
+def row_preference(error: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor, beta: float) -> torch.Tensor:
     """Return `A beta (d - d_ref)` [B], without gradient: a row's remaining error in the order of its group."""
     return (advantages * beta * (error - reference)).detach()
 

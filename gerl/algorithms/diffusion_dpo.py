@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gerl.algorithms.base import Rewards
+from gerl.algorithms.common import per_sample
 from gerl.algorithms.core_algos import preference_pairs
-from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, per_sample
+from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig
 from gerl.algorithms.lazily import torch
 from gerl.config import Config
 from gerl.config.algorithms import Needs
@@ -52,7 +53,6 @@ class DiffusionDPO(ForwardProcess):
         self.compared_with_old = ("preference_margin",) if self.from_old else ()
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return one pair per group; none if all rewards are equal."""
         return preference_pairs(rewards.totals, rewards.group_ids)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
@@ -82,10 +82,7 @@ class DiffusionDPO(ForwardProcess):
 
 
 def dpo_loss(margin: torch.Tensor, pairs: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return half the loss of its pair for each row, [B], so that the sum over rows is the sum over pairs.
-
-    `margin` [B]: see `preference_margin`. `pairs` [B] bool: other rows have loss 0.
-    """
+    """Return half the loss of its pair for each row [B], so that rows sum to pairs; 0 for rows outside `pairs`."""
     return torch.where(pairs, -torch.nn.functional.logsigmoid(beta / 2 * margin) / 2, 0.0)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, per_sample
+from gerl.algorithms.common import per_sample
+from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised
 from gerl.algorithms.lazily import torch
 
 SMALLEST_WEIGHT = 1e-5
@@ -51,10 +52,9 @@ def nft_loss(
     mix: float,
     clip: float,
 ) -> torch.Tensor:
-    """Return L of the module docstring, `[B]`, for `x0`, `output`, `old` `[B, ...]`, `advantages` `[B]`; `mix`: b.
+    """Return L of the module docstring, `[B]`; `mix`: b; `clean` converts an output [B, ...] to x0.
 
-    The policies are mixed as model outputs; `clean` converts an output to x0. It is affine (unless the scheduler clips
-    x0), so that the mixture is the same for velocity, epsilon and v prediction.
+    `clean` is affine (unless the scheduler clips x0), so that mixing outputs is mixing clean latents.
     """
     positive, negative = implicit_policies(output, old, mix)
     good = optimality(advantages, clip)
@@ -74,10 +74,7 @@ def optimality(advantages: torch.Tensor, clip: float) -> torch.Tensor:
 
 
 def adaptive_error(prediction: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error over the detached mean absolute error: `[B]`; its gradient is scale-invariant.
-
-    Without this weight, noise levels at which the data are hard to predict would dominate.
-    """
+    """Return the squared error over the detached absolute error, [B], so that hard noise levels do not dominate."""
     error = prediction - data
     weight = per_sample(error.detach().double().abs()).clamp(min=SMALLEST_WEIGHT)
     return per_sample(error**2) / weight.to(error.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations  # torch is imported lazily
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.common import per_sample, predicted, replayed, sampled_noise
 from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, StepGradients, Tape, engine, torch
 from gerl.algorithms.planning import any_steps, sampled_steps
@@ -16,7 +17,8 @@ from gerl.config.blocks import SamplingConfig, StepDistance
 from gerl.config.schema import key, main_key, shown
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import DATA_SOURCE, Sample, StepFacts, UpdateStats
-from gerl.utils.seeding import derive_seed, sample_generators
+
+Levels = dict[int, "torch.Tensor"]  # by step or noise level: [R, ...]
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,8 @@ class OPDConfig(AlgorithmConfig):
         "distance of a step to the teacher's: the KL of the two Gaussians; half the squared distance of their "
         "means, also of steps without noise; or the squared distance of the outputs, which weighs all steps equally",
     )
-    timesteps: int | None = main_key(
-        None, "noise levels trained per trainer step; null: all in the range", low=1
-    )  # stochastic steps, if there are any
+    # of the stochastic steps, if there are any
+    timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
 
     @property
     def needs(self) -> Needs:
@@ -82,9 +83,7 @@ class DMDRConfig(FlowGRPOConfig):
         "that training starts from",
     )
     matching_coef: float = main_key(0.01, "weight of distribution matching", low=0)
-    matching_steps: int = key(
-        20, "noise levels at which images are compared: those of this many denoising steps", low=2, high=1000
-    )
+    matching_steps: int = key(20, "noise levels of the comparison: those of this many steps", low=2, high=1000)
     fake_scale: float = key(
         2.0,
         "alpha of the LoRA that imitates the images, relative to that of the trained one: how fast it follows",
@@ -93,9 +92,8 @@ class DMDRConfig(FlowGRPOConfig):
 
     @property
     def needs(self) -> Needs:
-        return replace(
-            super().needs, imitation=self.fake_scale, finished_latents=True, teachers=tuple(teachers(self.teachers))
-        )
+        found = tuple(teachers(self.teachers))
+        return replace(super().needs, imitation=self.fake_scale, finished_latents=True, teachers=found)
 
     def check(self) -> None:
         super().check()
@@ -109,16 +107,13 @@ class DMDRConfig(FlowGRPOConfig):
 # --- On-policy distillation (DiffusionOPD, arXiv 2605.15055; Flow-OPD, arXiv 2605.08063).
 #
 # The student samples trajectories. At each of their states x_k, which are data, a teacher's step is `Normal(mu', std)`
-# with the student's std, so the KL to it has a closed form, a mean over dimensions:
+# with the student's std, so the KL to it has a closed form, a mean over dimensions, with an exact gradient:
 #
 #     KL(student || teacher) = mean((mu - mu')^2) / (2 std^2)
 #
-# Its gradient is exact. Flow-OPD's first form (`reward_mode` kl_only) uses -KL, with its gradient, as the advantage of
-# a policy gradient: the same gradient plus noise, since the KL of step k is a function of x_k, which is sampled before
-# the noise whose likelihood it multiplies. Its `gkd` is the form here.
-#
-# Several teachers, selected by `data_source`, combine specialists into one model. A teacher may be the base model with
-# another guidance scale (guidance distillation). Rewards are only watched.
+# Flow-OPD's first form (`reward_mode` kl_only) uses -KL as the advantage of a policy gradient: the same gradient plus
+# noise. Its `gkd` is the form here. Several teachers, selected by `data_source`, combine specialists into one model. A
+# teacher may be the base model with another guidance scale (guidance distillation). Rewards are only watched.
 
 
 class OPD(Algorithm):
@@ -154,22 +149,22 @@ class OPD(Algorithm):
         settings, tape = self.settings, batch.tape
         options = self.replay_options(batch, rows, meter) | {"index": rows}
         samples = [batch.samples[r] for r in rows]
-        target = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
+        outputs, weights, taught_by = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         stats = UpdateStats()
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
-            output, step = step.part(target.outputs[k]), step.reached()
+            output, step = step.part(outputs[k]), step.reached()
             distances = step_distance(settings.distance, step, output)
-            losses = target.weights * distances
+            losses = weights * distances
             sums = {"teacher_distance": float(distances.detach().sum())}
             if base:
                 kl = step_distance(settings.distance, step, base[k].reached().model_output)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
-            parts = by_teacher(self.teachers, target, distances) if len(self.teachers) > 1 else {}
-            named = {f"teacher_distance/{name}": part for name, part in parts.items()}
+            parts = by_teacher(taught_by, distances) if len(self.teachers) > 1 else {}
+            named = {f"teacher_distance/{self.teachers[i].name}": part for i, part in parts.items()}
             stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
             return losses.sum() / num_pairs
 
@@ -178,15 +173,6 @@ class OPD(Algorithm):
 
 
 # --- Teachers' steps at the states of a student's trajectories
-
-
-@dataclass(frozen=True)
-class DistillationTarget:
-    """The teachers' steps at the states of some samples."""
-
-    outputs: dict[int, torch.Tensor]  # by step: [R, ...] fp32 output of each row's teacher, 0 without one
-    weights: torch.Tensor  # [R] weights of the losses, 0 without a teacher
-    taught_by: list[int | None]  # [R] index of each row's teacher
 
 
 def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
@@ -198,17 +184,17 @@ def teacher_of(teachers: Sequence[Teacher], sample: Sample) -> int | None:
 
 def teacher_steps(
     policy: Policy, tape: Tape, samples: Sequence[Sample], options: dict[str, Any], every: bool = False
-) -> DistillationTarget:
-    """Compute the teachers' steps for the rows `options["index"]` of `tape`; `samples`: those of these rows.
+) -> tuple[Levels, torch.Tensor, list[int | None]]:
+    """Compute the teachers' steps for the R rows `options["index"]` of `tape`, whose samples are `samples`.
 
-    `options`: arguments of the student's replay. `every`: each teacher computes all rows, for ranks in lockstep, which
-    must make equally many calls.
+    Returns by step the fp32 outputs of each row's teacher, weights of the losses [R], both 0 without a teacher, and the
+    teachers' indices. `every`: each teacher computes all rows, for ranks in lockstep, which make equally many calls.
     """
     index = list(options["index"] or range(tape.batch_size))
     teachers = [model.teacher for model in policy.teachers]
     taught_by = [teacher_of(teachers, sample) for sample in samples]
     divisible = tape.probe is not None and tape.probe.batch_size != tape.batch_size
-    outputs: dict[int, torch.Tensor] = {}
+    outputs: Levels = {}
     for number in range(len(teachers)):
         own = [i for i, teacher in enumerate(taught_by) if teacher == number]
         rows = own if divisible and not every else list(range(len(index)))
@@ -219,69 +205,47 @@ def teacher_steps(
             whole = outputs.setdefault(k, output.new_zeros(len(index), *output.shape[1:]))
             whole[own] = output[[rows.index(i) for i in own]]
     weights = [0.0 if number is None else teachers[number].weight for number in taught_by]
-    return DistillationTarget(outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by)
+    return outputs, torch.tensor(weights, device=tape.steps[0].x.device), taught_by
 
 
-def _steps_of(
-    policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]
-) -> dict[int, torch.Tensor]:
+def _steps_of(policy: Policy, number: int, tape: Tape, rows: list[int], options: dict[str, Any]) -> Levels:
     """Return the outputs of a teacher by step at the states of `rows` of `tape`, [R, ...]."""
-    outputs: dict[int, torch.Tensor] = {}
-
-    def keep(k: int, step: ReplayedStep) -> None:
-        outputs[k] = step.model_output
-
-    model, options = policy.teachers[number], {**options, "cfg": "joint", "grad": False}
+    model, options = policy.teachers[number], {**options, "cfg": "joint", "index": rows}
     with policy.teacher(number) as pipe:
         if model.pipe is None and not model.teacher.changed:
-            engine.replay(pipe, tape, keep, **options | {"index": rows})
-            return outputs
+            return replayed(pipe, tape, lambda step: step.model_output, **options)
         # another call of the pipeline at the same latents
         found = engine.record_structure(pipe, tape, rows, model.teacher.changed)
         for k in options["steps"]:
-            _check_alike(model.teacher, k, found.steps[k].rule, tape.steps[k].rule)
-            shapes = found.steps[k].x.shape[1:], tape.steps[k].x.shape[1:]
-            if shapes[0] != shapes[1]:
+            own, rule, expected = found.steps[k], found.steps[k].rule, tape.steps[k].rule
+            if type(rule) is not type(expected) or abs(rule.sigma - expected.sigma) > 1e-6:
                 raise ModelError(
-                    f"{NAME}: the latents of {model.teacher} have the shape {list(shapes[0])}, those of the "
-                    f"student {list(shapes[1])}: use a teacher with the same latents"
+                    f"{NAME}: step {k} of {model.teacher} is at noise level {rule.sigma:.6g} ({type(rule).__name__}), "
+                    f"that of the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the "
+                    "same steps"
                 )
-        latents = {k: tape.steps[k].x[rows] for k in options["steps"]}
-        engine.replay(pipe, found, keep, **options | {"index": None, "latents": latents})
-    return outputs
-
-
-def _check_alike(teacher: Teacher, k: int, found: Rule, expected: Rule) -> None:
-    """Raise `ModelError` unless a teacher's step has the noise level and prediction type of the student's."""
-    if type(found) is not type(expected) or abs(found.sigma - expected.sigma) > 1e-6:
-        raise ModelError(
-            f"{NAME}: step {k} of {teacher} is at noise level {found.sigma:.6g} ({type(found).__name__}), that of "
-            f"the student at {expected.sigma:.6g} ({type(expected).__name__}): use a teacher with the same steps"
-        )
+            if own.x.shape[1:] != tape.steps[k].x.shape[1:]:
+                raise ModelError(
+                    f"{NAME}: the latents of {model.teacher} have the shape {list(own.x.shape[1:])}, those of the "
+                    f"student {list(tape.steps[k].x.shape[1:])}: use a teacher with the same latents"
+                )
+        options |= {"index": None, "latents": {k: tape.steps[k].x[rows] for k in options["steps"]}}
+        return replayed(pipe, found, lambda step: step.model_output, **options)
 
 
 def step_distance(kind: StepDistance, step: ReplayedStep, output: torch.Tensor) -> torch.Tensor:
     """Return the distance [B] of a student's step to a teacher's `output` [B, ...]; gradient only to the student.
 
-    - `gaussian`: `(mean - mean')^2 / (2 std^2)`, the KL of the two transitions; raises `ValueError` without noise.
-    - `mean`: `(mean - mean')^2 / 2`.
-    - `velocity`: `(output - output')^2`.
-
-    Each a mean over non-batch dimensions. With `J` the step's jacobian, the first is `J^2 / (2 std^2)` and the second
-    `J^2 / 2` times the third.
+    Means over non-batch dimensions of `(mean - mean')^2 / (2 std^2)` (`gaussian`, the KL; raises `ValueError` without
+    noise), `(mean - mean')^2 / 2` (`mean`) or `(output - output')^2` (`velocity`).
     """
     output = output.detach()
-    match kind:
-        case "gaussian":
-            if step.std == 0:
-                raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
-            return _squares(step.mean - step.rule.mean(step.x, output)) / (2 * step.std**2)
-        case "mean":
-            return _squares(step.mean - step.rule.mean(step.x, output)) / 2
-        case "velocity":
-            return _squares(step.model_output - output)
-        case unknown:
-            assert_never(unknown)
+    if kind == "velocity":
+        return per_sample((step.model_output - output) ** 2)
+    if kind == "gaussian" and step.std == 0:
+        raise ValueError("a step with std 0 is deterministic, and has no KL to another one")
+    squares = per_sample((step.mean - step.rule.mean(step.x, output)) ** 2)
+    return squares / (2 * step.std**2 if kind == "gaussian" else 2)
 
 
 def distance_weight(kind: StepDistance, rule: Rule) -> float:
@@ -290,20 +254,13 @@ def distance_weight(kind: StepDistance, rule: Rule) -> float:
     return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
 
 
-def _squares(values: torch.Tensor) -> torch.Tensor:
-    return (values**2).flatten(1).mean(1)
-
-
-Measured = dict[str, tuple[float, int]]
-
-
-def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distances: torch.Tensor) -> Measured:
-    """Return sum and count of the `distances` [R] by name of the teacher."""
-    values, found = distances.detach().tolist(), Measured()
-    for number, teacher in enumerate(teachers):
-        own = [value for value, taught in zip(values, target.taught_by, strict=True) if taught == number]
-        if own:
-            found[teacher.name] = (sum(own), len(own))
+def by_teacher(taught_by: Sequence[int | None], distances: torch.Tensor) -> dict[int, tuple[float, int]]:
+    """Return sum and count of the `distances` [R] by index of the teacher."""
+    found: dict[int, tuple[float, int]] = {}
+    for number, value in zip(taught_by, distances.detach().tolist(), strict=True):
+        if number is not None:
+            total, count = found.get(number, (0, 0))
+            found[number] = (total + value, count + 1)
     return found
 
 
@@ -316,17 +273,12 @@ def by_teacher(teachers: Sequence[Teacher], target: DistillationTarget, distance
 #
 #     direction = (x0_fake - x0_real) / mean |x0h - x0_real|,    loss = mean(direction x0h),
 #
-# with the direction as data: the gradient is that of `mean((x0h - sg(x0h - direction))^2) / 2`, as published. `fake` is
-# a second LoRA on the initial model, trained by flow matching on the student's images. `real` is a teacher, or the
-# initial model itself, which keeps the student close to it.
+# with the direction as data. `fake` is a second LoRA on the initial model, trained by flow matching on the student's
+# images. `real` is a teacher, or the initial model itself, which keeps the student close to it.
 #
-# The public code trains a class-conditional model with ReFL (vvvvvjdy/dmdr 061dc29, lines 448 to 566 of
-# train_cc/sit/train_sitxl_refl_deepspeed.py). Here the surrogate is Flow-GRPO's, as in the paper. Not as published:
-# both LoRAs take their optimizer steps together (the authors give `fake` five per step of the student);
-# `algorithm.fake_scale` lets it follow faster instead. There is no cold start and no schedule, since the student is
-# already distilled.
-
-Levels = dict[int, "torch.Tensor"]  # by noise level: [R, ...]
+# As in the authors' code (vvvvvjdy/dmdr 061dc29, train_cc/sit/train_sitxl_refl_deepspeed.py, lines 448 to 566), but
+# with Flow-GRPO's surrogate, as in the paper, and both LoRAs take their optimizer steps together: `fake` follows faster
+# by `algorithm.fake_scale`.
 
 
 class DMDR(FlowGRPO):
@@ -341,12 +293,7 @@ class DMDR(FlowGRPO):
         self.teachers = self.needs.teachers
 
     def further(self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any]) -> ExtraLoss:
-        images: Levels = {}
-
-        def clean(k: int, step: ReplayedStep) -> None:
-            images[k] = step.rule.clean(step.x, step.model_output)
-
-        engine.replay(policy.pipe, batch.tape, clean, **options, grad=False)
+        images = replayed(policy.pipe, batch.tape, predicted, **options)
         samples = [batch.samples[r] for r in rows]
         step_of = dict(zip(self._levels(samples, len(images), "matching"), images, strict=True))
         structure = self._structure(policy.pipe, batch.tape, rows)
@@ -357,12 +304,12 @@ class DMDR(FlowGRPO):
         with policy.teacher(0) if self.teachers else policy.first() as other:
             pipe, changed = other or policy.pipe, self.teachers[0].changed if self.teachers else {}
             if pipe is not policy.pipe or changed:
-                structure = self._structure(pipe, batch.tape, rows, changed)
+                structure = self._structure(pipe, batch.tape, rows, **changed)
             real = cleaned(pipe, structure, latents)
         directions = {k: direction(images[k], fake[j], real[j]) for j, k in step_of.items()}
 
         def loss(k: int, step: ReplayedStep) -> tuple[torch.Tensor, dict[str, float]]:
-            matched = (directions[k] * step.rule.clean(step.x, step.model_output)).flatten(1).mean(1)
+            matched = per_sample(directions[k] * predicted(step))
             squared = float(directions[k].square().mean())
             return self.settings.matching_coef * matched.mean(), {"matching_distance": squared / 2}
 
@@ -384,7 +331,7 @@ class DMDR(FlowGRPO):
 
         def imitate(j: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal total
-            loss = ((step.model_output - step.rule.target(images[j], noise[j])) ** 2).flatten(1).mean(1).sum()
+            loss = per_sample((step.model_output - step.rule.target(images[j], noise[j])) ** 2).sum()
             total += float(loss.detach())
             return loss / num_pairs
 
@@ -397,9 +344,7 @@ class DMDR(FlowGRPO):
         levels = range(self.settings.matching_steps)
         return any_steps(levels, count, what, self.config.trainer.seed, samples[0].step)
 
-    def _structure(
-        self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], changed: Mapping[str, Any] | None = None
-    ) -> Tape:
+    def _structure(self, pipe: DiffusionPipeline, tape: Tape, rows: list[int], **changed: Any) -> Tape:
         """Return the call of `tape` for `rows` with the noise levels of `matching_steps` steps."""
         steps = self.settings.matching_steps
         other: dict[str, Any] = {"num_inference_steps": steps}
@@ -407,17 +352,12 @@ class DMDR(FlowGRPO):
             other["sigmas"] = [1 - j / steps for j in range(steps)]
         if tape.call.get("timesteps") is not None:  # levels of its own few steps
             other["timesteps"] = None
-        return engine.record_structure(pipe, tape, rows, {**other, **(changed or {})}, steps)
+        return engine.record_structure(pipe, tape, rows, {**other, **changed}, steps)
 
 
 def noise_of(samples: Sequence[Sample], levels: Levels, what: str) -> Levels:
-    """Return standard normal noise for the images of each level, independent of the micro-batch."""
-    found: Levels = {}
-    for j, images in levels.items():
-        generators = sample_generators([derive_seed(what, sample.seed, j) for sample in samples])
-        drawn = [torch.randn(images.shape[1:], generator=generator) for generator in generators]
-        found[j] = torch.stack(drawn).to(images.device)
-    return found
+    """Return standard normal noise for the images of each level."""
+    return {j: sampled_noise(images, [(what, sample.seed, j) for sample in samples]) for j, images in levels.items()}
 
 
 def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
@@ -427,19 +367,10 @@ def noised(structure: Tape, images: Levels, noise: Levels) -> Levels:
 
 def cleaned(pipe: DiffusionPipeline, structure: Tape, latents: Levels) -> Levels:
     """Return the clean images a pipeline predicts from the latents of each level, without gradient."""
-    found: Levels = {}
-
-    def keep(j: int, step: ReplayedStep) -> None:
-        found[j] = step.rule.clean(step.x, step.model_output)
-
-    engine.replay(pipe, structure, keep, steps=sorted(latents), latents=latents, grad=False)
-    return found
+    return replayed(pipe, structure, predicted, steps=sorted(latents), latents=latents)
 
 
 def direction(images: torch.Tensor, fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Return `(fake - real) / mean |images - real|`, [B, ...], against which distribution matching moves images.
-
-    The mean is over the values of an image. 0 where both models agree.
-    """
-    scale = (images - real).abs().flatten(1).mean(1) + 1e-8
+    """Return `(fake - real) / mean |images - real|` [B, ...], the mean over an image; 0 where both models agree."""
+    scale = per_sample((images - real).abs()) + 1e-8
     return (fake - real) / scale.view(-1, *[1] * (images.ndim - 1))

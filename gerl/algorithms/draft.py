@@ -1,4 +1,4 @@
-"""Reward gradients through the last steps: DRaFT, DRaFT-LV and ReFL, and DRaFT with a policy gradient.
+"""Reward gradients through the last steps: DRaFT, DRaFT-LV, ReFL and DRTune, and DRaFT with a policy gradient.
 
 Sources, and differences from the publications: `configs/algorithm/` and `docs/algorithms.md`.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from gerl.algorithms.base import Batch, KLWeight, Rewards
+import numpy as np
+
+from gerl.algorithms.base import Batch, Rewards
+from gerl.algorithms.common import predicted, sampled_noise
 from gerl.algorithms.flow_grpo import FlowGRPO, FlowGRPOConfig
-from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, Tape, torch
+from gerl.algorithms.lazily import Policy, StepGradients, Tape, torch
 from gerl.algorithms.reward_gradient import (
     LatentJump,
     RewardEvaluation,
@@ -19,13 +23,9 @@ from gerl.algorithms.reward_gradient import (
     RewardGradientConfig,
     chain,
     generator,
-    late_step,
+    latent_derivative,
     mean,
-    predicted,
-    sampled_length,
-    sampled_noise,
 )
-from gerl.config import Config
 from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
 from gerl.protocol import Sample, StepFacts, UpdateStats
@@ -36,9 +36,7 @@ class DRaFTConfig(RewardGradientConfig):
     """Keys of DRaFT."""
 
     last: int = main_key(1, "denoising steps, counted from the last, that the gradient passes through", low=1)
-    last_std: float = key(
-        0.0, "std of a normal distribution around `last` from which the number is sampled each trainer step", low=0
-    )
+    last_std: float = key(0.0, "std of the number of steps around `last`, sampled anew each trainer step", low=0)
 
     @property
     def needs(self) -> Needs:
@@ -49,9 +47,7 @@ class DRaFTConfig(RewardGradientConfig):
 class DRaFTLVConfig(RewardGradientConfig):
     """Keys of DRaFT-LV."""
 
-    noised_copies: int = key(
-        2, "times a finished image is noised again to the last step's level and that step repeated", low=1
-    )
+    noised_copies: int = key(2, "times a finished image is noised to the last step's level and it is repeated", low=1)
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,13 @@ class ReFLConfig(RewardGradientConfig):
     """Keys of ReFL."""
 
     late: int = main_key(10, "the step whose predicted image is scored is one of this many last ones", low=1)
+
+
+@dataclass(frozen=True)
+class DRTuneConfig(ReFLConfig):
+    """Keys of DRTune."""
+
+    active: int = main_key(3, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=1)
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,7 @@ class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
 
 
 class DRaFT(RewardGradient):
-    """DRaFT-K (arXiv 2309.17400): the reward gradient of the final images through the last K steps.
-
-    AlignProp (arXiv 2310.03739) samples K each trainer step.
-    """
+    """DRaFT-K (arXiv 2309.17400), the last K steps; AlignProp (arXiv 2310.03739) samples K each trainer step."""
 
     names = "draft alignprop"
     settings: DRaFTConfig
@@ -125,46 +125,83 @@ class ReFL(RewardGradient):
         return [RewardEvaluation((hop,), at=hop)]
 
 
+class DRTune(RewardGradient):
+    """DRTune (arXiv 2405.00760): as ReFL, through a few earlier steps, by their rules: denoiser inputs are detached."""
+
+    names = "drtune"
+    settings: DRTuneConfig
+
+    def differentiated_steps(self, step: int) -> tuple[int, ...]:
+        stop = self._stop(step)
+        draw = generator(self.config.trainer.seed, step, "spread")
+        return tuple(evenly_spread(stop + 1, self.settings.active, draw))
+
+    def _stop(self, step: int) -> int:
+        return late_step(self, self.settings.late, step)
+
+    def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
+        # the denoiser runs at the stop, possibly without gradient
+        return tuple(sorted({*self.differentiated_steps(step), self._stop(step)}))
+
+    def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
+        step = samples[0].step
+        stop, active = self._stop(step), self.differentiated_steps(step)
+        at = LatentJump(stop, predicted)
+        earlier = chain(tape, {k: (mean, 0.0) for k in active if k < stop}, end=stop)
+        onward = partial(latent_derivative, tape, stop, clean=True)
+        if earlier:
+            first = earlier[0]
+            earlier = (LatentJump(first.step, first.leads_to, (onward, *first.before), first.nested), *earlier[1:])
+        return [RewardEvaluation((at, *earlier) if stop in active else earlier, at=at)]
+
+
+def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int]:
+    """Return `count` of the first `total` steps at equal distances, with a random first step."""
+    count = min(count, total)
+    stride = total // count
+    first = int(draw.integers(total - (count - 1) * stride))
+    return [first + i * stride for i in range(count)]
+
+
+def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
+    """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
+    while std > 0:
+        length = round(draw.normal(mean, std))
+        if 1 <= length <= total:
+            return length
+    return min(mean, total)
+
+
+def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
+    """Sample one of the last steps for trainer step `step`."""
+    total = algorithm.config.sampling.num_inference_steps
+    draw = generator(algorithm.config.trainer.seed, step)
+    return int(draw.integers(total - min(last, total), total))
+
+
 # --- A weighted sum of a policy gradient and a reward gradient in one update.
 #
 # The policy gradient (Flow-GRPO) uses the advantages of all scorers. Differentiable scorers add their gradient through
 # the last steps (DRaFT); others, such as OCR, count only in the policy gradient.
 
 
-class MixedGradient(DRaFT):
+class MixedGradient(DRaFT, FlowGRPO):
     """Flow-GRPO on the stochastic steps, and DRaFT-K on the last steps."""
 
     names = "mixed_gradient"
     settings: MixedGradientConfig
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.policy_gradient = FlowGRPO(config)
-
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
-        return tuple(sorted({*self.policy_gradient.trained_steps(window, step), *self.differentiated_steps(step)}))
+        return tuple(sorted({*FlowGRPO.trained_steps(self, window, step), *self.differentiated_steps(step)}))
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
-        return self.policy_gradient.credit(rewards)
-
-    def state(self) -> dict[str, Any]:
-        return self.policy_gradient.state()
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.policy_gradient.load_state(state)
-
-    def set_kl_weight(self, pull: KLWeight | None) -> None:
-        super().set_kl_weight(pull)
-        self.policy_gradient.set_kl_weight(pull)
-
-    def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
-        return self.policy_gradient.log_ratio(step)
+        return FlowGRPO.credit(self, rewards)
 
     def kl_to_base(self, policy: Policy, batch: Batch) -> torch.Tensor:
-        return self.policy_gradient.kl_to_base(policy, replace(batch, trained=stochastic(batch)))
+        return super().kl_to_base(policy, replace(batch, trained=stochastic(batch)))
 
     def step_facts(self, tape: Tape, trained: tuple[int, ...]) -> list[StepFacts]:
-        return self.policy_gradient.step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
+        return super().step_facts(tape, tuple(k for k in trained if tape.steps[k].rule.std > 0))
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         return super().evaluations(tape, self.differentiated_steps(samples[0].step), samples)
@@ -175,11 +212,13 @@ class MixedGradient(DRaFT):
         settings, images = self.settings, num_pairs / len(batch.trained)
         own = replace(batch, trained=self.differentiated_steps(batch.samples[0].step))
         pairs = images * len(own.trained) / settings.gradient_weight
-        by_reward = super().train(policy, own, rows, pairs)
+        by_reward = DRaFT.train(self, policy, own, rows, pairs)
         noisy = replace(batch, trained=stochastic(batch))
         pairs = images * len(noisy.trained) / settings.policy_weight
-        by_ratio = self.policy_gradient.train(policy, noisy, rows, pairs, meter)  # the meter measures this part only
-        return merged_stats(by_ratio, by_reward)
+        by_ratio = FlowGRPO.train(self, policy, noisy, rows, pairs, meter)  # the meter measures this part only
+        share = by_ratio.pairs / by_reward.pairs  # both as averages over the same pairs
+        sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
+        return replace(by_ratio, sums=by_ratio.sums | sums)
 
     def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
         return {}  # included in the policy gradient
@@ -188,10 +227,3 @@ class MixedGradient(DRaFT):
 def stochastic(batch: Batch) -> tuple[int, ...]:
     """Return the trained steps with noise."""
     return tuple(k for k in batch.trained if batch.tape.steps[k].rule.std > 0)
-
-
-def merged_stats(by_ratio: UpdateStats, by_reward: UpdateStats) -> UpdateStats:
-    """Merge both statistics as averages over the pairs of `by_ratio`; the second loss is named `reward_loss`."""
-    share = by_ratio.pairs / by_reward.pairs
-    sums = {name.replace("loss", "reward_loss"): value * share for name, value in by_reward.sums.items()}
-    return replace(by_ratio, sums=by_ratio.sums | sums)

@@ -6,7 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 from gerl.algorithms.base import (
     Algorithm,
@@ -20,6 +20,7 @@ from gerl.algorithms.base import (
     pooled_rows,
     pooled_sum,
 )
+from gerl.algorithms.common import per_sample, replayed, requires, sampled_noise
 from gerl.algorithms.core_algos import best_of_group, regression_weights
 from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, engine, torch, transitions
 from gerl.algorithms.planning import any_steps, sampled_steps
@@ -29,7 +30,6 @@ from gerl.config.blocks import CfgMode, LevelDraw
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import Sample, UpdateStats
-from gerl.utils.seeding import derive_seed, sample_generators
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,9 @@ class ForwardProcessConfig(AlgorithmConfig):
         "steps, then rises by slope per step up to limit",
     )
     old_every: int = key(1, "trainer steps between updates of the old policy", low=1)
-    rollout_decay: list[float] | None = key(
-        None, "the same for the weights that sample rollouts; null: the trained weights"
-    )
+    rollout_decay: list[float] | None = key(None, "the same for the weights that sample; null: the trained weights")
     old_kl_coef: float = key(0.0, "weight of the squared distance to the old policy", low=0)
-    norm_coef: float = key(
-        0.0, "weight of the squared excess of the output's norm over that of the base model (NormGuard)", low=0
-    )
+    norm_coef: float = key(0.0, "weight of the output norm's squared excess over the base model's (NormGuard)", low=0)
 
     @property
     def needs(self) -> Needs:
@@ -72,9 +68,7 @@ class ForwardProcessConfig(AlgorithmConfig):
         super().check()
         for name, value in (("old_decay", self.old_decay), ("rollout_decay", self.rollout_decay)):
             if value is not None and (len(value) != 4 or not (0 <= value[1] <= 1 and 0 <= value[3] <= 1)):
-                raise ConfigError(
-                    f"algorithm.{name}={list(value)}: expected [hold, start, slope, limit], decays in [0, 1]"
-                )
+                raise ConfigError(f"algorithm.{name}={list(value)}: give [hold, start, slope, limit], decays in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -88,15 +82,12 @@ class ContrastConfig(ForwardProcessConfig, ShapedConfig):
         return replace(super().needs, old_decay=self.old_decay)
 
 
+@requires(loss_over="group")
 @dataclass(frozen=True)
 class PreferenceConfig(ForwardProcessConfig):
     """Keys of preferences within a group, whose images share their noise."""
 
     beta: float = key(100.0, "sharpness of preferences", above=0)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, loss_over="group")
 
 
 @dataclass(frozen=True)
@@ -106,13 +97,10 @@ class RWRConfig(ForwardProcessConfig):
     beta: float = key(1.0, "sharpness of the softmax over the rewards of a group", above=0)
 
 
+@requires(files=True, single_images=True)
 @dataclass(frozen=True)
 class SFTConfig(ForwardProcessConfig):
     """Keys of supervised fine-tuning."""
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, files=True, single_images=True)
 
 
 # --- Forward-process algorithms: the likelihood-free family of DiffusionNFT.
@@ -144,40 +132,25 @@ class Noised:
         """Output that leads back to `x0`, [B, ...]."""
         return self.rule.target(self.x0, self.noise)
 
-    def without(self, written: torch.Tensor) -> Noised:
-        """Return the rows without the elements `written` [B, ...]; all tensors as [B, N].
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor], *names: str) -> Noised:
+        known = {name: getattr(self, name) for name in ("x0", "noise", "x", "output", "old", "reference", *names)}
+        changed: dict[str, Any] = {name: change(value) for name, value in known.items() if value is not None}
+        return replace(self, **changed)
 
-        The pipeline sets these itself (a first frame, the surroundings of an inpainted part), so there is nothing to
-        learn. Raises `ReplayError` if nothing of a row is left.
+    def without(self, written: torch.Tensor) -> Noised:
+        """Return the rows as [B, N] without the elements `written`, which the pipeline sets itself (a first frame).
+
+        Raises `ReplayError` if nothing of a row is left.
         """
-        part = functools.partial(transitions.unwritten, written=written)
-        old, reference = (None if values is None else part(values) for values in (self.old, self.reference))
-        x0, noise, x, output = (part(values) for values in (self.x0, self.noise, self.x, self.output))
-        return replace(self, x0=x0, noise=noise, x=x, output=output, old=old, reference=reference)
+        return self._mapped(functools.partial(transitions.unwritten, written=written))
 
     def rows(self, index: list[int]) -> Noised:
         """Return the rows `index`."""
-        old, reference = (None if values is None else values[index] for values in (self.old, self.reference))
-        x0, noise, x, output = (values[index] for values in (self.x0, self.noise, self.x, self.output))
-        advantages, groups = self.advantages[index], self.groups[index]
-        gate = None if self.gate is None else self.gate[index]
-        return Noised(self.rule, x0, noise, x, output, old, reference, advantages, groups, gate)
+        return self._mapped(lambda values: values[index], "advantages", "groups", "gate")
 
 
-@dataclass(frozen=True)
-class NoiseLevelPass:
-    """Pass over the noise levels: `on_level(k, rows with a credit, their samples) -> loss or None`."""
-
-    on_level: Callable[[int, Noised, list[Sample]], torch.Tensor | None]
-    grad: bool
-    reference: bool  # whether the outputs of the base model are needed
-    step_batch: int  # levels per denoiser call
-    meter: StepGradients[Any] | None = None
-
-
-def per_sample(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over all non-batch dimensions, [B, ...] -> [B]."""
-    return values.flatten(1).mean(1)
+# what to do at noise level k with the rows that have a credit there, and their samples; returns their loss, if any
+OnLevel = Callable[[int, Noised, list[Sample]], "torch.Tensor | None"]
 
 
 def pooled_mean(s: Noised) -> torch.Tensor | None:
@@ -233,15 +206,8 @@ class ForwardProcess(Algorithm):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels, seed = range(*self.config.sampling.steps_range), self.config.trainer.seed
         count = min(self.settings.timesteps or len(levels), len(levels))
-        match self.settings.timesteps_drawn:
-            case "spread":
-                return sampled_steps(levels, count, seed, step)
-            case "step":
-                return any_steps(levels, count, seed, step)
-            case "sample":  # `credit` leaves out levels per sample
-                return tuple(levels)
-            case unknown:
-                assert_never(unknown)
+        drawn = {"spread": sampled_steps, "step": any_steps}.get(self.settings.timesteps_drawn)
+        return tuple(levels) if drawn is None else drawn(levels, count, seed, step)  # `credit` leaves out others
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         values = super().credit(rewards)
@@ -264,7 +230,7 @@ class ForwardProcess(Algorithm):
         def on_level(k: int, s: Noised, of: list[Sample]) -> None:
             found.append(pooled_rows(self.pooled(s), of, k))
 
-        self._visit(policy, batch, rows, NoiseLevelPass(on_level, False, self.needs_reference, self.step_batch(None)))
+        self._visit(policy, batch, rows, on_level, self.needs_reference, None, grad=False)
         return pooled_sum(found)
 
     def train(
@@ -293,11 +259,20 @@ class ForwardProcess(Algorithm):
             stats += UpdateStats(len(samples), sums)
             return total.sum() / num_pairs
 
-        self._visit(policy, batch, rows, NoiseLevelPass(on_level, True, base, self.step_batch(meter), meter))
+        self._visit(policy, batch, rows, on_level, base, meter, grad=True)
         return stats
 
-    def _visit(self, policy: Policy, batch: Batch, rows: list[int], visit: NoiseLevelPass) -> None:
-        """Replay the trained noise levels of `rows` and pass on the rows with a credit at each level."""
+    def _visit(
+        self,
+        policy: Policy,
+        batch: Batch,
+        rows: list[int],
+        on_level: OnLevel,
+        base: bool,
+        meter: StepGradients[Any] | None,
+        grad: bool,
+    ) -> None:
+        """Replay the trained noise levels of `rows`, with those of the `base` model, and pass on rows with a credit."""
         tape = batch.tape
         x0 = tape.steps[-1].x_next[rows]
         samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
@@ -305,8 +280,8 @@ class ForwardProcess(Algorithm):
         latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
         index = None if rows == list(range(tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "latents": latents}
-        options["step_batch"] = visit.step_batch
-        old, reference = self._others(policy, batch, rows, options, visit.reference)
+        options["step_batch"] = self.step_batch(meter)
+        old, reference = self._others(policy, batch, rows, options, base)
         groups = group_ids(samples).to(x0.device)
         gate = None if batch.gate is None else batch.gate[rows].to(x0)
 
@@ -316,12 +291,12 @@ class ForwardProcess(Algorithm):
             s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups, gate)
             kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
             if not kept:  # ranks in lockstep backpropagate equally often
-                return 0 * output.sum() if visit.grad and self.config.lockstep else None
+                return 0 * output.sum() if grad and self.config.lockstep else None
             if step.written is not None:
                 s = s.without(step.written)
-            return visit.on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
+            return on_level(k, s if len(kept) == len(rows) else s.rows(kept), [samples[i] for i in kept])
 
-        engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=visit.grad, meter=visit.meter, **options)
+        engine.replay(policy.pipe, tape, on_step, cfg=self.settings.cfg, grad=grad, meter=meter, **options)
 
     def _others(
         self, policy: Policy, batch: Batch, rows: list[int], options: dict[str, Any], with_reference: bool
@@ -330,30 +305,23 @@ class ForwardProcess(Algorithm):
         old: dict[int, torch.Tensor] = {}
         reference: dict[int, torch.Tensor] = {}
         cfg, tape, guidance = self.settings.cfg, batch.tape, self.settings.reference_guidance
-
-        def keep(outputs: dict[int, torch.Tensor]) -> Callable[[int, ReplayedStep], None]:
-            return lambda k, step: outputs.update({k: step.model_output})
-
         if policy.old is not None and self.needs_old and not policy.old_is_current:
             with policy.old.swapped_in():
-                engine.replay(policy.pipe, tape, keep(old), grad=False, cfg=cfg, **options)
+                old = replayed(policy.pipe, tape, lambda step: step.model_output, cfg=cfg, **options)
         if with_reference:
             cfg = "joint" if self.guided_reference or guidance is not None else cfg
             with policy.base():
                 if guidance is not None:  # another call of the pipeline at the same latents
                     tape = engine.record_structure(policy.pipe, tape, rows, {"guidance_scale": guidance})
                     options = options | {"index": None}
-                engine.replay(policy.pipe, tape, keep(reference), grad=False, cfg=cfg, **options)
+                reference = replayed(policy.pipe, tape, lambda step: step.model_output, cfg=cfg, **options)
         return old, reference
 
     def _noise_seed(self, sample: Sample) -> tuple[int | str, ...]:
         return (self.config.trainer.seed, sample.step, repr(sample.group)) if self.shared_noise else (sample.seed,)
 
     def _noise(self, samples: list[Sample], k: int, x0: torch.Tensor) -> torch.Tensor:
-        """Return standard normal noise of level `k` in the shape of `x0`, independent of the micro-batch."""
-        seeds = [derive_seed("forward", *self._noise_seed(s), k) for s in samples]
-        shape = x0.shape[1:]
-        return torch.stack([torch.randn(shape, generator=g) for g in sample_generators(seeds)]).to(x0.device)
+        return sampled_noise(x0, [("forward", *self._noise_seed(s), k) for s in samples])
 
 
 def rms(values: torch.Tensor) -> torch.Tensor:
@@ -363,10 +331,7 @@ def rms(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_excess(output: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return how much the root mean square of `output` exceeds that of `reference` [B, ...], at least 0, [B].
-
-    NormGuard (arXiv 2606.27771) penalises its square: a larger velocity costs quality without gaining reward.
-    """
+    """Return the excess of the root mean square over the reference's [B], for NormGuard (arXiv 2606.27771)."""
     return (rms(output) - rms(reference.detach())).relu()
 
 
@@ -401,17 +366,15 @@ class RewardWeightedRegression(_Regression):
     settings: RWRConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return the regression weights; `beta` is the inverse temperature."""
         return regression_weights(rewards.totals, rewards.group_ids, temperature=1 / self.settings.beta)
 
 
 class BestOfN(_Regression):
-    """Credit 1 for the best of each group and 0 for the others, which are not trained on."""
+    """Credit 1 for the best of each group, unless all are equal; the others are not trained on."""
 
     names = "best_of_n"
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return 1 for the best of each group; 0 if all rewards are equal."""
         return best_of_group(rewards.totals, rewards.group_ids)
 
 
@@ -431,7 +394,6 @@ class SFT(_Regression):
     settings: SFTConfig
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return 1, or NaN for images left out."""
         ids, totals = rewards.group_ids, rewards.totals
         alone = ids.bincount()[ids] == 1
         good = torch.where(alone, totals > 0, best_of_group(totals, ids) > 0)

@@ -12,17 +12,18 @@ derivative by mse is y w beta / 4. The sigmoid bounds the contribution of an ima
 from __future__ import annotations  # torch is imported lazily
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gerl.algorithms.base import Pooled, Rewards, Sums
-from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised, per_sample
+from gerl.algorithms.common import per_sample, requires
+from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
 from gerl.config import Config
-from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.protocol import Sample
 
 
+@requires(base_model=True, single_images=True)
 @dataclass(frozen=True)
 class KTOConfig(ForwardProcessConfig):
     """The keys of KTO."""
@@ -31,16 +32,9 @@ class KTOConfig(ForwardProcessConfig):
     weight_liked: float = key(1.0, "weight of images that are liked, or above the mean of their group", low=0)
     weight_disliked: float = key(1.0, "weight of the others", low=0)
 
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, base_model=True, single_images=True)
-
 
 class KTO(ForwardProcess):
-    """Credit +1 for liked images and -1 for disliked ones; of several, those above and below their mean.
-
-    Images at the mean are not trained on. Works on files and on sampled images.
-    """
+    """Credit +1 for liked images, -1 for disliked ones; of several, those above and below their mean; NaN at it."""
 
     names = "kto"
     settings: KTOConfig
@@ -50,7 +44,6 @@ class KTO(ForwardProcess):
         self.pools = True  # a first pass computes z
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return the sign of the reward, relative to the mean of a group of several images; NaN for 0."""
         ids, totals = rewards.group_ids, rewards.totals.double()
         counts = ids.bincount()
         means = totals.new_zeros(len(counts)).index_add(0, ids, totals) / counts
@@ -59,17 +52,16 @@ class KTO(ForwardProcess):
         return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return `kto_loss`; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
+        """Return L of the module docstring; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
         better = self._better(s)
         mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0
         weights = torch.where(liked, self.settings.weight_liked, self.settings.weight_disliked)
-        losses = kto_loss(better, margin, s.advantages.sign(), weights, self.settings.beta)
+        losses = weights * (1 - (s.advantages.sign() * self.settings.beta * (better - margin)).sigmoid())
         means = torch.stack([(s.advantages.sign() * better.detach()).mean(), margin.mean()]).tolist()
         return losses, {"preference_margin": means[0], "fit_margin": means[1]}
 
     def pooled(self, s: Noised) -> torch.Tensor:
-        """Return g of each row."""
         return self._better(s).detach()
 
     def sums(self, pooled: Pooled, samples: list[Sample], level: int, like: torch.Tensor) -> Sums:
@@ -84,10 +76,3 @@ class KTO(ForwardProcess):
         assert s.reference is not None
         target = s.target
         return per_sample((s.reference - target) ** 2) - per_sample((s.output - target) ** 2)
-
-
-def kto_loss(
-    better: torch.Tensor, margin: torch.Tensor, signs: torch.Tensor, weights: torch.Tensor, beta: float
-) -> torch.Tensor:
-    """Return `w (1 - sigmoid(y beta (g - z)))` [B], from g, z, y and w, [B] each."""
-    return weights * (1 - (signs * beta * (better - margin)).sigmoid())

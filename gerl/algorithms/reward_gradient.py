@@ -3,25 +3,28 @@
 from __future__ import annotations  # torch is imported lazily
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.common import per_sample, replayed, requires
 from gerl.algorithms.lazily import FlowRule, Policy, ReplayedStep, StepGradients, Tape, engine, torch, transitions
 from gerl.config import Config
-from gerl.config.algorithms import AlgorithmConfig, Needs
+from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import SamplingConfig
 from gerl.config.exclusions import Exclusion
 from gerl.config.schema import key
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample, UpdateStats
-from gerl.utils.seeding import derive_seed, sample_generators
+from gerl.utils.seeding import derive_seed
 
 
+@requires(trajectory=True, reward_gradient=True, finished_latents=True, single_images=True)
 @dataclass(frozen=True)
 class RewardGradientConfig(AlgorithmConfig):
     """Keys of backpropagation from the reward through decoder and denoiser."""
@@ -40,18 +43,10 @@ class RewardGradientConfig(AlgorithmConfig):
         ),
     )  # fmt: skip
 
-    margin: float | None = key(
-        None, "the loss is the shortfall of the reward below this, 0 above; null: the negative reward"
-    )
+    margin: float | None = key(None, "the loss is the reward's shortfall below this; null: the negative reward")
     target: float | None = key(None, "the loss is the distance of the reward from this; null: see margin")
     loss_scale: float = key(1.0, "factor of the loss", above=0)
-    decode_batch: int = key(
-        1, "images decoded and scored with gradient at the same time: memory of decoder and scorers", low=1
-    )
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, trajectory=True, reward_gradient=True, finished_latents=True, single_images=True)
+    decode_batch: int = key(1, "images decoded and scored with gradient at once: memory of decoder and scorers", low=1)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         super().check_sampling(sampling)
@@ -93,28 +88,13 @@ class LatentJump:
 class RewardEvaluation:
     """A part of the loss: the evaluated latents and the path of the gradient.
 
-    `at`: jump whose latents are decoded; None: the finished ones. `weights` [B] of the images. `score`: the reward, if
-    not the configured one.
+    `at`: jump whose latents are decoded; None: the finished ones. `weights` [B]: of images. `score`: else the config's.
     """
 
     hops: tuple[LatentJump, ...]
     at: LatentJump | None = None
     weights: float | torch.Tensor = 1.0
     score: Score | None = None
-
-
-@dataclass
-class GradientResult:
-    """Sums of rewards and losses over the images of a micro-batch."""
-
-    reward: float = 0.0
-    loss: float = 0.0
-    without: int = 0  # images beyond the margin, whose loss has no gradient
-
-    def sums(self, steps: int) -> dict[str, float]:
-        """Return the sums as metrics of (sample, step) pairs."""
-        names = {"loss": self.loss, "tensor_reward": self.reward, "without_gradient": float(self.without)}
-        return {name: value * steps for name, value in names.items()}
 
 
 @dataclass
@@ -125,7 +105,7 @@ class MicroBatch:
     prompts: list[Prompt]
     images: float  # of the update
     measured: int | None = None  # the step whose gradient is being measured
-    found: GradientResult = field(default_factory=GradientResult)
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # metrics, over the images
 
 
 class RewardGradient(Algorithm):
@@ -174,7 +154,8 @@ class RewardGradient(Algorithm):
         kl = self._add_kl_gradient(policy, batch, rows, num_pairs)
         for evaluation in self.evaluations(tape, batch.trained, samples):
             self._backpropagate(policy, part, evaluation, meter)
-        return UpdateStats(len(rows) * len(batch.trained), part.found.sums(len(batch.trained)) | kl)
+        sums = {name: value * len(batch.trained) for name, value in part.sums.items()}
+        return UpdateStats(len(rows) * len(batch.trained), sums | kl)
 
     def _backpropagate(
         self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, meter: StepGradients[Any] | None
@@ -198,14 +179,9 @@ class RewardGradient(Algorithm):
     def _decodable(self, policy: Policy, tape: Tape, at: LatentJump | None) -> torch.Tensor:
         if at is None:
             return tape.steps[-1].x_next
-        found: dict[int, torch.Tensor] = {}
         given = {} if at.latents is None else {at.step: at.latents}
-
-        def keep(k: int, step: ReplayedStep) -> None:
-            found[k] = at.leads_to(step)
-
-        engine.replay(policy.pipe, tape, keep, steps=[at.step], latents=given, grad=False, cfg=self.settings.cfg)
-        return found[at.step]
+        options: dict[str, Any] = {"steps": [at.step], "latents": given, "cfg": self.settings.cfg}
+        return replayed(policy.pipe, tape, at.leads_to, **options)[at.step]
 
     def _gradient_at(
         self, policy: Policy, part: MicroBatch, evaluation: RewardEvaluation, latents: torch.Tensor
@@ -223,9 +199,9 @@ class RewardGradient(Algorithm):
                 losses = self.loss(rewards)
                 gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
             plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
-            part.found.reward += float((plain * rewards.detach()).sum())
-            part.found.loss += float((plain * losses.detach()).sum())
-            part.found.without += int((losses == 0).sum())
+            part.sums["loss"] += float((plain * losses.detach()).sum())
+            part.sums["tensor_reward"] += float((plain * rewards.detach()).sum())
+            part.sums["without_gradient"] += float((losses == 0).sum())
         return torch.cat(gradients)
 
     def _add_kl_gradient(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> dict[str, float]:
@@ -238,7 +214,7 @@ class RewardGradient(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal total
-            distances = (step.model_output - base[k].model_output).square().flatten(1).mean(1)
+            distances = per_sample((step.model_output - base[k].model_output).square())
             total += float(distances.detach().sum())
             return self.kl_coef * self.weighted_kl(distances, batch, rows).sum() / num_pairs
 
@@ -251,16 +227,8 @@ def mean(step: ReplayedStep) -> torch.Tensor:
     return step.mean
 
 
-def predicted(step: ReplayedStep) -> torch.Tensor:
-    """Return the clean latents that a step predicts."""
-    return step.rule.clean(step.x, step.model_output)
-
-
 def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None = None) -> tuple[LatentJump, ...]:
-    """Return the jumps through the `active` steps, with targets and `nested`, backwards from before step `end`.
-
-    The other steps pass on the gradient of their latents by their rule, with their outputs as data.
-    """
+    """Return the jumps through the `active` steps, backwards from before `end`; others pass the gradient by rule."""
     hops, position = [], len(tape.steps) if end is None else end
     for k in sorted(active, reverse=True):
         leads_to, nested = active[k]
@@ -270,24 +238,16 @@ def chain(tape: Tape, active: dict[int, tuple[LeadsTo, float]], end: int | None 
     return tuple(hops)
 
 
-def latent_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the latents before step `k` from that after it, with its output as data."""
+def latent_derivative(tape: Tape, k: int, gradient: torch.Tensor, clean: bool = False) -> torch.Tensor:
+    """Return the gradient of the latents before step `k` from that after it, with its output as data.
+
+    `clean`: from that of the clean latents it predicts.
+    """
     step = tape.steps[k]
-    return _derivative(step.rule.mean, step.x, gradient, None if k == 0 else step.written)
-
-
-def clean_derivative(tape: Tape, k: int, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the latents before a step from that of the clean latents it predicts."""
-    step = tape.steps[k]
-    return _derivative(step.rule.clean, step.x, gradient, step.written)
-
-
-def _derivative(
-    rule: Callable[..., torch.Tensor], x: torch.Tensor, gradient: torch.Tensor, written: torch.Tensor | None
-) -> torch.Tensor:
-    leaf = x.detach().clone().requires_grad_()
-    (found,) = torch.autograd.grad(rule(leaf, torch.zeros_like(leaf)), leaf, gradient)
-    return found if written is None else found.masked_fill(written, 0.0)
+    leaf = step.x.detach().clone().requires_grad_()
+    led = (step.rule.clean if clean else step.rule.mean)(leaf, torch.zeros_like(leaf))
+    (found,) = torch.autograd.grad(led, leaf, gradient)
+    return found if step.written is None or (k == 0 and not clean) else found.masked_fill(step.written, 0.0)
 
 
 def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
@@ -301,37 +261,11 @@ def flow_rule(tape: Tape, k: int, name: str) -> FlowRule:
     return rule
 
 
-# --- Random choices of steps and weights in reward gradients, from seeds, the same for all images of a trainer step.
-
-
 def generator(*seed: int | str) -> np.random.Generator:
-    """Return the random generator of a trainer step."""
+    """Return the random generator of a trainer step, the same for all images."""
     return np.random.default_rng(derive_seed("gradient", *seed))
-
-
-def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
-    """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
-    while std > 0:
-        length = round(draw.normal(mean, std))
-        if 1 <= length <= total:
-            return length
-    return min(mean, total)
-
-
-def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
-    """Sample one of the last steps for trainer step `step`."""
-    total = algorithm.config.sampling.num_inference_steps
-    draw = generator(algorithm.config.trainer.seed, step)
-    return int(draw.integers(total - min(last, total), total))
 
 
 def step_by(rule: FlowRule, step: ReplayedStep) -> torch.Tensor:
     """Apply another rule than its own to a step."""
     return rule.mean(step.x, step.model_output)
-
-
-def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
-    """Return standard normal noise as `like` [B, ...], with a seed per sample."""
-    shape = (len(like) // len(seeds), *like.shape[1:])
-    drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
-    return torch.cat(drawn).to(like.device)

@@ -1,7 +1,7 @@
 """Checks of settings that impair the training signal."""
 
 from gerl.config import ActorConfig, AlgorithmConfig
-from gerl.protocol import SamplingProbe, StepFacts
+from gerl.protocol import SamplingProbe
 
 # ratio of the noise factors of two steps; beyond it one step has the squared gradient of a hundred others, more than a
 # schedule has, and dominates all of them
@@ -55,10 +55,12 @@ def spread_warnings(probe: SamplingProbe) -> list[str]:
     known = [(s.gain, s.std, s) for s in probe.steps if s.gain and s.std]
     if not known:
         return []
-    (least, noise, low), (most, less_noise, high) = min(known, key=_gain), max(known, key=_gain)
+    gains = [gain for gain, *_ in known]
+    (least, noise, low), (most, less_noise, high) = (known[gains.index(bound)] for bound in (min(gains), max(gains)))
     if most <= LARGEST_SPREAD * least or less_noise >= noise:
         return []
-    end = next(s.step for i, (*_, s) in enumerate(known) if _spread(known[: i + 1]) > LARGEST_SPREAD)
+    spreads = [max(gains[: i + 1]) / min(gains[: i + 1]) for i in range(len(gains))]
+    end = next(known[i][2].step for i, spread in enumerate(spreads) if spread > LARGEST_SPREAD)
     remedy = f"end sampling.window_range before step {end} at the latest"
     if probe.weighting not in (None, "std2_over_jacobian"):
         remedy = f"set algorithm.timestep_weights=std2_over_jacobian, or {remedy}"
@@ -67,12 +69,3 @@ def spread_warnings(probe: SamplingProbe) -> list[str]:
         f"gradient as that of step {low.step} (std {noise:.2g}), and drowns out other steps: {remedy}; python -m "
         "gerl.preflight signal=4 measures which steps carry the reward"
     ]
-
-
-def _gain(known: tuple[float, float, StepFacts]) -> float:
-    return known[0]
-
-
-def _spread(known: list[tuple[float, float, StepFacts]]) -> float:
-    gains = [gain for gain, *_ in known]
-    return max(gains) / min(gains)

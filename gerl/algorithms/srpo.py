@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from gerl.algorithms.common import requires, sampled_noise
 from gerl.algorithms.lazily import FlowRule, ReplayedStep, Tape, torch, transitions
 from gerl.algorithms.reward_gradient import (
     LatentJump,
@@ -23,10 +24,8 @@ from gerl.algorithms.reward_gradient import (
     Score,
     flow_rule,
     generator,
-    sampled_noise,
     step_by,
 )
-from gerl.config.algorithms import Needs
 from gerl.config.schema import key
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt, Sample
@@ -34,6 +33,7 @@ from gerl.protocol import Prompt, Sample
 PURE = 0.99  # noise level above which the first latents are the noise
 
 
+@requires(deterministic=True, min_steps=3)
 @dataclass(frozen=True)
 class SRPOConfig(RewardGradientConfig):
     """The keys of SRPO."""
@@ -46,9 +46,7 @@ class SRPOConfig(RewardGradientConfig):
         ["Concept art", "Painting", "Anime", "Flat", "Oil"],
         "words for what is not wanted; one, selected at random each step",
     )
-    levels: list[float] = key(
-        [0.75, 0.964], "noise levels, lowest and highest, between which the two steps of a trainer step lie"
-    )
+    levels: list[float] = key([0.75, 0.964], "lowest and highest noise level of the two steps of a trainer step")
     span: float = key(
         0.022,
         "length of a leap in noise level, as closely as the sampler's levels allow: from this far above and below "
@@ -61,13 +59,7 @@ class SRPOConfig(RewardGradientConfig):
         "in the denoising branch the reward with the positive word has the weight 1 + this: at the lowest and at the "
         "highest of algorithm.levels",
     )
-    inverted_strength: list[float] = key(
-        [0.3, 0.01], "the same in the inversion branch, for the reward with the negative word"
-    )
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, deterministic=True, min_steps=3)
+    inverted_strength: list[float] = key([0.3, 0.01], "the same when inverting, for the reward with the negative word")
 
     def check(self) -> None:
         super().check()
@@ -140,7 +132,7 @@ class SRPO(RewardGradient):
         """Return `counts` times the reward with the one word before the prompt, less that with the other."""
 
         def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
-            one, other = ([with_word(prompt, word) for prompt in prompts] for word in (first, second))
+            one, other = ([replace(p, text=f"{word}. {p.text}") for p in prompts] for word in (first, second))
             return counts * self.reward(images, one) - self.reward(images, other)
 
         return score
@@ -149,11 +141,6 @@ class SRPO(RewardGradient):
 def midpoint(sigmas: Sequence[float], pair: tuple[int, int]) -> float:
     """Return the noise level halfway between those of two steps."""
     return (sigmas[pair[0]] + sigmas[pair[1]]) / 2
-
-
-def with_word(prompt: Prompt, word: str) -> Prompt:
-    """Return `prompt` with a word before its text."""
-    return replace(prompt, text=f"{word}. {prompt.text}")
 
 
 def recovered(rule: FlowRule, noise: torch.Tensor, step: ReplayedStep) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Credit per step from trees and branches of trajectories: BranchGRPO, TempFlow-GRPO and DenseGRPO."""
+"""Credit per step from trees and branches of trajectories: BranchGRPO, TreeGRPO, TempFlow-GRPO and DenseGRPO."""
 
 from __future__ import annotations  # torch is imported lazily
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gerl.algorithms.base import NormalisedConfig, Rewards, group_ids
+from gerl.algorithms.common import requires
 from gerl.algorithms.core_algos import tree_advantages
 from gerl.algorithms.flow_grpo import (
     PolicyGradient,
@@ -15,7 +16,6 @@ from gerl.algorithms.flow_grpo import (
 )
 from gerl.algorithms.lazily import torch
 from gerl.algorithms.planning import micro_batches, sde_window
-from gerl.config.algorithms import Needs
 from gerl.config.blocks import NodeStdKind, SamplingConfig
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
@@ -23,15 +23,12 @@ from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.seeding import derive_seed
 
 
+@requires(tree=True, single_images=True)
 @dataclass(frozen=True)
 class TreeConfig(PolicyGradientConfig, TrajectoryClipConfig):
     """Keys of algorithms whose images share the beginning of a trajectory."""
 
     branch_factor: int = main_key(2, "children of a node of a tree", low=2)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, tree=True, single_images=True)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         super().check_sampling(sampling)
@@ -84,17 +81,33 @@ class BranchGRPOConfig(TreeConfig):
 
 
 @dataclass(frozen=True)
+class TreeGRPOConfig(BranchGRPOConfig):
+    """Keys of BranchGRPO, except that `split_steps` may be null."""
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        if self.split_steps is None:
+            if sampling.window_size is None or sampling.window_per == "group":
+                raise ConfigError(
+                    "algorithm.split_steps=null: trees split at the steps of a window; set a sampling.window_size "
+                    "and window_per=step"
+                )
+            sampling = replace(sampling, window_size=None, window_schedule="random")  # windows are allowed here
+        super().check_sampling(sampling)
+
+    def check_splits(self, sampling: SamplingConfig) -> None:
+        if self.split_steps is not None:
+            super().check_splits(sampling)
+
+
+@dataclass(frozen=True)
 class TempFlowGRPOConfig(WeightedConfig, TreeConfig, NormalisedConfig):
     """Keys of TempFlow-GRPO."""
 
 
+@requires(tree=True)
 @dataclass(frozen=True)
 class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
     """Keys of DenseGRPO."""
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, tree=True)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         super().check_sampling(sampling)
@@ -110,10 +123,8 @@ class DenseGRPOConfig(WeightedConfig, TrajectoryClipConfig, NormalisedConfig):
 # A trajectory splits into `branch_factor` children at each of `split_steps`; the children share the prefix, computed
 # once, and sample their own noise from there on. A node's reward is the mean of its leaves; its advantage compares it
 # with the nodes of the same depth and prompt, and credits the steps up to the next split. Every edge is trained once.
-#
-# At a split the noise level is multiplied by `split_noise`, so that the children and their rewards differ. The recorded
-# step, mean and log-probability have this noise level; the published code scales only the sampled noise, which makes
-# its ratios wrong. TreeGRPO (`contrib/tree_grpo.py`) is a variant.
+# The published code raises only the sampled noise at a split, which makes its ratios wrong; here mean and
+# log-probability have the noise level of `split_noise` too.
 
 
 class BranchGRPO(PolicyGradient):
@@ -177,15 +188,31 @@ class BranchGRPO(PolicyGradient):
         return by_depth.clamp(-settings.advantage_clip, settings.advantage_clip)[:, depth_of]
 
 
+# --- TreeGRPO (arXiv 2512.08153): BranchGRPO with noise only in a window of steps, and a split at each of them.
+#
+# Leaf advantages are normalised over all leaves of a prompt; a node has the mean of its leaves (`node_std: leaves`).
+# The paper weighs a node's children by their densities; here they count equally, since they are sampled from these.
+
+
+class TreeGRPO(BranchGRPO):
+    """TreeGRPO; trees split at the steps of the trainer step's window."""
+
+    names = "tree_grpo"
+    settings: TreeGRPOConfig
+
+    def splits(self, step: int) -> list[int]:
+        return list(sde_window(self.config, step)) if self.settings.split_steps is None else super().splits(step)
+
+    def stochastic_steps(self, step: int) -> tuple[int, int]:
+        splits = self.splits(step)
+        return (splits[0], splits[-1] + 1) if self.settings.split_steps is None else super().stochastic_steps(step)
+
+
 # --- TempFlow-GRPO (arXiv 2508.04324): a step is credited with rewards of images that differ only in this step.
 #
 # Each of `rollout.n` deterministic trajectories of a prompt has `branch_factor` branches at every step: one stochastic
-# step, then deterministic ones. The advantages of step k compare the branches at k, so the reward is that of the step,
-# not of the whole trajectory. Steps with more noise explore more and have larger weights:
-# `timestep_weights: std` gives w_k = std_k / mean(std).
-#
-# Branches share the prefix of their trajectory: n trajectories of T steps cost n (T - 1 + branch_factor T (T -
-# 1) / 2) denoiser evaluations and n branch_factor (T - 1) scored images.
+# step, then deterministic ones. The advantages of step k compare the branches at k. n trajectories of T steps cost
+# n (T - 1 + branch_factor T (T - 1) / 2) denoiser evaluations and n branch_factor (T - 1) scored images.
 
 
 class TempFlowGRPO(PolicyGradient):
@@ -196,8 +223,7 @@ class TempFlowGRPO(PolicyGradient):
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
         size = max(1, self.config.rollout.micro_batch_size // self.settings.branch_factor)
-        roots = micro_batches(samples, size)
-        return [self._task(first_id + i, chunk) for i, chunk in enumerate(roots)]
+        return [self._task(first_id + i, chunk) for i, chunk in enumerate(micro_batches(samples, size))]
 
     def _task(self, number: int, roots: list[Sample]) -> RolloutTask:
         (first, end), factor = self.config.sampling.steps_range, self.settings.branch_factor
@@ -205,18 +231,10 @@ class TempFlowGRPO(PolicyGradient):
         branches: list[Segment] = []
         for k in range(first, end):
             children = [(row, self._leaf(root, k, j)) for row, root in enumerate(roots) for j in range(factor)]
-            position = len(leaves)
+            places = tuple(range(len(leaves), len(leaves) + len(children)))
+            rows, seeds = tuple(row for row, _ in children), tuple(leaf.seed for _, leaf in children)
+            branches.append(Segment(seeds, places, (k,), (k,), parent=0, rows=rows, start=k))
             leaves += [leaf for _, leaf in children]
-            segment = Segment(
-                seeds=tuple(leaf.seed for _, leaf in children),
-                leaves=tuple(range(position, len(leaves))),
-                window=(k,),
-                trained=(k,),
-                parent=0,
-                rows=tuple(row for row, _ in children),
-                start=k,
-            )
-            branches.append(segment)
         trunk = Segment(tuple(r.seed for r in roots), branches[0].leaves[::factor], (), (), stop=end - 1)
         return RolloutTask(number, leaves, (trunk, *branches))
 
@@ -235,28 +253,16 @@ class TempFlowGRPO(PolicyGradient):
 #
 # The value of latents is the reward of the image that the deterministic sampler makes from them, `V(x_k) = R(ode(x_k))`
 # (equations 8 and 9), and the credit of the step from `x_k` to `x_{k+1}` is its gain, `dR_k = V(x_{k+1}) - V(x_k)`
-# (equation 7), in place of the reward of the whole trajectory. That is the advantage of one step with `V` as the
-# critic: since `V(x_k)` is fixed before the noise of step k is sampled, subtracting it keeps the expected gradient and
-# removes the effect of the initial noise and of earlier steps. Gains are normalised over the images of a prompt, per
-# step (equation 10). The gains of a trajectory sum to its reward minus that of the image of its first latents without
-# noise.
+# (equation 7), normalised over the images of a prompt, per step (equation 10). Since `V(x_k)` is fixed before the noise
+# of step k is sampled, subtracting it keeps the expected gradient.
 #
 # The trajectory is a trunk with a deterministic branch before each stochastic step, and a last one, which yields the
-# trajectory's own image. Branches share the prefix up to and including the step at which they leave: without a window a
-# trajectory of T steps costs T + T (T - 1) / 2 denoiser evaluations and T scored images.
-#
-# Gains are differences of rewards on one scale, so all images of a prompt are one group: one without a reward drops the
-# group, and `normalise` of a scorer applies to all.
-#
-# The paper's noise level per step, calibrated until gains are as often positive as negative, is not implemented: its
-# initial level and the numbers of images and iterations are not given.
+# trajectory's own image. Without a window T steps cost T + T (T - 1) / 2 denoiser evaluations and T scored images.
+# Gains are differences of rewards on one scale, so all images of a prompt are one group.
 
 
 class DenseGRPO(PolicyGradient):
-    """`rollout.n` trajectories per prompt, each with the images of the latents before and after its trained steps.
-
-    The images of a trajectory have consecutive `index`, in the order of the steps, and share its credit.
-    """
+    """`rollout.n` trajectories per prompt; the images of each, in the order of the steps, have consecutive `index`."""
 
     names = "dense_grpo"
     settings: DenseGRPOConfig
@@ -280,18 +286,11 @@ class DenseGRPO(PolicyGradient):
             for root in roots
         ]
         rows = tuple(range(len(roots)))
-        branches = [
-            Segment(
-                seeds=tuple(images[j * len(roots) + r].seed for r in rows),
-                leaves=tuple(j * len(roots) + r for r in rows),
-                window=(),
-                trained=(),
-                parent=0,
-                rows=rows,
-                start=k,
-            )
-            for j, k in enumerate(forks)
-        ]
+        branches = []
+        for j, k in enumerate(forks):
+            places = tuple(range(j * len(roots), (j + 1) * len(roots)))
+            seeds = tuple(images[i].seed for i in places)
+            branches.append(Segment(seeds, places, (), (), parent=0, rows=rows, start=k))
         return replace(task, samples=images, segments=(replace(trunk, stop=forks[-1]), *branches))
 
     def credit(self, rewards: Rewards) -> torch.Tensor:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import diffusers
@@ -13,12 +14,12 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 from diffusers.models.attention_processor import Attention
-from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
 from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
-from gerl.model.lora import remove_lora
+from gerl.model.lora import adapted_layers, remove_lora
 
 # --- Find the denoisers among a pipeline's components, and check whether a loaded one can be trained
 
@@ -30,9 +31,8 @@ TIMESTEP = re.compile(r"(^|_)(t|time|timesteps?|sigmas?|noise_level)(_|$)")  # a
 def find_denoisers(pipe: DiffusionPipeline) -> dict[str, ModelMixin]:
     """Return the components that get a LoRA, by name: diffusers models with repeated blocks that take a timestep.
 
-    The blocks must have linear layers (a vocoder's have none); autoencoders and ControlNets are excluded. A pipeline
-    may have several: Wan 2.2 has one for high and one for low noise levels, Ideogram 4 one for the conditional and one
-    for the unconditional prediction. Raises `ModelError` if there is none.
+    The blocks must have linear layers (a vocoder's have none). There may be several: Wan 2.2 has one for high and one
+    for low noise levels. Raises `ModelError` if there is none.
     """
     for name, component in pipe.components.items():
         if hasattr(component, "_orig_mod"):
@@ -80,7 +80,7 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights on loading: give the path instead")
     for name, denoiser in find_denoisers(pipe).items():
-        adapted = [layer for layer in denoiser.modules() if isinstance(layer, BaseTunerLayer)]
+        adapted = adapted_layers([denoiser])
         names = [set(layer._all_available_adapter_names()) - set(layer.merged_adapters) for layer in adapted]
         if adapted and not any(names) and all(layer.merged for layer in adapted):  # left behind by `pipe.fuse_lora()`
             logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
@@ -102,11 +102,8 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
 
 
 def check_plain(name: str, denoiser: torch.nn.Module) -> None:
-    """Raise `ModelError` if `denoiser`, the component `name`, has adapters, fused projections or caches.
-
-    A LoRA trained on it would not fit a plain pipeline.
-    """
-    adapters = [type(m).__module__ for m in denoiser.modules() if isinstance(m, BaseTunerLayer)]
+    """Raise `ModelError` for adapters, fused projections or caches, with which no LoRA fits a plain pipeline."""
+    adapters = [type(layer).__module__ for layer in adapted_layers([denoiser])]
     if kinds := sorted({name.split(".")[2] for name in adapters if name.startswith("peft.tuners.")}):
         raise ModelError(
             f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
@@ -133,20 +130,17 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:
     """Whether the model has a PEFT adapter of any kind."""
-    return any(isinstance(module, BaseTunerLayer) for module in denoiser.modules())
+    return bool(adapted_layers([denoiser]))
 
 
 # --- Denoisers without weights, whose layers are known before anything is loaded
 
 
 def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) -> ModelMixin:
-    """Build the component `name` of the pipeline in `folder` from its configuration, on the meta device.
-
-    `index`: its model_index.json, read if not given. Raises `ModelError` if the pipeline has no such diffusers model.
-    """
+    """Build the component `name` of a pipeline on the meta device; `index`: its model_index.json, else it is read."""
     entries = DiffusionPipeline.load_config(folder) if index is None else index
-    kind = model_class(entries.get(name))
-    if kind is None:
+    kind = component_class(entries.get(name))
+    if kind is None or not issubclass(kind, ModelMixin):
         raise ModelError(f"the pipeline in {folder} has no {name} that is a diffusers model")
     with accelerate.init_empty_weights():
         return kind.from_config(kind.load_config(folder, subfolder=name))
@@ -158,20 +152,21 @@ def skeletons(folder: str) -> dict[str, ModelMixin] | None:
     parts = [name for name, entry in index.items() if isinstance(entry, list)]
     if "_class_name" in parts or any(list((Path(folder) / name).glob("*.py")) for name in parts):
         return None
-    kinds = {name: model_class(entry) for name, entry in index.items()}
+    kinds = {name: component_class(entry) for name, entry in index.items()}
     return {
         name: skeleton(folder, name, index)
         for name, kind in kinds.items()
-        if kind is not None and not hasattr(kind, "decode")
+        if kind is not None and issubclass(kind, ModelMixin) and not hasattr(kind, "decode")
     }
 
 
-def model_class(entry: object) -> type[ModelMixin] | None:
-    """Return the diffusers model class of a model_index.json entry `[library, class]`; None for others."""
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != "diffusers":
+def component_class(entry: object) -> type[Any] | None:
+    """Return the model class of a model_index.json entry `[library, class]`, of diffusers or transformers, or None."""
+    if not isinstance(entry, list) or len(entry) != 2:
         return None
-    kind = getattr(diffusers, str(entry[1]), None)
-    return kind if isinstance(kind, type) and issubclass(kind, ModelMixin) else None
+    library = {"diffusers": diffusers, "transformers": transformers}.get(str(entry[0]))
+    kind = getattr(library, str(entry[1]), None)
+    return kind if isinstance(kind, type) and issubclass(kind, ModelMixin | PreTrainedModel) else None
 
 
 @contextlib.contextmanager
@@ -217,9 +212,8 @@ def relay_warnings() -> None:
         library.logging.disable_default_handler()
         known = logging.getLogger(library.__name__)
         known.propagate = False
-        for handler in [handler for handler in known.handlers if isinstance(handler, _Relay)]:
-            known.removeHandler(handler)  # left by an earlier run in this process
-        known.addHandler(_Relay())
+        # without that of an earlier run in this process
+        known.handlers = [*(handler for handler in known.handlers if not isinstance(handler, _Relay)), _Relay()]
 
 
 def quiet_libraries() -> None:

@@ -43,13 +43,11 @@ class MemoryFull(ModelError):
 
 
 def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str, object]) -> None:
-    """Raise `CallRefused` if `pipe` raised `error` about its call; `given`: the call's arguments by configuration key.
-
-    Does nothing for errors of gerl code that runs within the call, compiler errors and full memory.
-    """
+    """Raise `CallRefused` if `pipe` itself raised `error`; `given`: the call's arguments by configuration key."""
     if isinstance(error, GerlError) or is_full(error) or _is_of_compiler(error) or not _is_of_pipeline(error, pipe):
         return
-    arguments = ", ".join(f"{name}={_short(value)}" for name, value in given.items())
+    texts = {name: repr(value) for name, value in given.items()}
+    arguments = ", ".join(f"{name}={t if len(t) <= 60 else t[:57] + '...'}" for name, t in texts.items())
     raise CallRefused(
         f"{type(pipe).__name__} fails with these arguments ({type(error).__name__}: {_words(error)}): correct the one "
         f"it names among {arguments}"
@@ -57,10 +55,7 @@ def raise_refusal(error: Exception, pipe: DiffusionPipeline, given: Mapping[str,
 
 
 def raise_known(error: Exception, phase: Phase, images: int | None = None) -> None:
-    """Raise `MemoryFull` for full memory and `ModelError` for a compiler error; do nothing for other errors.
-
-    `images`: number of images in the micro-batch.
-    """
+    """Raise `MemoryFull` for full memory and `ModelError` for a compiler error; `images`: of the micro-batch."""
     if is_full(error):
         traceback.clear_frames(error.__traceback__)  # frames hold tensors, and the next call needs the memory
         what = {"loading": "the model", "update": "the update"}.get(phase, f"the {phase} of {images} images")
@@ -104,9 +99,8 @@ def release(error: BaseException) -> None:
 
 def is_full(error: BaseException) -> bool:
     """Whether an error means that GPU memory or main memory is full."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and FULL.search(str(error)) is not None
+    by_text = isinstance(error, RuntimeError) and FULL.search(str(error)) is not None
+    return by_text or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _is_of_compiler(error: BaseException | None) -> bool:
@@ -118,9 +112,8 @@ def _is_of_pipeline(error: BaseException, pipe: DiffusionPipeline) -> bool:
     if isinstance(error, TypeError) and "__call__()" in str(error):  # an error of the caller of the pipeline
         return True
     pipelines = {*LIBRARIES, *(kind.__module__.split(".")[0] for kind in type(pipe).__mro__)} - {"builtins", "gerl"}
-    modules = [
-        str(frame.f_globals.get("__name__")).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
-    ]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
     return next((module in pipelines for module in reversed(modules) if module in {"gerl", *pipelines}), False)
 
 
@@ -129,8 +122,3 @@ def _words(error: BaseException) -> str:
     text = reason(error) if isinstance(error, Exception) else type(error).__name__
     text = " ".join(re.split(r"(?<=[a-z\d)])\. +(?=[A-Z])", text.split(" Exception raised from ")[0])[:2])
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

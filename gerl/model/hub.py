@@ -1,8 +1,10 @@
 """Pipelines and LoRAs from the Hugging Face Hub: downloads into its cache, and readable errors."""
 
+import contextlib
 import errno
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
@@ -38,12 +40,9 @@ class Downloads:
 def cache_bytes() -> int:
     """Return the size in bytes of the files in the Hub's cache, including incomplete ones."""
     total = 0
-    for folder, _, files in os.walk(constants.HF_HUB_CACHE):
-        for file in files:
-            try:
-                found = os.lstat(os.path.join(folder, file))
-            except OSError:  # renamed in the meantime
-                continue
+    for name in (os.path.join(folder, file) for folder, _, files in os.walk(constants.HF_HUB_CACHE) for file in files):
+        with contextlib.suppress(OSError):  # renamed in the meantime
+            found = os.lstat(name)
             total += min(found.st_size, 512 * found.st_blocks) if hasattr(found, "st_blocks") else found.st_size
     return total
 
@@ -62,44 +61,42 @@ def fetch(path: str) -> str:
     from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
     unreached = _unreached(path)
-    try:
-        if unreached is not None:
-            folder = DiffusionPipeline.download(path, local_files_only=True)
-            if not isinstance(unreached, OfflineModeIsEnabled):
-                logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
-        else:
+    with _readable(path, unreached, "model.path"):
+        if unreached is None:
             with waiting(f"fetching {path} from {constants.ENDPOINT}", Downloads()):
-                folder = DiffusionPipeline.download(path)
-    except GerlError:
-        raise
-    except Exception as error:  # errors of the network, the disk, the Hub and diffusers have no common base class
-        if "trust_remote_code" in str(error):
-            raise ModelError(refusal_of_code(path)) from error
-        raise ModelError(_sentence(path, error, unreached)) from error
+                return str(DiffusionPipeline.download(path))
+        folder = DiffusionPipeline.download(path, local_files_only=True)
+        if not isinstance(unreached, OfflineModeIsEnabled):
+            logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
     return str(folder)
 
 
 def fetch_lora(source: str) -> Path:
-    """Download a LoRA and return its folder or file in the Hub's cache; `source` is `owner/name[/path inside]`.
-
-    Fetches safetensors files and PEFT configurations. Raises `ModelError`, also if the repository is a pipeline.
-    """
+    """Return file or folder of the LoRA `owner/name[/path inside]`, downloaded into the cache. Raises `ModelError`."""
     owner, name, *inside = source.split("/")
     repository, file = f"{owner}/{name}", "/".join(inside)
     wanted = [file, f"{file}/*"] if file else ["*.safetensors", "*adapter_config.json"]
     unreached = _unreached(repository)
-    try:
+    with _readable(repository, unreached, "model.lora"):
         if unreached is None:
             files = {entry.rfilename for entry in model_info(repository, timeout=PATIENCE).siblings or []}
             if not file and INDEX in files:
                 raise ModelError(f"model.lora={source!r} is a pipeline, not a LoRA: use it as model.path")
         with waiting(f"fetching {source} from {constants.ENDPOINT}", Downloads()):
             folder = snapshot_download(repository, allow_patterns=wanted, local_files_only=unreached is not None)
+    return Path(folder) / file
+
+
+@contextlib.contextmanager
+def _readable(path: str, unreached: Exception | None, key: str) -> Iterator[None]:
+    """Convert errors of a download into `ModelError`; `unreached`: that of reaching the Hub, if any."""
+    try:
+        yield
     except GerlError:
         raise
-    except Exception as error:  # see `fetch`
-        raise ModelError(_sentence(repository, error, unreached, "model.lora")) from error
-    return Path(folder) / file
+    except Exception as error:  # errors of the network, the disk, the Hub and diffusers have no common base class
+        code = "trust_remote_code" in str(error)
+        raise ModelError(refusal_of_code(path) if code else _sentence(path, error, unreached, key)) from error
 
 
 def refusal_of_code(path: str) -> str:
@@ -111,10 +108,7 @@ def refusal_of_code(path: str) -> str:
 
 
 def _unreached(path: str) -> Exception | None:
-    """Return the error if the Hub cannot be reached for `path`, else None.
-
-    Sends a single request, since a download would retry for a long time.
-    """
+    """Return the error of a single request for `path`, if any: a download would retry for a long time."""
     try:
         model_info(path, timeout=PATIENCE)
     except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
@@ -122,7 +116,7 @@ def _unreached(path: str) -> Exception | None:
     return None
 
 
-def _sentence(path: str, error: Exception, unreached: Exception | None, key: str = "model.path") -> str:
+def _sentence(path: str, error: Exception, unreached: Exception | None, key: str) -> str:
     """Return cause and remedy if the value of `key` is neither in the cache nor on the Hub."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     given = f"{key}={path!r}"

@@ -35,11 +35,8 @@ class ImageLatents:
         """Return the clean latents `[B, ...]` fp32 of the files, and the encoded images `[B, H, W, 3]` uint8.
 
         `call`: the pipeline arguments for a single sample, which determine the size. An image is resized to that size
-        on its shorter side and center-cropped on the longer one.
-
-        Raises:
-            ModelError: the mapping from the pipeline's latents to its VAE is unknown, or the VAE overflows.
-            DataError: a file cannot be read.
+        on its shorter side and center-cropped on the longer one. Raises `ModelError` if the mapping from the pipeline's
+        latents to its VAE is unknown, or the VAE overflows, and `DataError` if a file cannot be read.
         """
         # what determines the latents' shape: all arguments except the prompt; of images only their sizes
         others = {name: getattr(value, "size", value) for name, value in sorted(call.items()) if "prompt" not in name}
@@ -49,10 +46,8 @@ class ImageLatents:
             self.sizes[shape], self.inverses[shape] = _size(pipe, call, inverse), inverse
         inverse, (height, width) = self.inverses[shape], self.sizes[shape]
         images = [fitted(read_picture(path), height, width) for path in paths]
-        found = [
-            inverse.of(self._encoded(pipe, path, image, len(inverse.shape)))
-            for path, image in zip(paths, images, strict=True)
-        ]
+        named = zip(paths, images, strict=True)
+        found = [inverse.of(self._encoded(pipe, path, image, len(inverse.shape))) for path, image in named]
         return torch.cat(found), np.stack(images)
 
     def _encoded(self, pipe: DiffusionPipeline, path: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
@@ -88,10 +83,7 @@ def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 @torch.no_grad()
 def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generator: torch.Generator) -> torch.Tensor:
-    """Encode an image `[H, W, 3]` uint8 with the VAE of `pipe`, in the form that the pipeline passes to its decoder.
-
-    `dimensions`: 5 for video VAEs.
-    """
+    """Encode an image `[H, W, 3]` uint8 to what the pipeline passes to its decoder; `dimensions`: 5 for video VAEs."""
     vae = pipe.vae
     encoder = getattr(vae, "encoder", None)
     dtype = next((p.dtype for p in encoder.parameters()), vae.dtype) if encoder is not None else vae.dtype
@@ -99,10 +91,8 @@ def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generat
     x = (pixels.float() / 127.5 - 1).to(dtype)
     output = vae.encode(x[:, :, None] if dimensions == 5 else x)
     if hasattr(output, "latent_dist"):
-        sample: torch.Tensor = output.latent_dist.sample(generator)
-        return sample
-    latents: torch.Tensor = output.latents if hasattr(output, "latents") else output.latent
-    return latents
+        return output.latent_dist.sample(generator)
+    return output.latents if hasattr(output, "latents") else output.latent
 
 
 def _size(pipe: DiffusionPipeline, call: Mapping[str, object], inverse: Inverse) -> tuple[int, int]:

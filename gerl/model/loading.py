@@ -49,17 +49,16 @@ def read_pipeline(
 ) -> DiffusionPipeline:
     """Load the pipeline of a Hub id or folder on the CPU with diffusers, quantised according to `config`.
 
-    `masters`: load its denoisers in fp32, independent of `dtype`. `unread`: receives the weights of components in
-    `config.shard` that can stay in their files for now. `late`: load text encoders on first use. Python code listed in
-    a local model_index.json is run. Raises `ModelError` if there is no such pipeline, if it cannot be quantised, or if
-    a Hub id would run code.
+    `masters`: load its denoisers in fp32. `unread`: receives the weights of components in `config.shard` that stay in
+    their files for now. `late`: load text encoders on first use. Python code listed in a local model_index.json is run.
+    Raises `ModelError` for a pipeline that does not exist or cannot be quantised, and for code from the Hub.
     """
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return offered
-    given = resolve(path)
-    own = Path(given).is_dir()
+    source = resolve(path)
+    own = Path(source).is_dir()
     with _loading(path):
-        folder = given if own else fetch(given)
+        folder = source if own else fetch(source)
         index = DiffusionPipeline.load_config(folder)
         code = own_code(Path(folder), index) if own else []
         if code:
@@ -79,10 +78,8 @@ def read_pipeline(
             known = skeletons(folder)
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
-        left_out = {**models, **dict.fromkeys(encoders)}
-        pipe = kind.from_pretrained(
-            folder, dtype=dtypes, trust_remote_code=bool(code), quantization_config=quantised, **left_out
-        )
+        given = {**models, **dict.fromkeys(encoders), "quantization_config": quantised}
+        pipe = kind.from_pretrained(folder, dtype=dtypes, trust_remote_code=bool(code), **given)
     for name, encoder in encoders.items():
         setattr(pipe, name, encoder)
     return pipe
@@ -103,17 +100,15 @@ def _loading(path: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(refusal_of_code(path)) from None
-        raise ModelError(
-            f"model.path={path!r} cannot be loaded as a diffusers pipeline: {first_line(error)}"
-        ) from error
+        given = f"model.path={path!r}"
+        raise ModelError(f"{given} cannot be loaded as a diffusers pipeline: {first_line(error)}") from error
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:
     """Check the configuration before weights are loaded; a Hub pipeline is fetched into the cache.
 
-    `context`: number of context-parallel ranks. Raises `ModelError` if there is no such pipeline, if it does not accept
-    the arguments of `sampling`, cannot have the LoRA of `config.lora`, has none of the weights of `config.train`, or
-    cannot split its tokens; `ConfigError` for an unknown compiler backend.
+    `context`: number of context-parallel ranks. Raises `ModelError` if pipeline, `sampling`, `config.lora`,
+    `config.train` or `context` do not fit each other; `ConfigError` for an unknown compiler backend.
     """
     check_backend(config.compile)
     relay_warnings()
@@ -140,27 +135,19 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:
-    """Return the Python files in the pipeline's folder named by `index`, its model_index.json, as relative paths.
-
-    They are `MODULE.py` for a `_class_name` `[MODULE, CLASS]`, and `COMPONENT/MODULE.py` for a component `[MODULE,
-    CLASS]`. Raises `ModelError` if the pipeline's file is missing.
-    """
+    """Return a pipeline's Python files, `MODULE.py` and `COMPONENT/MODULE.py`, that its model_index.json names."""
     modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
-    pipeline = modules.pop("_class_name", None)
+    main = [f"{modules.pop('_class_name')}.py"] if "_class_name" in modules else []
+    if main and not (folder / main[0]).is_file():
+        raise ModelError(f"{folder}/model_index.json: the pipeline's class must be in {main[0]}, which is missing")
     files = [f"{name}/{module}.py" for name, module in modules.items()]
-    found = [file for file in files if (folder / file).is_file()]
-    if pipeline is None:
-        return found
-    if not (folder / f"{pipeline}.py").is_file():
-        raise ModelError(f"{folder}/model_index.json: the pipeline's class must be in {pipeline}.py, which is missing")
-    return [f"{pipeline}.py", *found]
+    return main + [file for file in files if (folder / file).is_file()]
 
 
 def precision(config: ModelConfig, device: str) -> torch.dtype:
     """Return the dtype of `config.dtype` on `device`."""
     auto = "bfloat16" if device.startswith("cuda") else "float32"
-    dtype: torch.dtype = getattr(torch, auto if config.dtype == "auto" else config.dtype)
-    return dtype
+    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
 def load_pipeline(
@@ -173,10 +160,9 @@ def load_pipeline(
 ) -> DiffusionPipeline:
     """Load the pipeline on `device`, frozen, in eval mode and with a scheduler that has a transition kernel.
 
-    Weights are in `config.dtype` or quantised, except layers that a model class keeps in fp32 and VAE decoders (see
-    `decode_in_fp32`), and include a LoRA that `config` merges. `to_shard`: components in `config.shard` stay on the
-    CPU. `masters`: denoisers stay on the CPU in fp32. `unread`, `late`: see `read_pipeline`. Raises `ModelError` if
-    `config.path` cannot be loaded or has no denoiser, `ConfigError` for a missing package.
+    Weights are in `config.dtype` or quantised, except layers kept in fp32 and VAE decoders (`decode_in_fp32`).
+    `to_shard`: components in `config.shard` stay on the CPU. `masters`: denoisers stay there in fp32. `unread`, `late`:
+    see `read_pipeline`. Raises `ModelError` if there is no denoiser, `ConfigError` for a missing package.
     """
     dtype = precision(config, device)
     check_quantisation(config, device)
@@ -235,10 +221,9 @@ def load_policy(
 ) -> Policy:
     """Load the pipeline and its trained parameters: a LoRA, identical on all workers with equal `seed`, or weights.
 
-    `mesh`: the ranks that share the frozen weights of `config.shard`; None: weights are not sharded. `context`: the
-    ranks that split the tokens of a call, see `divide_context`. `late`: see `read_pipeline`. The LoRA starts from
-    `config.lora`, unless that is merged. `teachers`: the caller loads those with a pipeline of their own. Raises
-    `ModelError` as `load_pipeline` does, and if a denoiser does not support the LoRA.
+    `mesh`: the ranks that share the frozen weights of `config.shard`. `context`: those that split the tokens of a call.
+    `late`: see `read_pipeline`. `teachers`: the caller loads those with a pipeline of their own. Raises `ModelError` as
+    `load_pipeline` does, and if a denoiser does not support the LoRA.
     """
     if config.train != "lora":
         policy = _load_whole(config, ema_decay, device, mesh, late)
@@ -251,16 +236,12 @@ def load_policy(
     read = read_teachers(teachers, denoisers)
     lora: dict[str, torch.nn.Parameter] = {}
     for name, denoiser in denoisers.items():
-        added = add_lora(
-            denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, derive_seed("lora", seed, name)
-        )
+        own = derive_seed("lora", seed, name)
+        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, own)
         for p in added.values():  # of a block that is on the CPU until it runs
             p.data = p.data.to(device)
         lora |= {f"{name}.{key}": p for key, p in added.items()}
-        if config.gradient_checkpointing:
-            _checkpoint_gradients(denoiser)
-        if config.compile is not None:
-            compile_blocks(denoiser, config.compile)
+        _checkpoint_and_compile(denoiser, config)
     begin_with(start, denoisers)
     check_loads(lora_file(denoisers), denoisers)
     if start:
@@ -274,13 +255,8 @@ def load_policy(
         check_context(pipe.components, denoisers, context.size())
         divide_context(denoisers, context)
     if mesh is not None:
-        shard(
-            sharded_components(pipe, denoisers, config.shard),
-            {*lora.values(), *teachers_parameters(denoisers).values()},
-            mesh,
-            unread,
-            config.offload == "blocks",
-        )
+        whole = {*lora.values(), *teachers_parameters(denoisers).values()}
+        shard(sharded_components(pipe, denoisers, config.shard), whole, mesh, unread, config.offload == "blocks")
     assert not unread, "weights were left in their files"
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint, teachers=taught_by)
 
@@ -295,10 +271,7 @@ def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: Device
     for p in parameters_of(denoisers, names).values():
         p.requires_grad_()
     for denoiser in denoisers.values():
-        if config.gradient_checkpointing:
-            _checkpoint_gradients(denoiser)
-        if config.compile is not None:
-            compile_blocks(denoiser, config.compile)
+        _checkpoint_and_compile(denoiser, config)
     fingerprint = weights_fingerprint(denoisers)
     if mesh is not None:
         others = sharded_components(pipe, denoisers, config.shard)
@@ -332,21 +305,22 @@ def replaced_scheduler(pipe: DiffusionPipeline, path: str) -> str | None:
     return None if own in (None, type(pipe.scheduler).__name__) else str(own)
 
 
-def _checkpoint_gradients(denoiser: ModelMixin) -> None:
-    try:
-        denoiser.enable_gradient_checkpointing()
-    except ValueError as error:
-        raise ModelError(f"model.gradient_checkpointing=true: {error}") from None
+def _checkpoint_and_compile(denoiser: ModelMixin, config: ModelConfig) -> None:
+    if config.gradient_checkpointing:
+        try:
+            denoiser.enable_gradient_checkpointing()
+        except ValueError as error:
+            raise ModelError(f"model.gradient_checkpointing=true: {error}") from None
+    if config.compile is not None:
+        compile_blocks(denoiser, config.compile)
 
 
 def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None = None) -> str:
     """Return a digest of names, shapes and some values of the base weights, which identifies the model."""
     files = unread or {}
     digest = hashlib.sha256()
-    for denoiser in denoisers.values():
-        for name, p in denoiser.named_parameters():
-            if "lora_" in name:
-                continue
+    for name, p in (named for denoiser in denoisers.values() for named in denoiser.named_parameters()):
+        if "lora_" not in name:
             head = files[p].leading(256) if p in files else leading_values(p, 256)
             digest.update(f"{name}{tuple(p.shape)}".encode() + head.numpy().tobytes())
     return digest.hexdigest()
@@ -356,11 +330,7 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
 
 
 def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
-    """Check the teachers before weights are loaded; those on the Hub are fetched into the cache.
-
-    Raises `ModelError` for a LoRA that cannot be read or does not fit, and for a pipeline that does not exist, differs
-    in class from `config`'s, or does not accept a teacher's arguments.
-    """
+    """Check the teachers before weights are loaded; those on the Hub are fetched. Raises `ModelError`."""
     folder, own = _found(config.path)
     kind = getattr(diffusers, own, None) if own is not None else None
     for teacher in teachers:
@@ -399,10 +369,7 @@ def _check_class(path: str, found: str | None, expected: str | None) -> None:
 
 
 def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: DeviceMesh | None) -> None:
-    """Load the pipelines of `policy`'s teachers, each once, and log the teachers.
-
-    `mesh`: as for `load_policy`. Raises `ModelError` as `load_teacher` does.
-    """
+    """Load and log the pipelines of `policy`'s teachers, each once; `mesh`: as for `load_policy`."""
     paths = dict.fromkeys(t.teacher.path for t in policy.teachers if t.teacher.path is not None)
     pipes = {path: load_teacher(path, config, policy.pipe, device, mesh) for path in paths}
     policy.teachers = [t if t.teacher.path is None else replace(t, pipe=pipes[t.teacher.path]) for t in policy.teachers]
@@ -415,10 +382,7 @@ def load_teachers(policy: Policy, config: ModelConfig, device: str, mesh: Device
 def load_teacher(
     path: str, config: ModelConfig, student: DiffusionPipeline, device: str, mesh: DeviceMesh | None
 ) -> DiffusionPipeline:
-    """Load a teacher's pipeline with the student's `config` and noise levels.
-
-    Raises `ModelError` as `load_pipeline` does, and for another class or prediction type.
-    """
+    """Load a teacher with the student's `config` and noise levels. Raises `ModelError` if it differs in kind."""
     try:
         own = replace(config, path=path, lora=None, merge_lora=False, train="lora", compile=None)
         pipe = load_pipeline(own, device, to_shard=mesh is not None)
@@ -436,7 +400,6 @@ def load_teacher(
     # the student's scheduler: the latents have the student's noise levels
     pipe.scheduler = copy.deepcopy(expected)
     if mesh is not None:
-        shard(
-            sharded_components(pipe, find_denoisers(pipe), config.shard), set(), mesh, None, config.offload == "blocks"
-        )
+        parts = sharded_components(pipe, find_denoisers(pipe), config.shard)
+        shard(parts, set(), mesh, on_cpu=config.offload == "blocks")
     return pipe

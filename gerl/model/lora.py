@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,13 +39,13 @@ from gerl.utils.tensors import pack_tensors
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in a class name
 ADAPTER = "default"  # peft's name of the trained LoRA
+Parameters = dict[str, torch.nn.Parameter]  # by name
 
 
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
     """Return the names of the attention and feed-forward linear layers in the repeated blocks of `denoiser`.
 
-    A repeated block is an entry of a `ModuleList` that contains a module with "attention" in its class name; if no
-    entry does, all entries count.
+    Those are entries of a `ModuleList` that contain a module with "attention" in its class name, else all entries.
     """
     modules = dict(denoiser.named_modules())
     entries = {name for name in modules if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.ModuleList)}
@@ -55,9 +55,8 @@ def default_targets(denoiser: torch.nn.Module) -> list[str]:
     def is_target(name: str) -> bool:
         *above, _ = _path(name)
         # torch's attention reads the weights of its linear layers directly, bypassing `forward` and hence a LoRA
-        inert = any(
-            "Resnet" in type(modules[a]).__name__ or isinstance(modules[a], torch.nn.MultiheadAttention) for a in above
-        )
+        outer = [modules[name] for name in above]
+        inert = any("Resnet" in type(m).__name__ or isinstance(m, torch.nn.MultiheadAttention) for m in outer)
         return not inert and not blocks.isdisjoint(above) and not NOT_TRAINED.search(name)
 
     return [name for name in linear_layers(denoiser) if is_target(name)]
@@ -74,10 +73,9 @@ def linear_layers(model: torch.nn.Module) -> list[str]:
 
 
 def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
-    """Return the names of the linear layers of `denoiser` that get a LoRA. Raises `ModelError` if there are none.
+    """Return the linear layers that get a LoRA, by `pattern` or `default_targets`. Raises `ModelError` if none do.
 
-    `pattern`: regular expression searched in the layers' names; None: `default_targets`. Layers that a plain model of
-    the class lacks (an IP-Adapter's, fused projections) are left out, since a plain pipeline could not load their LoRA.
+    Layers that a plain model lacks (an IP-Adapter's, fused projections) are left out: it could not load their LoRA.
     """
     linear = linear_layers(denoiser)
     if isinstance(denoiser, ModelMixin):
@@ -100,25 +98,15 @@ def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
     return found
 
 
-def add_lora(
-    denoiser: torch.nn.Module, rank: int, alpha: float, pattern: str | None, seed: int
-) -> dict[str, torch.nn.Parameter]:
-    """Freeze `denoiser`, add a LoRA and return its parameters (fp32) by name.
-
-    A is Gaussian with seed `seed` and B is zero, so the output is initially bitwise equal to the base model's.
-    """
+def add_lora(denoiser: torch.nn.Module, rank: int, alpha: float, pattern: str | None, seed: int) -> Parameters:
+    """Freeze `denoiser`, add a LoRA (A Gaussian from `seed`, B zero) and return its parameters (fp32) by name."""
     denoiser.requires_grad_(False)
     targets = set(find_targets(denoiser, pattern))
     # peft targets every module whose name ends in "." and a target's name
     others = [name for name, _ in denoiser.named_modules() if name not in targets]
     mistaken = [name for name in others if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        init_lora_weights="gaussian",
-        target_modules=list(targets),
-        exclude_modules=mistaken or None,
-    )
+    where = {"target_modules": list(targets), "exclude_modules": mistaken or None}
+    config = LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", **where)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if isinstance(denoiser, PeftAdapterMixin):
@@ -147,9 +135,7 @@ def adapted_layers(models: Iterable[torch.nn.Module]) -> list[BaseTunerLayer]:
 
 
 @contextlib.contextmanager
-def adapter_active(
-    denoisers: Iterable[torch.nn.Module], adapter: str | None, with_gradient: bool = False
-) -> Iterator[None]:
+def adapter_active(denoisers: Iterable[torch.nn.Module], adapter: str | None, trained: bool = False) -> Iterator[None]:
     """Compute with the LoRA `adapter` instead of the trained one in the block; None: with the base model.
 
     Layers without it have no LoRA. Switches the layers directly, since not every denoiser has `disable_adapters`.
@@ -159,7 +145,7 @@ def adapter_active(
         if adapter is None:
             layer.enable_adapters(False)
         else:
-            layer.set_adapter([adapter], inference_mode=not with_gradient)
+            layer.set_adapter([adapter], inference_mode=not trained)
     try:
         yield
     finally:
@@ -178,9 +164,8 @@ def lora_disabled(denoisers: Iterable[torch.nn.Module]) -> contextlib.AbstractCo
 def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
     """Return the current LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
 
-    `pipe.load_lora_weights(folder)` of plain diffusers reads it for denoisers whose LoRA the pipeline can load. For
-    others, such as a second transformer, use `pipe.NAME.load_lora_adapter(folder, prefix="NAME",
-    use_safetensors=True)`, or `load_lora` if the denoiser lacks this method.
+    `pipe.load_lora_weights(folder)` reads it for denoisers whose LoRA the pipeline can load; for others use
+    `pipe.NAME.load_lora_adapter(folder, prefix="NAME", use_safetensors=True)`, or `load_lora` of this module.
     """
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, object] = {}
@@ -192,25 +177,23 @@ def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
 
 
 def load_lora(pipe: DiffusionPipeline, path: Path) -> None:
-    """Load the LoRA in `path` (a file of `lora_file` or its folder) onto the denoisers of `pipe`, of any class.
-
-    Raises `ModelError` for another kind of file, or one that does not fit the pipeline.
-    """
+    """Load a LoRA (file of `lora_file` or its folder) onto the denoisers of `pipe`. Raises `ModelError` for others."""
     file = path / WEIGHTS if path.is_dir() else path
     loras = read_lora(file)
     if loras is None:
         raise ModelError(f"{file} is not a LoRA written by gerl: use one, or {type(pipe).__name__}.load_lora_weights")
     check_components(loras, pipe, file)
-    for denoiser, lora in loras.items():
-        inject(pipe.components[denoiser], lora.halves, ADAPTER)
+    for denoiser, layers in loras.items():
+        inject(pipe.components[denoiser], layers, ADAPTER)
 
 
 # --- LoRA matrices: read from a file or a checkpoint, checked against a model, and added to it
 
 METADATA = "lora_adapter_metadata"  # key under which diffusers stores the LoRA configuration in the file's header
 KEY = re.compile(r"(?P<denoiser>\w+)\.(?P<layer>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
-# PEFT options under which a LoRA is more than B A times alpha / rank
-VARIANTS = ("rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save")
+# PEFT options under which a LoRA is more than a product of two matrices, or its factor is not alpha / rank
+OTHER = ("use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out")
+VARIANTS = ("rank_pattern", "alpha_pattern", "use_rslora", *OTHER)
 
 
 @dataclass(frozen=True)
@@ -278,10 +261,7 @@ def paired(tensors: Mapping[str, torch.Tensor]) -> Pairs:
 
 
 def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str, Lora]:
-    """Return the LoRA of each denoiser, from matrices named as in `Policy.trained` or a diffusers file.
-
-    Raises `CheckpointError` for anything but pairs of such matrices.
-    """
+    """Return the LoRA of each denoiser from matrices as in `Policy.trained`; raises `CheckpointError` for others."""
     try:
         return {name: Lora(layers, alpha) for name, layers in paired(dict(sorted(tensors.items()))).items()}
     except ModelError as error:
@@ -304,31 +284,23 @@ def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return header, tensors
 
 
-def read_lora(file: Path) -> dict[str, Lora] | None:
-    """Return the LoRA of each denoiser in a file written by gerl; None for other formats.
-
-    Raises `ModelError` if it is not a safetensors file, or damaged.
-    """
+def read_lora(file: Path) -> dict[str, Layers] | None:
+    """Return the LoRA of each denoiser in a file of gerl; None for other formats; `ModelError` if it is damaged."""
     header, tensors = _open(file)
-    try:
-        loras = collect_loras(tensors, alpha=0.0)
-    except CheckpointError:
-        return None
-    alphas = {name: header.get(f"{name}.lora_alpha") for name in loras}
-    if None in alphas.values() or any(header.get(f"{name}.{variant}") for name in loras for variant in VARIANTS):
+    configs = _configs(header, tensors)
+    own = all(c.get("lora_alpha") is not None and not any(map(c.get, VARIANTS)) for c in configs.values())
+    if not tensors or not own or not all(KEY.fullmatch(name) for name in tensors):
         return None
     try:
-        return {name: _checked(lora, name, alphas[name]) for name, lora in loras.items()} or None
+        return _of_peft(tensors, configs)
     except ModelError as error:
         raise ModelError(DAMAGED.format(file, error)) from None
 
 
-def _checked(lora: Lora, name: str, alpha: object) -> Lora:
-    """Return the LoRA of the denoiser `name` with its `alpha`. Raises `ModelError` unless it is valid."""
-    check_numbers({f"{name}.{layer}": Halves(a, b, 1.0) for layer, (a, b) in lora.layers.items()})
-    if any(len(a) != lora.rank for a, _ in lora.layers.values()):
-        raise ModelError(f"the layers of {name} have different ranks")
-    return replace(lora, alpha=_alpha(alpha))
+def _configs(header: Mapping[str, Any], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the configuration of each denoiser with a tensor in `names`, from the header of a diffusers file."""
+    denoisers = dict.fromkeys(name.partition(".")[0] for name in names)
+    return {d: {k.removeprefix(f"{d}."): v for k, v in header.items() if k.startswith(f"{d}.")} for d in denoisers}
 
 
 def _alpha(alpha: object) -> float:
@@ -337,35 +309,22 @@ def _alpha(alpha: object) -> float:
     return float(alpha)
 
 
-def check_numbers(layers: Layers) -> None:
-    """Raise `ModelError` for matrices that do not belong together or are not finite."""
-    for layer, h in layers.items():
-        if not len(h.a) == h.b.shape[1] > 0:
-            raise ModelError(f"{layer} has the ranks {len(h.a)} and {h.b.shape[1]}")
-        if not (h.a.is_floating_point() and h.b.is_floating_point()):
-            raise ModelError(f"{layer} has numbers of type {h.a.dtype} and {h.b.dtype}")
-        if not (h.a.float().isfinite().all() and h.b.float().isfinite().all()):
-            raise ModelError(f"{layer} has non-finite values")
-
-
 def check_fit(lora: Lora | Layers, denoiser: torch.nn.Module, where: str) -> None:
     """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or differs in its size."""
     linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
-        a, b = halves.a, halves.b
-        if layer not in linear:
-            raise ModelError(
-                f"the LoRA does not fit {where}: it has no linear layer {layer}; use the model it was trained on"
-            )
-        sizes, expected = (a.shape[1], b.shape[0]), (linear[layer].in_features, linear[layer].out_features)
-        if sizes != expected:
-            raise ModelError(
-                f"the LoRA does not fit {where}: {layer} has {expected[0]} inputs and {expected[1]} outputs, the "
-                f"LoRA {sizes[0]} and {sizes[1]}; use the model it was trained on"
-            )
+        sizes, module = (halves.a.shape[1], halves.b.shape[0]), linear.get(layer)
+        if module is None:
+            why = f"it has no linear layer {layer}"
+        elif sizes != (module.in_features, module.out_features):
+            own = f"{module.in_features} inputs and {module.out_features} outputs"
+            why = f"{layer} has {own}, the LoRA {sizes[0]} and {sizes[1]}"
+        else:
+            continue
+        raise ModelError(f"the LoRA does not fit {where}: {why}; use the model it was trained on")
 
 
-def check_components(loras: Mapping[str, Lora], pipe: DiffusionPipeline, file: Path) -> None:
+def check_components(loras: Mapping[str, Layers], pipe: DiffusionPipeline, file: Path) -> None:
     """Raise `ModelError` if `pipe` has no denoiser for one of the LoRAs of `file`, or if one does not fit."""
     for denoiser, lora in loras.items():
         if denoiser not in pipe.components:
@@ -391,16 +350,11 @@ def inject(denoiser: ModelMixin, layers: Layers, name: str) -> None:
 Denoisers = Mapping[str, torch.nn.Module]
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 KOHYA = "lora_unet_"
-# PEFT options under which a LoRA is more than a product of two matrices added to the weights
-OTHER = ("use_dora", "lora_bias", "modules_to_save", "fan_in_fan_out")
 KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
 
 
 def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
-    """Read the LoRA of each denoiser from a file or folder; uses only names, classes and sizes of `denoisers`.
-
-    Raises `ModelError` for anything but LoRAs of linear layers of these denoisers.
-    """
+    """Read the LoRA of each denoiser, or skeleton, from a file or folder. Raises `ModelError` for anything else."""
     found: dict[str, Layers] = {}
     for file in _files(path):
         for name, layers in _read(file, denoisers).items():
@@ -409,7 +363,6 @@ def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
             if name in found:
                 raise ModelError(f"{path} has two LoRAs of {name}: give one of the files")
             found[name] = layers
-    check_numbers({f"{name}.{layer}": h for name, layers in found.items() for layer, h in layers.items()})
     if not any(found.values()):
         raise ModelError(f"{path} has no LoRA: give {KINDS}")
     return found
@@ -446,8 +399,7 @@ def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
         if not names <= denoisers.keys() or not all(KEY.fullmatch(key) for key in tensors):
             name = _denoiser_of(file.stem, denoisers)
             return _of_peft(*convert(tensors, denoisers[name], name))
-        configs = {n: {k.removeprefix(f"{n}."): v for k, v in header.items() if k.startswith(f"{n}.")} for n in names}
-        return _of_peft(tensors, configs)
+        return _of_peft(tensors, _configs(header, tensors))
     except ModelError as error:
         raise ModelError(f"{file} is not a LoRA that gerl can train on: {error}") from None
 
@@ -476,10 +428,23 @@ def _peft_config(file: Path) -> dict[str, Any]:
 
 def _of_peft(tensors: Mapping[str, torch.Tensor], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Layers]:
     """Return the layers of tensors `DENOISER.LAYER.lora_A.weight`; `configs`: of PEFT, with alpha and its pattern."""
-    return {
-        name: {layer: Halves(a, b, _scale(configs.get(name, {}), layer, len(a))) for layer, (a, b) in layers.items()}
-        for name, layers in paired(tensors).items()
-    }
+    found: dict[str, Layers] = {}
+    for name, layers in paired(tensors).items():
+        for layer, (a, b) in layers.items():
+            check_pair(f"{name}.{layer}", a, b)
+        config = configs.get(name, {})
+        found[name] = {layer: Halves(a, b, _scale(config, layer, len(a))) for layer, (a, b) in layers.items()}
+    return found
+
+
+def check_pair(layer: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise `ModelError` for matrices of a layer that do not belong together or are not finite."""
+    if not len(a) == b.shape[1] > 0:
+        raise ModelError(f"{layer} has the ranks {len(a)} and {b.shape[1]}")
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ModelError(f"{layer} has numbers of type {a.dtype} and {b.dtype}")
+    if not (a.float().isfinite().all() and b.float().isfinite().all()):
+        raise ModelError(f"{layer} has non-finite values")
 
 
 def _scale(config: Mapping[str, Any], layer: str, rank: int) -> float:
@@ -498,18 +463,15 @@ LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
     family: {original: tuple([parts] if isinstance(parts, str) else parts) for original, parts in layers.items()}
     for family, layers in yaml.safe_load(Path(__file__).with_name("kohya_layouts.yaml").read_text("utf-8")).items()
 }
+Facts = Mapping[str, str]
+NO_FACTS: Facts = MappingProxyType({})
 BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
 # classes whose other layers have the same name in both
 SAME_NAMES = ("QwenImageTransformer2DModel", "ZImageTransformer2DModel", "UNet2DConditionModel")
 
 
-def diffusers_file(
-    loras: Mapping[str, Lora], base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
-) -> bytes:
-    """Return a diffusers safetensors file: a LoRA under each prefix, rank and alpha in the header.
-
-    `base`: the base model, written to the header together with `facts`.
-    """
+def diffusers_file(loras: Mapping[str, Lora], base: str | None = None, facts: Facts = NO_FACTS) -> bytes:
+    """Return a diffusers file: a LoRA under each prefix; rank, alpha, `base` model and `facts` in the header."""
     tensors: dict[str, torch.Tensor] = {}
     header: dict[str, object] = {}
     for prefix, lora in loras.items():
@@ -523,30 +485,20 @@ def diffusers_file(
 
 def peft_files(lora: Lora, base: str) -> dict[str, bytes]:
     """Return the files of a folder for `PeftModel.from_pretrained(denoiser, folder)`, with `base` as its base model."""
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=_expression(lora.layers),
-        base_model_name_or_path=base,
-        inference_mode=True,
-    )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=_expression(lora.layers))
+    config.base_model_name_or_path, config.inference_mode = base, True
     return {
         "adapter_config.json": json.dumps(config.to_dict(), indent=2, sort_keys=True).encode(),
         "adapter_model.safetensors": diffusers_file({"base_model.model": lora}),
     }
 
 
-def kohya_file(
-    lora: Lora, denoiser: torch.nn.Module, base: str | None = None, facts: Mapping[str, str] = MappingProxyType({})
-) -> bytes:
+def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None, facts: Facts = NO_FACTS) -> bytes:
     """Return a safetensors file in kohya's layout: `lora_unet_NAME.lora_down.weight`, `.lora_up.weight` and `.alpha`.
 
-    Only the class and sizes of `denoiser` are read, so it may be on the meta device. `base`, `facts`: as in
-    `diffusers_file`. If several layers are one in the original code, their LoRAs become the blocks of one LoRA whose
-    rank is the sum of their ranks.
-
-    Raises:
-        ModelError: kohya's layout of this class is unknown, or has no name for a layer.
+    Only the class and sizes of `denoiser` are read. `base`, `facts`: as in `diffusers_file`. LoRAs of layers that are
+    one in the original code become the blocks of one LoRA whose rank is the sum of their ranks. Raises `ModelError` if
+    kohya's layout of this class is unknown, or has no name for a layer.
     """
     family = type(denoiser).__name__
     if family not in LAYOUTS:
@@ -573,14 +525,7 @@ def kohya_file(
 
 
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
-    """Return the LoRA of each layer of `denoiser` from the tensors of a file in kohya's layout, see `kohya_file`.
-
-    If several layers are one in the original code, each gets its rows and the part of the rank that they use, which
-    restores exactly the LoRAs given to `kohya_file`. Only the class and sizes of `denoiser` are read.
-
-    Raises:
-        ModelError: kohya's layout of this class is unknown, or the file has other tensors.
-    """
+    """Return the LoRA of each layer in a file of `kohya_file`, exactly. Raises `ModelError` for other tensors."""
     originals = _kohya_names(denoiser)
     found: dict[str, Halves] = {}
     for module in sorted({name.split(".")[0] for name in tensors}):
@@ -591,6 +536,7 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
             raise ModelError(f"its {unread[0]} is not part of a LoRA, and would be ignored")
         if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
             raise ModelError(f"its {module} is not a LoRA of a linear layer of {type(denoiser).__name__}")
+        check_pair(module, down, up)
         scale = 1.0 if alpha is None else float(alpha) / len(down)
         top, parts = 0, originals[module]
         for part in parts:
@@ -609,14 +555,9 @@ def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module)
 
 
 def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> torch.Tensor:
-    """Swap the two halves of the rows for `AdaLayerNormContinuous`, return other layers unchanged.
-
-    The original code outputs the shift first, diffusers the scale, as in its converter of SD3's original code
-    (`swap_scale_shift`).
-    """
-    if not isinstance(denoiser.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous):
-        return up
-    return torch.cat(up.chunk(2)[::-1])
+    """Swap scale and shift of an `AdaLayerNormContinuous`, as diffusers' converter of SD3 does (`swap_scale_shift`)."""
+    swapped = isinstance(denoiser.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous)
+    return torch.cat(up.chunk(2)[::-1]) if swapped else up
 
 
 def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -638,9 +579,7 @@ def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
         if pattern in parts:
             return original.replace("*", block), tuple(part.replace("*", block) for part in parts)
     if family not in SAME_NAMES:
-        raise ModelError(
-            f"format=kohya: it has no name for the layer {layer} of {family}; use diffusers, peft or merged"
-        )
+        raise ModelError(f"format=kohya: it has no name for layer {layer} of {family}; use diffusers, peft or merged")
     return layer, (layer,)
 
 
@@ -667,10 +606,9 @@ def read_fitting(source: str, denoisers: Denoisers) -> dict[str, Layers]:
 
 
 def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
-    """Read the LoRA of `model.lora` by denoiser; a LoRA on the Hub is fetched into the cache.
+    """Read `model.lora` by denoiser (or skeleton); a LoRA on the Hub is fetched into the cache.
 
-    `denoisers`: those of the pipeline, or their skeletons. Raises `ModelError` if the LoRA cannot be read, does not fit
-    the denoisers, or, unless merged, does not fit `model.lora_rank` and `model.lora_targets`.
+    Raises `ModelError` if it cannot be read, or does not fit the denoisers or, unless merged, the keys of the LoRA.
     """
     assert config.lora is not None
     try:
@@ -706,8 +644,7 @@ def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) 
 def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
     """Initialise the LoRAs just added to `denoisers` from `start`, with the same outputs.
 
-    A layer with a rank below `model.lora_rank` fills the first rows; the other rows of A stay random and those of B
-    zero; B compensates for the difference in scale. With equal rank and alpha the matrices equal those in the file.
+    A lower rank fills the first rows; other rows of A stay random and those of B zero; B compensates for the scale.
     """
     for name, layers in start.items():
         for layer, halves in layers.items():
@@ -727,23 +664,18 @@ def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
 # --- Check on a skeleton that plain diffusers loads a whole LoRA file, before the file counts as written
 
 CHECK_ADAPTER = "check"
-_SOUND: set[tuple[object, ...]] = set()  # classes and the tensors they loaded, in this process
 
 
 def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> None:
     """Raise `ModelError` unless a plain model of each class loads all tensors of a file in diffusers' format.
 
-    Reads only classes and configurations of `denoisers`. Needed because diffusers only warns about tensors without a
-    layer. Classes that cannot load a LoRA are skipped.
+    Diffusers only warns about tensors without a layer. Classes that cannot load a LoRA are skipped.
     """
     tensors = load(content)
     for name, denoiser in denoisers.items():
         if not (isinstance(denoiser, PeftAdapterMixin) and isinstance(denoiser, ModelMixin)):
             continue
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-        known = (type(denoiser), str(denoiser.config), *((key, value.shape) for key, value in sorted(own.items())))
-        if known in _SOUND:
-            continue
         with accelerate.init_empty_weights():
             plain = type(denoiser).from_config(denoiser.config)
         try:
@@ -757,7 +689,6 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
                 f"a plain {type(denoiser).__name__} does not accept {len(wrong)} tensors of the LoRA of {name}, "
                 f"such as {wrong[0]}: train the pipeline without additional or fused layers"
             )
-        _SOUND.add(known)
 
 
 # --- LoRA files in the layouts of other trainers and interfaces, converted by diffusers' readers
@@ -772,8 +703,7 @@ Tensors = Mapping[str, torch.Tensor]
 def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return a file's tensors as diffusers reads them, `name.LAYER.lora_A.weight`, and each layer's configuration.
 
-    Reads only class and size of `denoiser`, the component `name`. Raises `ModelError` for a layout that diffusers
-    cannot read, and for a tensor that it would ignore, since the images would be those of another LoRA.
+    Raises `ModelError` for a layout or tensor that diffusers does not read: the images would be those of another LoRA.
     """
     for key, value in tensors.items():
         if not (MATRIX.fullmatch(key) or ALPHA.fullmatch(key)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from gerl.errors import ModelError
 
 SHIPPED = ("signs",)
+ALLOWED = "give a folder, a Hub id such as 'owner/name', or 'signs'"
 INDEX = "model_index.json"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
 SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
@@ -18,7 +19,7 @@ def resolve(path: str) -> str:
     if path in SHIPPED:
         return str(resources.files("gerl") / "assets" / path)
     if not path.strip():
-        raise ModelError("model.path is empty: give a folder, a Hub id such as 'owner/name', or 'signs'")
+        raise ModelError(f"model.path is empty: {ALLOWED}")
     folder = Path(path).expanduser()
     if address := ADDRESS.match(path):
         remedy = f"the Hub id, model.path={address[1]}" if address[1] else "a Hub id such as owner/name, or a folder"
@@ -31,9 +32,7 @@ def resolve(path: str) -> str:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
     if not looks_local:
         if path.count("/") != 1:
-            raise ModelError(
-                f"model.path={path!r} is not a pipeline: give a folder, a Hub id such as 'owner/name', or 'signs'"
-            )
+            raise ModelError(f"model.path={path!r} is not a pipeline: {ALLOWED}")
         return path
     if not (folder / INDEX).is_file():
         raise ModelError(f"model.path={path!r} is not a pipeline: {_why(folder)}")

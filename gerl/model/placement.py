@@ -27,6 +27,7 @@ from gerl.utils.files import first_line, reason
 
 # --- Placement of the frozen parts of a pipeline, and the precision they compute in
 
+Modules = Iterable[torch.nn.Module]
 DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that decode latents to images
 
 
@@ -37,9 +38,7 @@ class OffloadedComponents:
     most one is on the device, and none while the denoiser needs the memory for its activations.
     """
 
-    def __init__(
-        self, components: Iterable[torch.nn.Module], denoisers: Iterable[torch.nn.Module], device: str
-    ) -> None:
+    def __init__(self, components: Modules, denoisers: Modules, device: str) -> None:
         self.device = torch.device(device)
         self.present: torch.nn.Module | None = None
         for component in components:
@@ -59,8 +58,7 @@ class OffloadedComponents:
         elif part is not component:
             return None
         # the pipeline may have moved the inputs to the component's previous device
-        moved: Arguments = tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, (args, kwargs))
-        return moved
+        return tree_map(lambda v: v.to(self.device) if torch.is_tensor(v) else v, (args, kwargs))
 
     @torch.compiler.disable
     def _leave(self, *_: object) -> None:
@@ -72,22 +70,22 @@ class OffloadedComponents:
 class OffloadedBlocks:
     """Offloading of the frozen weights of repeated blocks: one block at a time is on `device`, the others on the CPU.
 
-    A block's weights are copied before it is called, and again before its backward pass, whether its activations were
-    kept or are recomputed. They never change, so the copy is dropped when the next block's weights arrive. Everything
-    else stays on `device`: the layers outside the blocks, which are small, and the LoRA.
-
-    Diffusers' group offload would move the LoRA too (with streams, restore it from a copy made before training), and
-    leaves a block's weights on the CPU while the block is recomputed piece by piece.
+    A block's weights are copied before it is called, and again before its backward pass; they never change, so the copy
+    is dropped when the next block's weights arrive. Diffusers' group offload would move the LoRA too, and leaves a
+    block's weights on the CPU while the block is recomputed piece by piece.
     """
 
-    def __init__(self, denoisers: Iterable[torch.nn.Module], device: str) -> None:
+    def __init__(self, denoisers: Modules, device: str) -> None:
         self.device = torch.device(device)
         self.present: torch.nn.Module | None = None
         self.homes: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for denoiser in denoisers:
             blocks = repeated_blocks(denoiser)
             for block in blocks:
-                self.homes[block] = [(t, self._home(t)) for t in (*block.parameters(), *block.buffers())]
+                for tensor in (*block.parameters(), *block.buffers()):
+                    home = tensor.data.to("cpu")
+                    tensor.data = home.pin_memory() if self.device.type == "cuda" else home
+                    self.homes.setdefault(block, []).append((tensor, tensor.data))
                 for part in block.modules():  # some models call a part of a block directly
                     part.register_forward_pre_hook(lambda *_, block=block: self.enter(block))
                     part.register_forward_hook(partial(self._after, block))
@@ -95,11 +93,6 @@ class OffloadedBlocks:
             for tensor in (*denoiser.parameters(), *denoiser.buffers()):
                 if id(tensor) not in inside:
                     tensor.data = tensor.data.to(self.device)
-
-    def _home(self, tensor: torch.Tensor) -> torch.Tensor:
-        home = tensor.data.to("cpu")
-        tensor.data = home.pin_memory() if self.device.type == "cuda" else home
-        return tensor.data
 
     def enter(self, block: torch.nn.Module) -> None:
         """Move the weights of `block` to the device, replacing those of the previous block."""
@@ -133,18 +126,11 @@ def place(
     offload: Offload,
     sharded: Collection[str] = (),
 ) -> None:
-    """Move `pipe` to `device`, except the components `sharded`.
-
-    `offload`: keep text encoders, image encoders and VAEs on the CPU while unused, and with `blocks` also the blocks of
-    the denoisers.
-    """
-    components = pipe.components.items()
-    modules = {name: c for name, c in components if isinstance(c, torch.nn.Module) and name not in sharded}
-    offloaded = {
-        name: c
-        for name, c in modules.items()
-        if offload != "none" and name not in denoisers and (isinstance(c, PreTrainedModel) or hasattr(c, "decode"))
-    }
+    """Move `pipe` to `device`, except components that are `sharded`, and parts on the CPU while unused (`offload`)."""
+    named = pipe.components.items()
+    modules = {name: c for name, c in named if isinstance(c, torch.nn.Module) and name not in sharded}
+    others = {name: c for name, c in modules.items() if name not in denoisers and offload != "none"}
+    offloaded = {name: c for name, c in others.items() if isinstance(c, PreTrainedModel) or hasattr(c, "decode")}
     for name, module in modules.items():
         if name not in offloaded and not (name in denoisers and offload == "blocks"):
             module.to(device)
@@ -155,10 +141,7 @@ def place(
 
 
 def decode_in_fp32(pipe: DiffusionPipeline) -> None:
-    """Let VAEs with `force_upcast` in their configuration decode in fp32; they still encode in their own dtype.
-
-    Diffusers does so only in some pipelines, and only for fp16.
-    """
+    """Let VAEs with `force_upcast` decode in fp32, which diffusers does only in some pipelines and for fp16."""
     for component in pipe.components.values():
         if isinstance(component, ModelMixin) and component.config.get("force_upcast", False):
             for part in (getattr(component, name, None) for name in DECODER):
@@ -168,10 +151,7 @@ def decode_in_fp32(pipe: DiffusionPipeline) -> None:
 
 def _in_fp32(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
     module.float()  # pipelines that upcast their VAE cast it back after use
-    cast: Arguments = tree_map(
-        lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, (args, kwargs)
-    )
-    return cast
+    return tree_map(lambda v: v.float() if torch.is_tensor(v) and v.is_floating_point() else v, (args, kwargs))
 
 
 # --- 8-bit copies of frozen weights for rollouts in int8 or fp8; updates use the original weights.
@@ -183,10 +163,7 @@ MULTIPLE = 16  # 8-bit kernels need layer widths that are multiples of this
 
 
 class QuantizedRollout:
-    """8-bit copies of the frozen linear weights in the repeated blocks of denoisers.
-
-    Raises `ModelError` for denoisers without such layers, and `ConfigError` as `quantised` does.
-    """
+    """8-bit copies of frozen linear weights in repeated blocks. Raises `ModelError` if there are none."""
 
     def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
         layers = {
@@ -235,12 +212,7 @@ def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dt
 def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Parameter:
     """Return an 8-bit copy of a linear layer's `weight`, with a scale for each row and each input vector."""
     try:
-        from torchao.quantization import (  # an optional package
-            Float8DynamicActivationFloat8WeightConfig,
-            Int8DynamicActivationInt8WeightConfig,
-            PerRow,
-            quantize_,
-        )
+        from torchao import quantization  # an optional package
     except ImportError:
         raise ConfigError(
             f"rollout.quantize={kind} needs the package torchao: pip install 'gerl[quantize]', or use none"
@@ -248,8 +220,9 @@ def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Paramete
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
-    int8, fp8 = Int8DynamicActivationInt8WeightConfig, Float8DynamicActivationFloat8WeightConfig
-    quantize_(layer, int8() if kind == "int8" else fp8(granularity=PerRow()))
+    int8 = quantization.Int8DynamicActivationInt8WeightConfig
+    fp8 = partial(quantization.Float8DynamicActivationFloat8WeightConfig, granularity=quantization.PerRow())
+    quantization.quantize_(layer, int8() if kind == "int8" else fp8())
     layer.weight.requires_grad_(False)
     return layer.weight
 
@@ -263,10 +236,7 @@ RECOMPILATIONS = 64
 
 
 def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
-    """Compile each repeated block of `denoiser` with torch.compile; the blocks share one graph.
-
-    The layers around the blocks are small. The hooks of sharded weights (`model.shard`) stay outside the graph.
-    """
+    """Compile each repeated block with torch.compile, all as one graph; hooks of `model.shard` stay outside it."""
     torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, torch._dynamo.config.recompile_limit)
     for block in repeated_blocks(denoiser):
         block.compile(backend=backend)
@@ -317,11 +287,9 @@ def set_attention(denoisers: Mapping[str, ModelMixin], name: str) -> None:
 def channels_last(pipe: DiffusionPipeline) -> None:
     """Convert the convolutions of VAEs to the memory layout that is fastest on GPUs."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for component in pipe.components.values():
-        if isinstance(component, ModelMixin) and hasattr(component, "decode"):
-            for p in component.parameters():
-                if p.ndim in layouts:
-                    p.data = p.data.to(memory_format=layouts[p.ndim])
+    vaes = [c for c in pipe.components.values() if isinstance(c, ModelMixin) and hasattr(c, "decode")]
+    for p in (p for vae in vaes for p in vae.parameters() if p.ndim in layouts):
+        p.data = p.data.to(memory_format=layouts[p.ndim])
 
 
 # --- Text encoders loaded on first use, and hence never if all prompt embeddings are cached
@@ -330,17 +298,15 @@ logger = logging.getLogger(__name__)
 
 
 class LazyTextEncoder(torch.nn.Module):
-    """Proxy of a text encoder, which is loaded when it is called or one of its attributes is read."""
+    """Proxy of a text encoder, which `read` loads when it is called or one of its attributes is read."""
 
     def __init__(self, skeleton: torch.nn.Module, read: Callable[[], torch.nn.Module], dtype: torch.dtype) -> None:
-        """Store `skeleton`, the encoder without weights, and `read`, which loads the encoder on the CPU."""
         super().__init__()
         # not registered as submodules: a pipeline takes its device from its first weights
         self.__dict__ |= {"skeleton": skeleton, "read": read}
         self.__dict__["known"] = {"dtype": dtype, "device": torch.device("cpu"), "config": skeleton.config}
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Call the encoder, loading it first if necessary."""
         return self.loaded()(*args, **kwargs)
 
     def loaded(self) -> torch.nn.Module:
@@ -350,7 +316,6 @@ class LazyTextEncoder(torch.nn.Module):
         return self.encoder
 
     def to(self, device: Any, *_: object, **__: object) -> LazyTextEncoder:  # type: ignore[override]
-        """Set the device of the encoder, for now or when it is loaded."""
         self.known["device"] = torch.device(device)
         return super().to(device)
 
@@ -377,8 +342,7 @@ def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> 
 
         def read() -> torch.nn.Module:
             logger.info("loading %s, for a prompt whose embedding is not cached", name)
-            encoder: torch.nn.Module = kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
-            return encoder
+            return kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
 
         with accelerate.init_empty_weights():
             skeleton = kind(kind.config_class.from_pretrained(Path(folder) / name))

@@ -44,8 +44,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 class EMA:
     """Exponential moving average `e <- d e + (1 - d) p`, where `d` depends on the number `n` of updates so far.
 
-    `decay`: a number, warmed up as `d = min((1 + n) / (10 + n), decay)`, or a function `n -> d`. With decay 0 the
-    average equals the weights.
+    `decay`: a number, `d = min((1 + n) / (10 + n), decay)`, or a function `n -> d`. With 0 it equals the weights.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float | Callable[[int], float]) -> None:
@@ -72,10 +71,7 @@ class EMA:
 
     @contextlib.contextmanager
     def swapped_in(self, average: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
-        """Compute with the averaged weights within the block; the trained ones are restored afterwards.
-
-        `average`: an earlier copy of the averages to use instead.
-        """
+        """Compute with the averaged weights, or the earlier `average`, within the block; then restore the trained."""
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
         self._copy(self.average if average is None else average)
         try:
@@ -102,11 +98,10 @@ class EMA:
 class Policy:
     """Pipeline with its trained parameters, a LoRA on its denoisers or their weights, for rollout and actor.
 
-    `trained`: the trained parameters, in fp32, named `denoiser.parameter`; full weights may be sharded, and then so are
-    the averages. `ema`: for validation and export; `old`: an earlier policy that an algorithm compares with; `sampler`:
-    for rollouts, if not the trained weights. `earlier[i]`: the rollout weights `i` finished steps ago, for
-    `trainer.staleness`; its number of updates is its `version`. `quantized`: 8-bit copies of frozen weights for
-    rollouts. `teachers`: in the order of `algorithm.teachers`. `images`: latents of image files.
+    `trained`: fp32, named `denoiser.parameter`; full weights may be sharded, and then so are the averages. `ema`: for
+    validation and export; `old`: an earlier policy that an algorithm compares with; `sampler`: for rollouts, if not the
+    trained weights. `earlier[i]`: the rollout weights `i` finished steps ago, whose `version` is its number of updates.
+    `quantized`: 8-bit copies of frozen weights for rollouts. `teachers`: in the order of `algorithm.teachers`.
     """
 
     pipe: DiffusionPipeline
@@ -145,8 +140,7 @@ class Policy:
     def remember(self) -> None:
         """Insert the rollout weights into `earlier` at the end of a step, and drop the oldest."""
         newest = self.earlier.pop()
-        drawing: Mapping[str, torch.Tensor] = self.trained if self.sampler is None else self.sampler.average
-        newest.load(drawing, self.version)
+        newest.load(self.trained if self.sampler is None else self.sampler.average, self.version)
         self.earlier.insert(0, newest)
 
     @torch.no_grad()
@@ -191,7 +185,7 @@ class Policy:
 
     def fake(self) -> AbstractContextManager[None]:
         """Compute and train with the LoRA that imitates the policy's images within the block (`algorithm=dmdr`)."""
-        return adapter_active(self.denoisers.values(), FAKE, with_gradient=True)
+        return adapter_active(self.denoisers.values(), FAKE, trained=True)
 
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """Return the averaged LoRA as a diffusers safetensors file; `average`: an earlier copy to use instead."""
@@ -208,16 +202,9 @@ Modules = Mapping[str, torch.nn.Module]
 
 
 def chosen(train: str, denoisers: Modules) -> list[str]:
-    """Return the names `denoiser.parameter` of the weights in `model.train`, of denoisers or skeletons.
-
-    Raises `ModelError` if there are none.
-    """
-    names = [
-        f"{name}.{key}"
-        for name, denoiser in denoisers.items()
-        for key, p in denoiser.named_parameters()
-        if p.is_floating_point()
-    ]
+    """Return the names `denoiser.parameter` of the weights in `model.train`. Raises `ModelError` if there are none."""
+    named = [(f"{name}.{key}", p) for name, model in denoisers.items() for key, p in model.named_parameters()]
+    names = [name for name, p in named if p.is_floating_point()]
     found = [name for name in names if train == "full" or re.search(train, name)]
     if not found:
         raise ModelError(
@@ -286,8 +273,8 @@ def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:
 
 def class_of(denoiser: torch.nn.Module) -> type[torch.nn.Module]:
     """Return the class of `denoiser` before its weights were sharded."""
-    classes = (cls for cls in type(denoiser).__mro__ if issubclass(cls, torch.nn.Module))
-    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
+    classes = type(denoiser).__mro__
+    return next(cls for cls in classes if issubclass(cls, torch.nn.Module) and not issubclass(cls, FSDPModule))
 
 
 # --- Several sets of weights for the denoisers of one pipeline, one of which is active at a time
@@ -298,8 +285,7 @@ Values = list[tuple[torch.Tensor, torch.Tensor]]  # a weight of the pipeline, an
 class WeightVariants:
     """Named sets of trained denoiser weights, each from a folder; the pipeline's own weights are active at first.
 
-    Only weights that differ from the pipeline's are kept, in main memory. Raises `ModelError` for denoisers that cannot
-    be read or do not match the pipeline's.
+    Only weights that differ are kept, in main memory. Raises `ModelError` for denoisers of another model.
     """
 
     def __init__(self, pipe: DiffusionPipeline, folders: Mapping[str, Mapping[str, Path]]) -> None:
@@ -343,9 +329,8 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
 def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
     """Add the LoRAs in `files`, by name, to the components of `pipe`, all inactive.
 
-    A LoRA written by gerl computes in fp32 on a base of any precision, as in training, so its images are bitwise equal
-    to those of the run. Others are loaded by the pipeline's `load_lora_weights`. Raises `ModelError` for a file that
-    cannot be read or does not fit the pipeline.
+    A LoRA written by gerl computes in fp32, as in training, so its images equal those of the run; others are loaded by
+    `pipe.load_lora_weights`. Raises `ModelError` for a file that cannot be read or does not fit.
     """
     plain = {name: read_lora(file) for name, file in files.items()}
     for name, file in files.items():  # check all before the first one changes the layers
@@ -357,8 +342,8 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
             if loras is None:
                 _load(pipe, file, _adapter(name))
             else:
-                for denoiser, lora in loras.items():
-                    inject(pipe.components[denoiser], lora.halves, _adapter(name))
+                for denoiser, layers in loras.items():
+                    inject(pipe.components[denoiser], layers, _adapter(name))
     switch(pipe, None)
 
 
@@ -391,5 +376,4 @@ def _load(pipe: DiffusionPipeline, file: Path, name: str) -> None:
 
 
 def _layers(pipe: DiffusionPipeline) -> list[BaseTunerLayer]:
-    models = [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
-    return adapted_layers(models)
+    return adapted_layers(c for c in pipe.components.values() if isinstance(c, torch.nn.Module))

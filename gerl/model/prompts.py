@@ -9,7 +9,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import sha256
 from importlib.metadata import version
@@ -87,11 +87,9 @@ def _check_prompt(pipe: DiffusionPipeline) -> None:
         return
     inner = {name: part for name, part in vars(pipe).items() if isinstance(part, DiffusionPipeline)}
     parts = [f"{name} ({type(part).__name__})" for name, part in inner.items()]
-    way = f"it consists of the pipelines {', '.join(parts)}; train one of them that does" if parts else ""
-    raise ModelError(
-        f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: "
-        f"{way or 'choose a pipeline that does'}"
-    )
+    others = f"it consists of the pipelines {', '.join(parts)}; train one of them that does"
+    remedy = others if parts else "choose a pipeline that does"
+    raise ModelError(f"{type(pipe).__name__} takes no argument 'prompt', which gerl needs to pass a prompt: {remedy}")
 
 
 def _check_names(kind: type, names: Iterable[str]) -> None:
@@ -159,10 +157,7 @@ def detach(pipe: DiffusionPipeline) -> None:
 
 
 class PromptCache:
-    """Cache of the outputs of a pipeline's `encode_*` methods, one entry per prompt.
-
-    `gb`: memory limit. `folder`: of the disk cache; None for memory only.
-    """
+    """Cache of encoded prompts, up to `gb` in memory and in `folder` on disk; None for memory only."""
 
     def __init__(self, gb: float, folder: Path | None = None) -> None:
         self.most, self.folder = int(gb * GB), folder
@@ -248,10 +243,7 @@ def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:
-    """Split arguments into those that vary by prompt, one dict per prompt, and the others.
-
-    The first item is None if no argument holds prompts.
-    """
+    """Split arguments into those of each prompt, None if no argument holds prompts, and the others."""
     lists = {k: v for k, v in bound.items() if isinstance(v, list) and v and all(isinstance(e, str) for e in v)}
     rest = {k: v for k, v in bound.items() if k not in lists}
     counts = {len(v) for v in lists.values()}
@@ -428,15 +420,11 @@ def write_answer(folder: Path, key: str, answer: Tree) -> None:
 # is then enough. Pipelines truncate silently, or with one warning per prompt.
 
 PROBE = "zebra"  # a prompt that occurs in no template and that lower-casing and cleaning do not change
-FILE = "tokenizers.json"  # file of readings beside the cached encodings
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the component `tokenizer` reads a prompt: `before + prompt + after`, truncated to `most` tokens.
-
-    `most` is None if there is no limit.
-    """
+    """The text `before + prompt + after` that a tokenizer reads, truncated to `most` tokens; None: no limit."""
 
     tokenizer: str
     before: str
@@ -508,19 +496,14 @@ def cut_prompts(pipe: DiffusionPipeline, found: Sequence[Reading], prompts: Sequ
 
 def kept_readings(folder: Path | None) -> list[Reading] | None:
     """Return the readings written by `keep_readings`; None if missing or unreadable."""
-    try:
-        text = None if folder is None else (folder / FILE).read_text(encoding="utf-8")
-        return None if text is None else [Reading(**entry) for entry in json.loads(text)]
-    except (OSError, ValueError, TypeError):
-        return None
+    found: Any = None if folder is None else read_answer(folder, "readings")
+    return None if found is None else [Reading(*values) for values in found]
 
 
 def keep_readings(folder: Path | None, found: Sequence[Reading]) -> None:
     """Store readings beside the encoded prompts of `data.cache`, so that text encoders need not be loaded."""
     if folder is not None:
-        with contextlib.suppress(OSError):  # not stored: they are found again next time
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE).write_text(json.dumps([asdict(reading) for reading in found]), encoding="utf-8")
+        write_answer(folder, "readings", [astuple(reading) for reading in found])
 
 
 def _tokenizers(pipe: DiffusionPipeline) -> dict[str, PreTrainedTokenizerBase]:

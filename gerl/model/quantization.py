@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from gerl.config import ModelConfig
 from gerl.config.blocks import Quantisation
 from gerl.errors import ConfigError, ModelError
-from gerl.model.denoisers import skeletons
+from gerl.model.denoisers import component_class, skeletons
 
 PACKAGES: dict[Quantisation, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 EXTRAS = {"torchao": "quantize", "bitsandbytes": "bitsandbytes"}  # extras of gerl that install the packages
@@ -49,10 +49,9 @@ def quantisation_config(
     dtype: torch.dtype,
     denoisers_among: Callable[[Mapping[str, object]], Mapping[str, torch.nn.Module]],
 ) -> PipelineQuantizationConfig | None:
-    """Return the quantisation of `config` for `from_pretrained` of the pipeline in `folder`; None for no quantisation.
+    """Return the quantisation of `config` for `from_pretrained` of the pipeline in `folder`; None: none.
 
-    Denoiser layers outside the repeated blocks keep their precision: they are few, and all inputs and outputs pass
-    through them. Raises `ModelError` for a pipeline that cannot be quantised.
+    Denoiser layers outside repeated blocks keep their precision: all values pass them. Raises `ModelError`.
     """
     if (config.quantize, config.quantize_encoders) == ("none", "none"):
         return None
@@ -64,8 +63,8 @@ def quantisation_config(
         )
     mapping: dict[str, object] = {}
     if config.quantize != "none":
-        denoisers = denoisers_among(models)
-        mapping |= {name: _of_denoiser(config.quantize, model, dtype) for name, model in denoisers.items()}
+        found = denoisers_among(models)
+        mapping |= {n: _quantised(config.quantize, diffusers, dtype, outer_layers(m)) for n, m in found.items()}
     if config.quantize_encoders != "none":
         encoders = text_encoders(folder)
         if not encoders:
@@ -73,20 +72,15 @@ def quantisation_config(
                 f"model.quantize_encoders={config.quantize_encoders}: the pipeline {config.path} has no text encoder "
                 "of transformers; use none"
             )
-        mapping |= {name: _of_encoder(config.quantize_encoders, dtype) for name in encoders}
+        mapping |= {name: _quantised(config.quantize_encoders, transformers, dtype) for name in encoders}
     return PipelineQuantizationConfig(quant_mapping=mapping)
 
 
 def text_encoders(folder: str) -> list[str]:
     """Return a pipeline's transformers models except its safety checker: text encoders, and some image encoders."""
     index = diffusers.DiffusionPipeline.load_config(folder)
-    found = []
-    for name, entry in index.items():
-        if isinstance(entry, list) and entry[0] == "transformers" and name != "safety_checker":
-            kind = getattr(transformers, str(entry[1]), None)
-            if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
-                found.append(name)
-    return found
+    kinds = {name: component_class(entry) for name, entry in index.items() if name != "safety_checker"}
+    return [name for name, kind in kinds.items() if kind is not None and issubclass(kind, PreTrainedModel)]
 
 
 def outer_layers(model: torch.nn.Module) -> list[str]:
@@ -96,39 +90,22 @@ def outer_layers(model: torch.nn.Module) -> list[str]:
     return [name for name in linear if not any(name.startswith(f"{block}.") for block in blocks)]
 
 
-def _of_denoiser(kind: Quantisation, model: torch.nn.Module, dtype: torch.dtype) -> object:
-    kept = outer_layers(model)
-    if kind == "nf4":
+def _quantised(kind: Quantisation, library: Any, dtype: torch.dtype, kept: list[str] | None = None) -> object:
+    """Return the configuration in `library`, diffusers or transformers, of a model, except the layers `kept`."""
+    if kind == "nf4":  # 4-bit NormalFloat (Dettmers et al. 2023): blocks of 64 weights with a scale each
         # a name without a dot would also exclude layers of that name in the blocks, such as FLUX's `proj_out`
-        return _nf4(diffusers.BitsAndBytesConfig, dtype, [name for name in kept if "." in name])
-    from torchao.quantization import FqnToConfig  # an optional package
+        outer = None if kept is None else [name for name in kept if "." in name]
+        return library.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=outer
+        )
+    from torchao.quantization import Float8WeightOnlyConfig, FqnToConfig, Int8WeightOnlyConfig  # an optional package
 
-    return diffusers.TorchAoConfig(FqnToConfig({**dict.fromkeys(kept), "_default": _weight_only(kind)}))
-
-
-def _of_encoder(kind: Quantisation, dtype: torch.dtype) -> object:
-    nf4 = kind == "nf4"
-    return _nf4(transformers.BitsAndBytesConfig, dtype) if nf4 else transformers.TorchAoConfig(_weight_only(kind))
-
-
-def _weight_only(kind: Quantisation) -> object:
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig  # an optional package
-
-    return Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
-
-
-def _nf4(config: Any, dtype: torch.dtype, kept: list[str] | None = None) -> object:
-    """Return a configuration for 4-bit NormalFloat (Dettmers et al. 2023): blocks of 64 weights with a scale each."""
-    return config(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=kept
-    )
+    weights = Int8WeightOnlyConfig() if kind == "int8" else Float8WeightOnlyConfig()
+    return library.TorchAoConfig(weights if kept is None else FqnToConfig({**dict.fromkeys(kept), "_default": weights}))
 
 
 def leading_values(weight: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first values of a weight on the CPU in fp32, dequantised if it is quantised.
-
-    For 4-bit weights these are the codes.
-    """
+    """Return the first values of a weight on the CPU in fp32, dequantised; for 4-bit weights the codes."""
     plain = weight.detach()
     if type(plain).__module__.startswith("torchao"):
         plain = plain.dequantize()
@@ -143,8 +120,7 @@ def stored_bytes(weight: torch.Tensor) -> int:
 def quantised_bytes(kind: Quantisation, elements: int, rows: int) -> float:
     """Return `stored_bytes` of quantised linear layers with `elements` weights and `rows` rows in total.
 
-    Each weight has a code; int8 and fp8 have an fp32 scale per row, int8 also a zero point, and nf4 a scale per 64
-    weights.
+    Codes, and an fp32 scale per row (int8, fp8), a zero point (int8), or a scale per 64 weights (nf4).
     """
     return {"int8": elements + 5 * rows, "fp8": elements + 4 * rows, "nf4": elements / 2 + elements / 16}[kind]
 

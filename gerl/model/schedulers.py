@@ -75,11 +75,7 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
 
 
 class SameSigmas(FlowMatchEulerDiscreteScheduler):
-    """Euler steps along the noise levels and timesteps computed by another flow-matching scheduler.
-
-    Solvers differ in their first noise level and in spacing, which no configuration of
-    `FlowMatchEulerDiscreteScheduler` reproduces.
-    """
+    """Euler steps along another flow-matching scheduler's noise levels, which no configuration of Euler's gives."""
 
     original: SchedulerMixin
     init_noise_sigma = 1.0
@@ -134,14 +130,8 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
     def step(
         self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, *args: object, **kwargs: object
     ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
-        """Take Euler's step, also at integer timesteps, which some pipelines pass (SkyReels V2, diffusion forcing).
-
-        Euler refuses integers, which could be step numbers.
-        """
-        stepped: SchedulerOutput | tuple[torch.Tensor, ...] = super().step(
-            model_output, torch.as_tensor(timestep).to(torch.float32), sample, *args, **kwargs
-        )
-        return stepped
+        """Take Euler's step, also at integer timesteps, which some pipelines pass and Euler refuses."""
+        return super().step(model_output, torch.as_tensor(timestep).to(torch.float32), sample, *args, **kwargs)
 
     def scale_model_input(self, sample: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return `sample`: flow matching has no input scale, but pipelines for other solvers call this method."""
@@ -149,8 +139,7 @@ class SameSigmas(FlowMatchEulerDiscreteScheduler):
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return `(1 - s) x0 + s eps`, `scale_noise` under the name used by other solvers."""
-        noisy: torch.Tensor = self.scale_noise(original_samples, timesteps, noise)
-        return noisy
+        return self.scale_noise(original_samples, timesteps, noise)
 
 
 def _arguments(scheduler: SchedulerMixin) -> set[str]:
@@ -176,9 +165,8 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     # `from_config` does not carry over defaults of the other class, and DDIM clips the predicted sample by default,
     # which would ruin latents of schedulers that never clip
     kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}
-    shifted = isinstance(
-        scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler
-    )  # schedulers that never clip, independent of their configuration
+    # schedulers that never clip, independent of their configuration
+    shifted = isinstance(scheduler, CogVideoXDDIMScheduler | CogVideoXDPMScheduler)
     clips = config.get("clip_sample", False) and not shifted
     ddim = DDIMScheduler.from_config(config, clip_sample=clips, **kept)
     if shifted:  # snr_shift_scale changes the alphas, and DDIM does not have it
@@ -252,8 +240,5 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
 def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
     """Return a note for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
-    return [
-        f"the guidance of {name} is one of its inputs, by distillation: there is one pass per step, and "
-        "algorithm.cfg has nothing to split"
-        for name in taken
-    ]
+    note = "is one of its inputs, by distillation: there is one pass per step, and algorithm.cfg has nothing to split"
+    return [f"the guidance of {name} {note}" for name in taken]

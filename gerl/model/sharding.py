@@ -6,15 +6,13 @@ import json
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import accelerate
-import diffusers
 import torch
-import transformers
 from diffusers import ContextParallelConfig, DiffusionPipeline, ModelMixin
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention import AttentionModuleMixin
@@ -28,8 +26,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
+from gerl.engine.record import put
 from gerl.errors import ModelError
-from gerl.model.denoisers import default_dtype
+from gerl.model.denoisers import component_class, default_dtype
 from gerl.model.quantization import leading_values
 
 # --- Lazy loading: a rank reads a block's weights from their files just before it shards them.
@@ -40,7 +39,6 @@ from gerl.model.quantization import leading_values
 
 logger = logging.getLogger(__name__)
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,9 @@ class Stored:
         with safe_open(self.file, framework="pt") as opened:
             part = opened.get_slice(self.key)
             shape = part.get_shape()
-            if not shape:
-                return leading_values(self._cast(opened.get_tensor(self.key)), count)
             rows = math.ceil(count / max(1, math.prod(shape[1:])))
-            return leading_values(self._cast(part[: min(rows, shape[0])]), count)
+            head = part[: min(rows, shape[0])] if shape else opened.get_tensor(self.key)
+            return leading_values(self._cast(head), count)
 
     def _cast(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.dtype) if values.is_floating_point() else values
@@ -85,30 +82,20 @@ def fill(module: torch.nn.Module, unread: Unread) -> None:
 
 
 def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[dict[str, torch.nn.Module], Unread]:
-    """Return the components among `names` of the pipeline in `folder` that can be loaded lazily, and their weights.
-
-    Logs the reason for each component that has to be loaded completely.
-    """
+    """Return those of the components that can be loaded lazily, and their weights; log why others cannot."""
     index = DiffusionPipeline.load_config(folder)
     models: dict[str, torch.nn.Module] = {}
     unread: Unread = {}
     for name in names:
         try:
-            models[name], found = _model(_class(index[name]), folder / name, dtype)
+            if (kind := component_class(index[name])) is None:
+                raise _NotLazy(f"its class {'.'.join(index[name])} is not from diffusers or transformers")
+            models[name], found = _model(kind, folder / name, dtype)
         except _NotLazy as reason:
             logger.info("every rank reads all of %s before keeping its shard: %s", name, reason)
         else:
             unread |= found
     return models, unread
-
-
-def _class(entry: list[str]) -> type[Any]:
-    library, name = entry
-    for module, base in ((diffusers, ModelMixin), (transformers, PreTrainedModel)):
-        kind = getattr(module, name, None) if library == module.__name__ else None
-        if isinstance(kind, type) and issubclass(kind, base):
-            return kind
-    raise _NotLazy(f"its class {library}.{name} is not from diffusers or transformers")
 
 
 def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
@@ -117,9 +104,8 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") is not None:
         raise _NotLazy("its weights are quantised in their files")
-    files = _files(folder, NAMES[base])
+    files, shapes = _files(folder, NAMES[base])
     model, dtypes, keys = build(kind, folder, dtype, list(files))
-    shapes = _shapes(files)
     wanted = model.state_dict(keep_vars=True)
     aliases: dict[int, list[str]] = defaultdict(list)
     for name, tensor in wanted.items():
@@ -142,10 +128,7 @@ def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.
 
 
 def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
-    """Replace the meta parameters of `model` by CPU parameters without memory; return where their values are stored.
-
-    With meta parameters peft would also create the matrices of a LoRA on the meta device.
-    """
+    """Replace meta parameters, for which peft would make a meta LoRA, by ones without memory on the CPU."""
     found: Unread = {}
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -161,24 +144,19 @@ def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
     return found
 
 
-def _files(folder: Path, name: str) -> dict[str, Path]:
-    """Return the file of each tensor, from one safetensors file or several with an index. Raises `_NotLazy`."""
+def _files(folder: Path, name: str) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """Return file and shape of each tensor in one safetensors file, or several with an index. Raises `_NotLazy`."""
     index = folder / f"{name}.index.json"
-    if index.is_file():
-        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
-    if not (folder / name).is_file():
-        raise _NotLazy(f"it has no {name}")
-    with safe_open(folder / name, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), folder / name)
-
-
-def _shapes(files: Mapping[str, Path]) -> Shapes:
-    found: Shapes = {}
-    for file in set(files.values()):
+    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [name]
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in (folder / name for name in dict.fromkeys(names)):
+        if not file.is_file():
+            raise _NotLazy(f"it has no {file.name}")
         with safe_open(file, framework="pt") as opened:
-            keys = opened.keys()  # not a mapping
-            found |= {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
-    return found
+            for key in opened.keys():  # noqa: SIM118
+                files[key], shapes[key] = file, tuple(opened.get_slice(key).get_shape())
+    return files, shapes
 
 
 Built = tuple[torch.nn.Module, dict[str, torch.dtype], dict[str, str]]  # model, dtype by name, file key by name
@@ -209,7 +187,11 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
         with contextlib.suppress(OSError):  # the file is optional
             model.generation_config = GenerationConfig.from_pretrained(folder)
     state = model.state_dict()
-    dtypes = {name: tensor.dtype for name, tensor in state.items()} | _dtypes_of_plan(model, dtype, list(state))
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    if plan := model._get_dtype_plan(dtype):  # weights kept in another dtype, such as a layer of T5 in fp16
+        pattern, groups, _ = build_glob_alternation(list(plan))
+        matches = {name: pattern.search(name) for name in state}
+        dtypes |= {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
@@ -224,16 +206,6 @@ def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dty
             raise _NotLazy(f"its files contain {name} twice")
         names[name] = key
     return model, dtypes, names
-
-
-def _dtypes_of_plan(model: PreTrainedModel, dtype: torch.dtype, names: list[str]) -> dict[str, torch.dtype]:
-    """Return the weights that a model of `dtype` keeps in another dtype, such as a layer of T5 in fp16."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return {}
-    pattern, groups, _ = build_glob_alternation(list(plan))
-    matches = {name: pattern.search(name) for name in names}
-    return {name: plan[groups[match.lastgroup]] for name, match in matches.items() if match}
 
 
 # --- Sharded frozen weights: each rank of a worker holds a shard, and gathers a block's others while it computes.
@@ -309,14 +281,10 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def layers(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the linear and embedding layers of `model` outside `blocks` whose weight no other layer shares."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
+    inside = {module for block in blocks for module in block.modules()}
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    return [
-        module
-        for module in outside
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and uses[id(module.weight)] == 1
-    ]
+    found = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
+    return [module for module in found if module not in inside and uses[id(module.weight)] == 1]
 
 
 # --- Context parallelism: ranks compute a denoiser call together, each a slice of the tokens.
@@ -335,51 +303,39 @@ HEADS = ("num_attention_heads", "num_key_value_heads")  # suffixes of the config
 
 
 def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
-    """Raise `ModelError` if `ranks` cannot split the sequence of one of `denoisers` (or skeletons).
-
-    `components`: names of all pipeline components.
-    """
+    """Raise `ModelError` if `ranks` cannot split the tokens of a denoiser; `components`: all names."""
     given = f"cluster.context={ranks}"
     if controlnet := next((name for name in components if "controlnet" in name), None):
-        raise ModelError(
-            f"{given}: the output of the pipeline's {controlnet} is not split among ranks; use cluster.context=1"
-        )
+        raise ModelError(f"{given}: the output of {controlnet} is not split among ranks; use cluster.context=1")
     for name, denoiser in denoisers.items():
-        kind = type(denoiser).__name__
-        plan = getattr(denoiser, "_cp_plan", None)
-        if not plan:
-            raise ModelError(
-                f"{given}: diffusers has no plan for splitting the sequence of {kind} ({name}) among ranks; use "
-                "cluster.context=1"
-            )
-        if why := UNUSABLE.get(kind):
-            raise ModelError(
-                f"{given}: diffusers cannot split the sequence of {kind} ({name}) among ranks, although it has a "
-                f"plan: {why}; use cluster.context=1"
-            )
+        kind, plan = f"{type(denoiser).__name__} ({name})", getattr(denoiser, "_cp_plan", None)
         lists = {n for n, module in denoiser.named_children() if isinstance(module, torch.nn.ModuleList)}
-        if any(entry.partition(".")[0] in lists for entry, what in plan.items() if not isinstance(what, dict)):
-            raise ModelError(  # layers between a gather and the next split would get a part of the gradient twice
-                f"{given}: {kind} ({name}) gathers its sequence in every block, where the gradient would not be "
-                "that of one rank; use cluster.context=1"
-            )
         heads = {key: value for key, value in denoiser.config.items() if key.endswith(HEADS) and value}
-        if odd := {key: value for key, value in heads.items() if value % ranks}:
-            key, value = next(iter(odd.items()))
-            raise ModelError(
-                f"{given}: it must divide the {value} attention heads of {kind} ({name}: {key}); use a number that "
-                "does, or 1"
-            )
+        remedy = "use cluster.context=1"
+        if not plan:
+            why = f"diffusers has no plan for splitting the sequence of {kind} among ranks"
+        elif fault := UNUSABLE.get(type(denoiser).__name__):
+            why = f"diffusers cannot split the sequence of {kind} among ranks, although it has a plan: {fault}"
+        elif any(entry.partition(".")[0] in lists for entry, what in plan.items() if not isinstance(what, dict)):
+            # layers between a gather and the next split would get a part of the gradient twice
+            why = f"{kind} gathers its sequence in every block, where the gradient would not be that of one rank"
+        elif odd := next((key for key, value in heads.items() if value % ranks), None):
+            why = f"it must divide the {heads[odd]} attention heads of {type(denoiser).__name__} ({name}: {odd})"
+            remedy = "use a number that does, or 1"
+        else:
+            continue
+        raise ModelError(f"{given}: {why}; {remedy}")
 
 
 def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> None:
-    """Let the ranks of `mesh`, with its dimensions ring and ulysses, split each call of `denoisers`.
+    """Let the ranks of `mesh` split each call of `denoisers`; after adding a LoRA, before sharding weights.
 
-    Must be called after adding a LoRA and before sharding weights. Raises `ModelError` for an attention that does not
-    support it.
+    Raises `ModelError` for an attention that does not support it.
     """
     for name, denoiser in denoisers.items():
-        with _some_accelerator():
+        with contextlib.ExitStack() as undo:
+            if not torch.accelerator.device_count():  # diffusers numbers devices modulo their count
+                put(undo, torch.accelerator, "device_count", lambda: 1)
             denoiser.enable_parallelism(config=ContextParallelConfig(ulysses_degree=mesh.size(), mesh=mesh))
         for part, module in denoiser.named_modules():
             if not isinstance(module, Attention | MochiAttention | AttentionModuleMixin):
@@ -391,20 +347,6 @@ def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> Non
                 )
         registry = HookRegistry.check_if_exists_or_initialize(denoiser)
         registry.register_hook(Together(denoiser, mesh.size()), "gerl_context")
-
-
-@contextlib.contextmanager
-def _some_accelerator() -> Iterator[None]:
-    """Make torch count one device on a CPU: diffusers numbers devices modulo their count."""
-    count = torch.accelerator.device_count
-    if count():
-        yield
-        return
-    torch.accelerator.device_count = lambda: 1
-    try:
-        yield
-    finally:
-        torch.accelerator.device_count = count
 
 
 class Together(ModelHook):

@@ -89,10 +89,7 @@ class Shards:
 
     def shapes(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name on the meta device, without values."""
-        return {
-            name: torch.empty(known.size, dtype=known.properties.dtype, device="meta")
-            for name, known in self._known.items()
-        }
+        return {n: torch.empty(k.size, dtype=k.properties.dtype, device="meta") for n, k in self._known.items()}
 
     def read_into(self, parts: Mapping[str, Part]) -> None:
         """Fill the values of `parts`, independent of how many processes wrote the files."""

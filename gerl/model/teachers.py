@@ -11,7 +11,7 @@ from peft import inject_adapter_in_model
 
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.lora import ADAPTER, Denoisers, Layers, adapted_layers, inject, read_fitting
+from gerl.model.lora import ADAPTER, Denoisers, Layers, Parameters, adapted_layers, inject, read_fitting
 from gerl.utils.seeding import derive_seed
 
 # --- Teachers of a policy: LoRAs beside the trained one, inactive by default
@@ -27,11 +27,7 @@ class TeacherModel:
 
 
 def read_teachers(teachers: Sequence[Teacher], denoisers: Denoisers) -> dict[str, dict[str, Layers]]:
-    """Read the layers of each LoRA among `teachers` by denoiser; LoRAs on the Hub are fetched into the cache.
-
-    `denoisers`: those of the pipeline, without another LoRA, or their skeletons. Raises `ModelError` for a LoRA that
-    cannot be read or does not fit them.
-    """
+    """Read LoRAs among `teachers`, by source and denoiser (or skeleton). Raises `ModelError` if one does not fit."""
     found: dict[str, dict[str, Layers]] = {}
     for source in (teacher.lora for teacher in teachers):
         if source is None or source in found:
@@ -55,10 +51,7 @@ def attach_teachers(
     denoisers: Mapping[str, ModelMixin],
     device: str,
 ) -> list[TeacherModel]:
-    """Add the LoRAs of `read_teachers` to `denoisers`, which have the trained one, and activate the trained one.
-
-    A teacher with a pipeline of its own gets it later.
-    """
+    """Add the LoRAs of `read_teachers` to `denoisers`, beside the trained one, which stays active."""
     adapters = {source: f"teacher_{i}" for i, source in enumerate(read)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several LoRAs on a model are intended
@@ -73,7 +66,7 @@ def attach_teachers(
     return [TeacherModel(t, None if t.lora is None else adapters[t.lora]) for t in teachers]
 
 
-def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.nn.Parameter]:
+def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> Parameters:
     """Return the matrices of all teachers' LoRAs."""
     return {
         f"{name}.{key}": p
@@ -90,13 +83,8 @@ def teachers_parameters(denoisers: Mapping[str, ModelMixin]) -> dict[str, torch.
 FAKE = "fake"
 
 
-def add_fake(
-    denoisers: Mapping[str, ModelMixin], scale: float, device: str, seed: int
-) -> dict[str, torch.nn.Parameter]:
-    """Add the fake LoRA to the layers with the trained one, with equal ranks and `scale` times the alpha.
-
-    It is initially 0. Returns its parameters (fp32) by name.
-    """
+def add_fake(denoisers: Mapping[str, ModelMixin], scale: float, device: str, seed: int) -> Parameters:
+    """Add the fake LoRA, initially 0, beside the trained one with `scale` times its alpha; return its parameters."""
     for name, denoiser in denoisers.items():
         first = denoiser.peft_config[ADAPTER]
         config = replace(first, lora_alpha=scale * first.lora_alpha)
@@ -112,7 +100,7 @@ def add_fake(
     return found
 
 
-def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+def fake_parameters(denoisers: Mapping[str, torch.nn.Module]) -> Parameters:
     """Return the fake LoRA's matrices by name; empty without a fake LoRA."""
     named = {f"{name}.{key}": p for name, denoiser in denoisers.items() for key, p in denoiser.named_parameters()}
     return {name: p for name, p in named.items() if ".lora_" in name and is_fake(name)}

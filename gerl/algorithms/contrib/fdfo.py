@@ -2,23 +2,17 @@
 
 The images of a pair share their initial noise and differ slightly by a small noise in the steps. Let d = (x -
 x_partner) / 2 and dR = (R - R_partner) / 2 be half their differences in latents and reward. For a smooth R, dR =
-grad R . d to first order, so that the mean of
-
-    g = dR d / mean(d^2)
-
-over isotropic directions d is grad R (E d d^T / |d|^2 = 1 / D); directions in which trajectories differ more weigh
-more. Both images of a pair give the same g, since d and dR change their signs together. The clean latents predicted by
-a velocity v are x0h = x - s v: to move them by g is to move v against g. Hence the velocity at each trained step, v_ref
-under the sampling policy, is pulled towards v_ref - u with u = d / mean(d^2) if dR > 0, and pushed away otherwise. The
-whole trajectory is one action, so all steps share u. The ratio of a step,
+grad R . d to first order, so that the mean of g = dR d / mean(d^2) over isotropic directions d is grad R. The clean
+latents predicted by a velocity v are x - s v: to move them by g is to move v against g. Hence the velocity at each
+trained step, v_ref under the sampling policy, is pulled towards v_ref - u with u = d / mean(d^2) if dR > 0, and pushed
+away otherwise. The whole trajectory is one action, so all steps share u. The ratio of a step,
 
     log r = |v_ref - v_target|^2 - |v - v_target|^2 = -mean(w^2 + 2 u w),    w = v - v_ref,  v_target = v_ref - u
 
-is 1 at v_ref, where the gradient of -dR r with respect to v is 2 g / D, so that descent moves v against g. SPO's
-quadratic bound keeps r near 1: L = -dR r + |dR| / (2 c) (r - 1)^2 has its minimum over r at 1 + c sign(dR).
+is 1 at v_ref, where the gradient of -dR r with respect to v is 2 g / D. SPO's quadratic bound keeps r near 1:
+L = -dR r + |dR| / (2 c) (r - 1)^2 has its minimum over r at 1 + c sign(dR).
 
-For any parametrisation, w is the change of the transition's mean divided by -|J|, J = d mean / d model output: the
-change of the flow-matching velocity, of the predicted noise, or of the predicted clean latents with opposite sign.
+For any parametrisation, w is the change of the transition's mean divided by -|J|, J = d mean / d model output.
 """
 
 from __future__ import annotations  # torch is imported lazily
@@ -28,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.common import per_sample
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs
@@ -44,16 +39,12 @@ LEAST = 1e-6  # lower bound of mean(d^2), which is 0 for equal images
 class FDFOConfig(AlgorithmConfig):
     """Keys of FDFO."""
 
-    ratio_width: float = main_key(
-        0.03, "maximum distance from 1 to which the loss moves the ratio of a step (SPO)", above=0
-    )
+    ratio_width: float = main_key(0.03, "maximum distance from 1 to which the loss moves a step's ratio (SPO)", above=0)
 
     @property
     def needs(self) -> Needs:
-        guided = self.cfg != "off"  # whether the update computes the recorded policy
-        return replace(
-            super().needs, trajectory=True, sampled_over="pair", recorded_means=guided, finished_latents=True
-        )
+        guided, needs = self.cfg != "off", super().needs  # guided: the update computes the recorded policy
+        return replace(needs, trajectory=True, sampled_over="pair", recorded_means=guided, finished_latents=True)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if sampling.noise_level == 0 or sampling.kernel == "ode":
@@ -76,13 +67,11 @@ class FDFO(Algorithm):
         self.guided = self.needs.recorded_means
 
     def plan(self, samples: Sequence[Sample], first_id: int = 0) -> list[RolloutTask]:
-        return super().plan([self._from_noise_of_the_pair(sample) for sample in samples], first_id)
+        def paired(s: Sample) -> Sample:
+            seed = derive_seed("pair", self.config.trainer.seed, s.step, s.prompt.id, s.index // 2)
+            return s if s.init_seed is not None else replace(s, init_seed=seed)  # or the group shares its noise
 
-    def _from_noise_of_the_pair(self, sample: Sample) -> Sample:
-        if sample.init_seed is not None:  # the whole group shares its noise
-            return sample
-        parts = (sample.step, sample.prompt.id, sample.index // 2)
-        return replace(sample, init_seed=derive_seed("pair", self.config.trainer.seed, *parts))
+        return super().plan([paired(sample) for sample in samples], first_id)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         """Return dR `[B]`: half the reward difference to the partner, not normalised."""
@@ -108,7 +97,7 @@ class FDFO(Algorithm):
             deviation = measured.pop("ratio_deviation")
             sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
             if base:
-                kl = (step.part(velocity_change(step, base[k].mean)) ** 2).flatten(1).mean(1)
+                kl = per_sample(step.part(velocity_change(step, base[k].mean)) ** 2)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
                 sums["kl"] = float(kl.detach().sum())
             sums["loss"] = float(losses.detach().sum())
@@ -126,10 +115,7 @@ def partners(samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch.Tensor | None = None) -> torch.Tensor:
-    """Return u = d / mean(d^2) of the final latents `[B, ...]` in fp32, d being half the difference to the partner.
-
-    `overwritten` `[B, ...]` bool: elements that do not reach the images; there d is 0, and the mean excludes them.
-    """
+    """Return u = d / mean(d^2) [B, ...] fp32 of the final latents; d is 0 where `overwritten`, which the mean omits."""
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
     d = d if overwritten is None else d.masked_fill(overwritten, 0.0)
@@ -145,11 +131,8 @@ def velocity_change(step: ReplayedStep, mean: torch.Tensor) -> torch.Tensor:
 def fdfo_loss(
     moved: torch.Tensor, towards: torch.Tensor, reward: torch.Tensor, width: float
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return L of the module docstring `[B]`, and ratio metrics; clip fractions count the rows beyond `width`.
-
-    `moved`: w, `towards`: u, both `[B, ...]`; `reward`: dR `[B]`; `width`: c.
-    """
-    log_ratio = -(moved * (moved + 2 * towards)).flatten(1).mean(1)
+    """Return L [B] and ratio metrics from w, u [B, ...], dR [B] and c; clip fractions count rows beyond `width`."""
+    log_ratio = -per_sample(moved * (moved + 2 * towards))
     # the bound is far beyond any width; an infinite ratio would make the gradient NaN
     ratio = log_ratio.clamp(-20, 20).exp()
     losses = -reward * ratio + reward.abs() / (2 * width) * (ratio - 1) ** 2

@@ -3,12 +3,12 @@
 from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
+from gerl.algorithms.common import requires
 from gerl.algorithms.lazily import Tape, torch, transitions
 from gerl.algorithms.reward_gradient import (
     LatentJump,
@@ -21,101 +21,61 @@ from gerl.algorithms.reward_gradient import (
     generator,
     step_by,
 )
-from gerl.config.algorithms import Needs
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import Sample
 
-
-def _nested_key(default: float) -> Any:
-    help = "share of the gradient of the intermediate latents that passes through the denoiser's call with them"
-    return key(default, help, low=0, high=1)
-
-
-def _active_key(default: int, low: int = 1) -> Any:
-    return main_key(
-        default, "steps whose denoiser calls have a gradient, selected at random each trainer step", low=low
-    )
+NESTED = "share of the gradient of the intermediate latents that passes through the denoiser's call with them"
+ACTIVE = "steps whose denoiser calls have a gradient, selected at random each trainer step"
+TAU = "image weights are 1 / (the distances of the leaps from the sampled steps, each at least this); null: equal"
+BIAS = "later steps are likelier: step i, from 1, has a probability proportional to i to this power"
+RESCALE = "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the trajectory"
 
 
-def _tau_key(default: float) -> Any:
-    return key(
-        default,
-        "images are weighted by 1 / (the distances of the two leaps from the sampled steps, each at least this); "
-        "null: equally",
-        above=0,
-    )
-
-
-def _bias_key(default: float) -> Any:
-    return key(default, "later steps are likelier: step i, from 1, has a probability proportional to i to this power")
-
-
-def _rescale_key(default: float) -> Any:
-    help = "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the trajectory"
-    return key(default, help, low=0, high=1)
-
-
+@requires(latent_gradient=True, deterministic=True, min_steps=2)
 @dataclass(frozen=True)
 class LeapAlignConfig(RewardGradientConfig):
     """Keys of LeapAlign."""
 
-    nested: float = _nested_key(0.3)
-    tau: float | None = _tau_key(0.1)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, latent_gradient=True, deterministic=True, min_steps=2)
+    nested: float = key(0.3, NESTED, low=0, high=1)
+    tau: float | None = key(0.1, TAU, above=0)
 
 
+@requires(deterministic=True)
 @dataclass(frozen=True)
 class FlowBPSparseConfig(RewardGradientConfig):
     """Keys of FlowBP-Sparse."""
 
-    active: int = _active_key(4)
-    bias: float = _bias_key(1.0)
-    rescale: float = _rescale_key(0.5)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, deterministic=True)
+    active: int = main_key(4, ACTIVE, low=1)
+    bias: float = key(1.0, BIAS)
+    rescale: float = key(0.5, RESCALE, low=0, high=1)
 
 
+@requires(latent_gradient=True, min_steps=2)
 @dataclass(frozen=True)
 class FlowBPBridgeConfig(FlowBPSparseConfig):
     """Keys of FlowBP-Bridge."""
 
-    active: int = _active_key(5, low=2)
-    bias: float = _bias_key(4.0)
-    rescale: float = _rescale_key(0.0)
-    nested: float = _nested_key(0.5)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, latent_gradient=True, min_steps=2)
+    active: int = main_key(5, ACTIVE, low=2)
+    bias: float = key(4.0, BIAS)
+    rescale: float = key(0.0, RESCALE, low=0, high=1)
+    nested: float = key(0.5, NESTED, low=0, high=1)
 
 
+@requires(latent_gradient=True, deterministic=True, min_steps=3)
 @dataclass(frozen=True)
 class FlowBPLagrangeConfig(RewardGradientConfig):
     """Keys of FlowBP-Lagrange."""
 
     supports: int = key(3, "steps of a leap whose velocities are integrated by their interpolating polynomial", low=1)
-    second: float = key(
-        0.25, "factor of the gradient of a leap's second support; that of the first is 1", low=0, high=1
-    )
+    second: float = key(0.25, "factor of the gradient of a leap's second support; of the first: 1", low=0, high=1)
     parts: list[float] = key(
         [2.5, 6.0, 2.0],
         "Dirichlet parameters of the shares of the steps after, between and before the two leaps' starts",
     )
-    latest: int | None = key(
-        10, "the second leap starts at one of this many last steps, but not at the last; null: at any", low=2
-    )
-    nested: float = _nested_key(0.1)
-    tau: float | None = _tau_key(0.2)
-
-    @property
-    def needs(self) -> Needs:
-        return replace(super().needs, latent_gradient=True, deterministic=True, min_steps=3)
+    latest: int | None = key(10, "the second leap starts at one of this many last steps but the last; null: any", low=2)
+    nested: float = key(0.1, NESTED, low=0, high=1)
+    tau: float | None = key(0.2, TAU, above=0)
 
     def check(self) -> None:
         super().check()
@@ -186,10 +146,8 @@ class FlowBPBridge(FlowBPSparse):
         return (*early, j, *late)
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
-        scaled, j = self.scaled(tape, trained), self._bridge(samples[0].step)
-        return [
-            RewardEvaluation(chain(tape, {k: (scaled[k], self.settings.nested if k == j else 0.0) for k in trained}))
-        ]
+        scaled, j, nested = self.scaled(tape, trained), self._bridge(samples[0].step), self.settings.nested
+        return [RewardEvaluation(chain(tape, {k: (scaled[k], nested if k == j else 0.0) for k in trained}))]
 
 
 class FlowBPLagrange(RewardGradient):
@@ -198,14 +156,11 @@ class FlowBPLagrange(RewardGradient):
     names = "flowbp_lagrange"
     settings: FlowBPLagrangeConfig
 
-    def _starts(self, step: int) -> tuple[int, int]:
-        total, settings = self.config.sampling.num_inference_steps, self.settings
-        return parted_steps(total, settings.parts, settings.latest, generator(self.config.trainer.seed, step))
-
     def _supports(self, step: int) -> list[list[int]]:
         """Return the supporting steps of the first and of the second leap."""
-        (k, j), total = self._starts(step), self.config.sampling.num_inference_steps
-        return [spread_supports(k, j, self.settings.supports), spread_supports(j, total, self.settings.supports)]
+        total, settings = self.config.sampling.num_inference_steps, self.settings
+        k, j = parted_steps(total, settings.parts, settings.latest, generator(self.config.trainer.seed, step))
+        return [spread_supports(k, j, settings.supports), spread_supports(j, total, settings.supports)]
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
         return tuple(i for supports in self._supports(step) for i in supports[: 2 if self.settings.second else 1])
@@ -219,7 +174,7 @@ class FlowBPLagrange(RewardGradient):
             rules = [flow_rule(tape, i, settings.name) for i in supports]
             start, goal = rules[0].sigma, sigma_at(tape, end)
             weights = lagrange_weights([rule.sigma for rule in rules], start, goal)
-            parts = zip(supports, rules, weights, strict=True)
+            parts = list(zip(supports, rules, weights, strict=True))
             led = [
                 transitions.leap(rule, rule.sigma + w).mean(tape.steps[i].x, velocity_at(tape, i)) - tape.steps[i].x
                 for i, rule, w in parts
@@ -229,7 +184,7 @@ class FlowBPLagrange(RewardGradient):
             own = LatentJump(supports[0], first_leap, nested=settings.nested)
             other = [
                 LatentJump(i, partial(step_by, transitions.leap(rule, rule.sigma + settings.second * w)))
-                for i, rule, w in list(zip(supports, rules, weights, strict=True))[1:2]
+                for i, rule, w in parts[1:2]
                 if settings.second
             ]
             hops = [*other, own, *hops]  # the second leap comes first, since jumps are ordered backwards
@@ -274,8 +229,7 @@ def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
 def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
     """Sample steps k < j of `total`; the numbers of steps after j, between, and up to k are Dirichlet distributed.
 
-    Each number is at least one, so j is not the last step. j is one of the last `latest` steps; excess steps after j
-    go to the share up to k.
+    Each is at least one. j is one of the last `latest` steps; excess steps after it go to the share up to k.
     """
     shares = draw.dirichlet(parts)
     counts = np.round(shares * total).astype(int)

@@ -1,40 +1,32 @@
 """Neighbor GRPO (arXiv 2511.16955): ODE trajectories from similar initial noises, with a policy by distance.
 
 The images of a prompt start from noises around a shared one, `sqrt(1 - s^2) e + s d_i` with `s` =
-`sampling.init_noise_spread` (equation 7), and follow the ODE. No step is stochastic, so the trained policy is a
-surrogate: at step k a trajectory, the anchor, may leap to the latents x_i of any of the G trajectories of the group,
-with a probability that decreases with the distance from x, the anchor's next latents under the trained weights
-(equation 8),
+`sampling.init_noise_spread` (equation 7), and follow the ODE. The trained policy is a surrogate: at step k a
+trajectory, the anchor, may leap to the latents x_i of any of the G trajectories of the group, with a probability that
+decreases with the distance from x, the anchor's next latents under the trained weights (equation 8),
 
-    pi(i) = softmax_i(-|x_i - x|^2 / temperature),    |.|^2 the mean over dimensions,
+    pi(i) = softmax_i(-|x_i - x|^2 / temperature),    |.|^2 the mean over dimensions (the papers: the sum),
 
 and its ratio to the sampling policy enters PPO's clipped surrogate, averaged over the group's advantages A_i (equation
-9). On policy with centred A, the normaliser of the softmax has no gradient, and the remaining gradient
-
-    grad sum_i A_i log pi(i) = 2 / temperature sum_i A_i mean((x_i - x) grad x),
-
-pulls the anchor towards neighbours with good rewards and away from those with bad rewards. All pairs of neighbours have
-similar distances, so any image may be the anchor: `anchors` images per group are sampled each trainer step, and only
-they are evaluated. Only the anchor's step is replayed, from the recorded latents.
+9). On policy with centred A the gradient, `2 / temperature sum_i A_i mean((x_i - x) grad x)`, pulls the anchor towards
+neighbours with good rewards. All pairs of neighbours have similar distances, so any image may be the anchor: `anchors`
+images per group are sampled each trainer step, and only they are evaluated, from the recorded latents.
 
 Advantages are divided by their p-norm, `sqrt(G) A / |A|_p` (equation 11), which for p = 2 is the standard deviation.
-With p < 2, a group in which all images differ slightly counts less than one with few outliers.
-
-The authors repeat the equations, with the temperature, in arXiv 2603.17461, section 3.1. Distances are means over
-dimensions, like all log-probabilities in gerl; the papers use sums. Second-order solvers are not supported in the
-rollout, since the anchor's step that is compared with it is an Euler step.
+The authors repeat the equations, with the temperature, in arXiv 2603.17461, section 3.1. Second-order solvers are not
+supported, since the anchor's step that is compared with the rollout's is an Euler step.
 """
 
 from __future__ import annotations  # torch is imported lazily
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, group_ids
+from gerl.algorithms.common import requires
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch
 from gerl.algorithms.planning import sampled_steps
-from gerl.config.algorithms import Needs
 from gerl.config.blocks import SamplingConfig
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
@@ -42,6 +34,7 @@ from gerl.protocol import UpdateStats
 from gerl.utils.seeding import derive_seed
 
 
+@requires(trajectory=True, sampled_over="group")  # the update needs all neighbours in one rollout micro-batch
 @dataclass(frozen=True)
 class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
     """Keys of Neighbor GRPO."""
@@ -52,11 +45,6 @@ class NeighborGRPOConfig(NormalisedConfig, ClippedConfig):
     quasi_norm: float = key(
         0.8, "p of the norm that divides advantages: below 2, groups without clear winners count less", above=0, high=2
     )
-
-    @property
-    def needs(self) -> Needs:
-        # the update needs all neighbours in one rollout micro-batch
-        return replace(super().needs, trajectory=True, sampled_over="group")
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         if sampling.kernel != "ode" or sampling.solver != "euler":
@@ -111,6 +99,7 @@ class NeighborGRPO(Algorithm):
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             nonlocal stats
             latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
+            bounds = settings.clip_range(latents[0].numel())
             credit = batch.credit[:, k].to(latents.device)
             # without guidance the recorded step is of another policy
             old = latents[rows] if guided else step.mean.detach()
@@ -118,12 +107,8 @@ class NeighborGRPO(Algorithm):
             for j, group in enumerate(groups):
                 reached = ... if overwritten is None else ~overwritten[group].any(0)
                 neighbours = torch.stack([latents[i][reached] for i in group])
-                trained, before = (
-                    log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old)
-                )
-                losses, metrics = clipped_policy_loss(
-                    trained, before, credit[group], *settings.clip_range(latents[0].numel())
-                )
+                new, before = (log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old))
+                losses, metrics = clipped_policy_loss(new, before, credit[group], *bounds)
                 deviation = max(deviation, metrics.pop("ratio_deviation"))
                 metrics["loss"] = float(losses.detach().mean())
                 loss = losses.mean()

@@ -164,4 +164,4 @@ def test_a_disk_that_is_full() -> None:
 
     error = RuntimeError("download failed")
     error.__cause__ = OSError(28, "No space left on device")
-    assert "disk" in (said := _sentence("owner/name", error, None)) and "HF_HOME" in said
+    assert "disk" in (said := _sentence("owner/name", error, None, "model.path")) and "HF_HOME" in said
