@@ -16,7 +16,7 @@ import numpy as np
 
 from gerl.config import Config, SamplingConfig
 from gerl.data.sources import max_prompts_per_step, weights
-from gerl.protocol import Group, Prompt, RolloutTask, Sample
+from gerl.protocol import Group, Prompt, Sample
 from gerl.utils.condition_images import pictures_of
 from gerl.utils.lazy import lazy
 from gerl.utils.seeding import derive_seed
@@ -295,22 +295,6 @@ def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
         bounds = [round(i * len(group) / -(-len(group) // size)) for i in range(-(-len(group) // size) + 1)]
         found += [group[a:b] for a, b in pairwise(bounds)]
     return found
-
-
-def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool = False) -> list[list[RolloutTask]]:
-    """Split `tasks` into `updates` nearly equal consecutive parts, one per optimizer step, without empty ones.
-
-    `whole_groups`: tasks that share a group stay together.
-    """
-    units: list[list[RolloutTask]] = []
-    for task in tasks:
-        if whole_groups and units and units[-1][-1].samples[-1].group == task.samples[0].group:
-            units[-1].append(task)
-        else:
-            units.append([task])
-    bounds = [round(i * len(units) / updates) for i in range(updates + 1)]
-    parts = [[task for unit in units[a:b] for task in unit] for a, b in pairwise(bounds)]
-    return [part for part in parts if part]
 
 
 def chunks(samples: list[Sample], size: int) -> list[list[Sample]]:

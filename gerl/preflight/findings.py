@@ -17,11 +17,11 @@ from typing import TypeVar
 import jinja2
 import torch
 
-from gerl.algorithms.planning import update_parts
 from gerl.algorithms.signal_checks import probe_warnings, ratio_problem
 from gerl.config import Config
 from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, SamplingProbe, Segment
+from gerl.trainer.update import update_parts
 from gerl.utils.files import finite, reason
 
 # --- Time and memory of work on a GPU or a CPU, and memory as a function of the batch size

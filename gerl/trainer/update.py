@@ -3,13 +3,13 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from gerl.algorithms import Algorithm, KLWeight, count_pairs
 from gerl.algorithms.core_algos import SPREAD
-from gerl.algorithms.planning import update_parts
 from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
 from gerl.config import Config
 from gerl.errors import TrainingError
@@ -150,6 +150,22 @@ def has_signal(credit: torch.Tensor, all_samples: bool) -> bool:
     """Whether an algorithm learns from `credit`, NaN where not trained on; `all_samples`: also from a credit of 0."""
     known = credit[~credit.isnan()]
     return bool(len(known) if all_samples else known.any())
+
+
+def update_parts(tasks: Sequence[RolloutTask], updates: int, whole_groups: bool = False) -> list[list[RolloutTask]]:
+    """Split `tasks` into `updates` nearly equal consecutive parts, one per optimizer step, without empty ones.
+
+    `whole_groups`: tasks that share a group stay together.
+    """
+    units: list[list[RolloutTask]] = []
+    for task in tasks:
+        if whole_groups and units and units[-1][-1].samples[-1].group == task.samples[0].group:
+            units[-1].append(task)
+        else:
+            units.append([task])
+    bounds = [round(i * len(units) / updates) for i in range(updates + 1)]
+    parts = [[task for unit in units[a:b] for task in unit] for a, b in pairwise(bounds)]
+    return [part for part in parts if part]
 
 
 def split_by_task(tasks: Sequence[RolloutTask], values: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -17,12 +17,13 @@ from training import Training, chain_credit, config, relative
 from gerl.algorithms import ALGORITHMS, Algorithm, Batch, ForwardProcess, Rewards, build_algorithm, count_pairs
 from gerl.algorithms.base import group_sums, pooled_rows, pooled_sum
 from gerl.algorithms.forward_process import ForwardProcessConfig, Noised
-from gerl.algorithms.planning import plan_samples, sde_window, update_parts
+from gerl.algorithms.planning import plan_samples, sde_window
 from gerl.config import ActorConfig, Config, RolloutConfig
 from gerl.config.algorithms import Needs
 from gerl.engine import Tape
 from gerl.errors import CheckpointError
 from gerl.protocol import Prompt, Sample
+from gerl.trainer.update import update_parts
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]
 

@@ -18,7 +18,6 @@ from gerl.algorithms.planning import (
     prompt_schedule,
     sampled_steps,
     sde_window,
-    update_parts,
 )
 from gerl.config import (
     Config,
@@ -31,6 +30,7 @@ from gerl.config import (
 )
 from gerl.data.sources import max_prompts_per_step
 from gerl.protocol import Group, Prompt, RolloutTask, Sample
+from gerl.trainer.update import update_parts
 
 NFT = algorithm_config(name="diffusion_nft")
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(10)]
