@@ -180,14 +180,20 @@ class Board:
             for name, series in (("line", self.rewards), ("dots", self.held_out))
         }
         sheets = sorted((self.folder / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime)
-        shown = {"board": self, "step": step, "low": low, "high": high, "width": CURVE_WIDTH, "height": CURVE_HEIGHT}
-        return render("board.html.j2", sheet=_sheet(sheets[-1]) if sheets else None, **shown, **places)
-
-
-def _sheet(path: Path) -> tuple[str, str]:
-    image = Image.open(path).convert("RGB")
-    image.thumbnail((SHEET, 4 * SHEET))
-    return to_data_uri(image, lossy=True), path.stem
+        shown: dict[str, Any] = {
+            "sheet": None,
+            "board": self,
+            "step": step,
+            "low": low,
+            "high": high,
+            "width": CURVE_WIDTH,
+            "height": CURVE_HEIGHT,
+        }
+        if sheets:
+            image = Image.open(sheets[-1]).convert("RGB")
+            image.thumbnail((SHEET, 4 * SHEET))
+            shown["sheet"] = to_data_uri(image, lossy=True), sheets[-1].stem
+        return render("board.html.j2", **shown, **places)
 
 
 # --- Images to be scored: files, PIL images, arrays and tensors
@@ -246,7 +252,6 @@ def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _file(image: object, i: int, here: Path) -> Path:
-    """Return the file of image `i`, written into `here` if it is in memory."""
     if isinstance(image, str | Path):
         return Path(image).expanduser().absolute()
     if not isinstance(image, Image.Image):
@@ -259,7 +264,6 @@ def _file(image: object, i: int, here: Path) -> Path:
 
 
 def _of_numbers(image: Any, i: int) -> Image.Image:
-    """Convert an array or tensor to an image; raises `DataError` if it is not one."""
     try:  # on a GPU, in half precision, or with a gradient
         values = np.asarray(image.detach().cpu().float() if hasattr(image, "detach") else image)
         whole = not (image.is_floating_point() if hasattr(image, "detach") else values.dtype.kind == "f")

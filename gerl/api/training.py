@@ -342,7 +342,6 @@ def _folder(known: str) -> Path | None:
 
 
 def _is_as_stored(name: str, part: Any, source: Path) -> bool:
-    """Whether the component `part` equals what its class loads from the pipeline's folder."""
     import torch
 
     if not hasattr(part, "save_pretrained"):

@@ -143,17 +143,15 @@ def _split(source: str, parts: HubParts, known: list[Any]) -> str:
 def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, columns: dict[str, str]) -> HubRows:
     rows: list[tuple[str, Prompt]] = []
     summed = hashlib.sha256()
-    told = False
     for table in tables:
         left_out = _skipped_columns(table.schema, columns)
         _check_columns(table.column_names, prompt_key, columns)
-        if left_out and not told:
+        if left_out and not rows:
             logger.info(
                 "%s: the columns %s hold images or bytes and are skipped; data.columns={image: %s} passes an image "
                 "to the pipeline",
                 *(source, ", ".join(left_out), left_out[0]),
             )
-            told = True
         for row in table.drop_columns(left_out).to_pylist():
             where = f"row {len(rows) + 1}"
             stored = {name: value for name, value in row.items() if value is not None}
@@ -210,7 +208,6 @@ def _value(value: Any, where: str) -> Any:
 
 
 def _save_image(content: bytes, where: str) -> str:
-    """Save an image in the cache, named by its hash, and return the path."""
     import datasets
 
     try:

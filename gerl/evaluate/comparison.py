@@ -152,12 +152,8 @@ def _cells(result: Result) -> list[str]:
     if result.difference is None or result.win_rate is None:
         return [*cells, "", "", "", ""]
     cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
-    return [*cells, percent(result.win_rate.mean), interval(result.win_rate)]
-
-
-def percent(value: float) -> str:
-    """Format a share as a percentage."""
-    return "-" if math.isnan(value) else f"{value:.0%}".replace("%", " %")
+    wins = result.win_rate.mean
+    return [*cells, "-" if math.isnan(wins) else f"{100 * wins:.0f} %", interval(result.win_rate)]
 
 
 def interval(estimate: Estimate, sign: str = "") -> str:
@@ -238,7 +234,6 @@ def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]]
 
 
 def _value(by_variant: Mapping[str, ScoredRow], column: str, variant: str) -> float | None:
-    """Return the score of the base, or the difference of another variant to it."""
     own, base = (by_variant[name].values.get(column) for name in (variant, BASE))
     return own if variant == BASE else None if own is None or base is None else own - base
 

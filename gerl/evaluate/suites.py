@@ -36,7 +36,6 @@ FREE = re.compile(
 FREE_KWARGS = "device batch_size threads concurrency retries backoff timeout api_key token_file token_env".split()
 FREE_KWARGS += ["repository"]  # its content is verified by digest
 EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # pinned by every suite
-
 ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite
 
 

@@ -34,7 +34,16 @@ def hub_files(
     run, model = card.read_run(run_dir, step, config), card.base_model(base)
     shown_path = base.path if card.is_hub_id(base.path) else card.without_paths(base.path)
     noted = replace(base, path=shown_path, merged=model.merged)
-    facts = header(run, weights)
+    scorers = get(run.config, "reward", "scorers") or {}
+    facts = {  # metadata of the safetensors files, besides the base model
+        "gerl_version": version_of("gerl") or "unknown",
+        "run": run_dir.resolve().name,
+        "algorithm": str(get(run.config, "algorithm", "name")),
+        "reward": json.dumps({name: get(scorer, "weight") for name, scorer in scorers.items()}),
+        "steps": str(run.step),
+        "weights": weights,
+        "trigger_words": "none",
+    }
     files = {WEIGHTS: diffusers_file(loras, str(noted), facts)}
     comfy, of_comfy = _comfyui(loras, base, str(noted), facts, run, model, repository)
     images, shown = card.pictures(run)
@@ -42,21 +51,6 @@ def hub_files(
     ranks = max(lora.rank for lora in loras.values())
     files["README.md"] = card.model_card(run, model, comfy, shown, repository, weights, ranks).encode()
     return files
-
-
-def header(run: card.RunFacts, weights: str) -> dict[str, str]:
-    """Return the metadata of the safetensors files, except for the base model."""
-    scorers = get(run.config, "reward", "scorers") or {}
-    reward = {name: get(scorer, "weight") for name, scorer in scorers.items()}
-    return {
-        "gerl_version": version_of("gerl") or "unknown",
-        "run": run.run_dir.resolve().name,
-        "algorithm": str(get(run.config, "algorithm", "name")),
-        "reward": json.dumps(reward),
-        "steps": str(run.step),
-        "weights": weights,
-        "trigger_words": "none",
-    }
 
 
 def _comfyui(

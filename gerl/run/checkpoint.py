@@ -328,8 +328,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
-Stats = dict[Path, tuple[int, int]]  # size and time of change of each file
-_sound: dict[Path, tuple[Stats, Checkpoint]] = {}  # that this process has written or verified
+_sound: dict[Path, tuple[object, Checkpoint]] = {}  # that this process has written or verified, with their `_stats`
 
 
 def _verified(path: Path) -> Checkpoint:
@@ -341,7 +340,7 @@ def _verified(path: Path) -> Checkpoint:
     return _sound[path][1]
 
 
-def _stats(path: Path) -> Stats:
+def _stats(path: Path) -> dict[Path, tuple[int, int]]:
     found = {file: file.stat() for file in path.rglob("*") if file.is_file()}
     return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found.items()}
 

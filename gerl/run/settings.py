@@ -3,14 +3,14 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gerl.commandline.composition import compose_run, quoted, shipped
-from gerl.config import Config, ScorerConfig
+from gerl.config import ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
 from gerl.config.registry import ALGORITHMS
@@ -56,8 +56,11 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     Empty if the algorithm is unknown.
     """
     name, path = get(config, "algorithm", "name") or "flow_grpo", get(config, "algorithm", "path")
+    name = name if path is None else get(config, "preset")
+    preset = f"algorithm={name}" if name in shipped("algorithm") else f"algorithm.name={name}"
+    own_file = [f"algorithm.path={quoted(path)}"] if path else []
     try:
-        defaults = dataclasses.asdict(_defaults(name if path is None else get(config, "preset"), path))
+        defaults = dataclasses.asdict(compose_run(["experiment=plain", preset, *own_file]).config)
     except ConfigError as error:
         log.warning("the report shows no differences from the defaults: %s", error)
         return []
@@ -80,12 +83,6 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
     keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
     shown = [{key: _show(value) for key, value in values.items()} for values in (own, its)]
     return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
-
-
-@cache
-def _defaults(algorithm: str, path: str | None = None) -> Config:
-    preset = f"algorithm={algorithm}" if algorithm in shipped("algorithm") else f"algorithm.name={algorithm}"
-    return compose_run(["experiment=plain", preset, *([f"algorithm.path={quoted(path)}"] if path else [])]).config
 
 
 def training_label(config: Values) -> str:

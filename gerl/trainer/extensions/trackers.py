@@ -96,13 +96,12 @@ def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
     """Open the configured trackers; they resume the runs recorded in `trackers.json`."""
     check_trackers(config)
     record = Record(run.folder / RECORD)
-    sinks: list[Sink] = []
-    for name in config.used_trackers:
-        if name == "tensorboard":
-            sinks.append(TensorBoard(run))
-        else:
-            sinks.append(TrackerProcess(name, record.for_resume(name, run), record.keeper(name)))
-    return sinks
+    return [
+        TensorBoard(run)
+        if name == "tensorboard"
+        else TrackerProcess(name, record.for_resume(name, run), record.keeper(name))
+        for name in config.used_trackers
+    ]
 
 
 # --- TensorBoard's event files, written by this process: a full disk ends the run, as for its other files
