@@ -182,7 +182,7 @@ BAD = [
         "algorithm.kl_in_reward=true",
         "branch_grpo does not read it, only flow_grpo, ",
     ),
-    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "or 'neighbor_grpo'"),
+    ({"algorithm": {"name": "nope"}}, "algorithm.name='nope'", "or 'tree_grpo'"),
     ({"algorithm": 5}, "algorithm=5", "dictionary"),
     ({"algorithm": {"name": "tempflow_grpo", "kl_type": "k1"}}, "algorithm.kl_type=k1", "use gaussian or k2"),
     (

@@ -15,6 +15,7 @@ from replaying import counted_rows
 from training import PROMPTS, Training, config, new_policy
 
 from gerl.algorithms import build_algorithm, reward_gradient
+from gerl.algorithms.contrib.drtune import evenly_spread
 from gerl.algorithms.contrib.flowbp import (
     lagrange_weights,
     late_biased,
@@ -24,7 +25,7 @@ from gerl.algorithms.contrib.flowbp import (
     spread_supports,
     two_steps,
 )
-from gerl.algorithms.draft import evenly_spread, sampled_length
+from gerl.algorithms.draft import sampled_length
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.reward_gradient import RewardGradient, generator
 from gerl.config import from_mapping
