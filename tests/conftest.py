@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from drills import ALL
 from hypothesis import settings
 
 from gerl.commandline.command import importing
@@ -46,14 +47,24 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
+CASES = 4  # of a parametrised test that run locally
 settings.register_profile("gerl", deadline=None, derandomize=True)
-settings.load_profile("gerl")
+settings.register_profile("local", settings.get_profile("gerl"), max_examples=25)
+settings.load_profile("gerl" if ALL else "local")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU; locally run `CASES` cases of each parametrised test, unless it is named."""
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:  # keywords hold the names of folders as well
+                item.add_marker(skip)
+    if ALL or config.option.keyword or any("::" in argument for argument in config.args):
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu") is not None:  # keywords hold the names of folders as well
-            item.add_marker(skip)
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    spread = {id(c[round(i * (len(c) - 1) / (CASES - 1))]) for c in cases.values() for i in range(CASES)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in spread])
+    items[:] = [item for item in items if id(item) in spread]
