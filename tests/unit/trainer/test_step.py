@@ -42,11 +42,11 @@ def test_a_column_that_a_micro_batch_lacks_has_no_values_there() -> None:
 
 def test_a_step_that_is_repeated_begins_anew_unless_its_update_was_taken() -> None:
     step = Step(3, Stopwatch(), scores=scored(config(), [1.0, 3.0]), rounds=2, lag=1, metrics={"a": 1.0})
-    step.watch.seconds["rollout"] = 2.0
+    step.watch.metrics["timing/rollout_s"] = 2.0
     step.taken = True
     step.restart()
-    assert step.rounds == 2 and len(step.scores.samples) == 2 and step.watch.seconds
+    assert step.rounds == 2 and len(step.scores.samples) == 2 and step.watch.metrics
     step.taken = False
     step.restart()
     assert (step.number, step.rounds, step.lag, step.metrics, step.scores.samples) == (3, 0, 0, {}, [])
-    assert not step.watch.seconds
+    assert not step.watch.metrics
