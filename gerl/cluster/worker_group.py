@@ -17,8 +17,6 @@ import ray
 from gerl.cluster import health
 from gerl.errors import ClusterError, GerlError, WorkerDied
 
-# --- Calls of workers: submit, wait, translate errors
-
 W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")

@@ -32,8 +32,6 @@ from gerl.config.registry import ALGORITHMS
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
-# --- The interface to Hydra, which composes the chosen files; its errors become sentences
-
 FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # blocks to which a sweep may add keys
 RUN_DIR, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
 GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")

@@ -15,8 +15,6 @@ from gerl.config import absent, is_foreign, other_name
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
-# --- Arguments in the style of other programs and their form here: `key=value`
-
 Nearest = Callable[[str], str | None]
 
 

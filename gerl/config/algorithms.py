@@ -17,8 +17,6 @@ from gerl.config.registry import ALGORITHMS, canonical
 from gerl.config.schema import Block, key, main_key, resolved_fields, shown
 from gerl.errors import ConfigError
 
-# --- The teachers of a distillation, `algorithm.teachers`: LoRAs, other pipelines, or the base model
-
 NAME = "algorithm.teachers"
 ENTRY = ("lora", "path", "data_source", "guidance", "call", "weight")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-# --- The table
-
 
 @dataclass(frozen=True)
 class Why:

@@ -15,8 +15,6 @@ from gerl.config.other_programs import Given, Why, absent, elsewhere, known_as, 
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import resolved_fields, shown, unfit
 
-# --- Translation of other programs' keys, or the reason why there is none, by the table and rules of `other_programs`
-
 OPEN = "VALUE"  # placeholder for an unknown value
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
 

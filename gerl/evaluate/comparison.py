@@ -21,8 +21,6 @@ from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
-# --- Comparison of variants: the images to sample, and the differences of their scores
-
 FEW_PROMPTS = 20  # with fewer, percentile intervals are too narrow
 WIDTH = 384  # maximum width of thumbnails in pixels
 

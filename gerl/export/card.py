@@ -37,8 +37,6 @@ from gerl.run.validation import (
 from gerl.utils.files import reason
 from gerl.web.pages import grid, render, still
 
-# --- Facts about the base model, if available: class, licence and name
-
 logger = logging.getLogger("gerl")
 PATIENCE = 10.0  # timeout of the Hub in seconds
 PATH = re.compile(r"(?<![\w./@~-])(?:~|\.{1,2})?/(?!/)(?:[^\s/'\"\],}]+/)*([^\s/'\"\],}]+)")

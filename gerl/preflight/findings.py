@@ -24,8 +24,6 @@ from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.trainer.update import update_parts
 from gerl.utils.files import finite, reason
 
-# --- Time and memory of work on a GPU or a CPU, and memory as a function of the batch size
-
 T = TypeVar("T")
 PROC = Path("/proc")
 RESIDENT = ("self/status", "VmRSS")

@@ -23,8 +23,6 @@ from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, thumbnail
 
-# --- Means with bootstrap confidence intervals
-
 T = TypeVar("T")
 RESAMPLES = 10_000
 CONFIDENCE = 0.95

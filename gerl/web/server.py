@@ -24,8 +24,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.errors import GerlError
 
-# --- Access control: tokens, cross-site requests, security headers
-
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -26,8 +26,6 @@ from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
 from gerl.web.server import Gate, Visit, bearer, is_token, refused
 
-# --- Run folders shown by the page
-
 MARKS = ("config.yaml", "metrics.jsonl")
 DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
 MOST = 2000  # maximum number of run folders

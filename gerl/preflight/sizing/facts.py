@@ -45,8 +45,6 @@ from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
 from gerl.workers.worker import PolicyWorker
 
-# --- Components, memory and work of a run, traced by sampling and training a micro-batch on shapes
-
 logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # torch: an operation needs values
