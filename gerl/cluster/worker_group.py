@@ -78,7 +78,6 @@ class Pending(Generic[R]):
 
 
 def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
-    """Translate the exception of a call into an error of gerl or of the worker's code."""
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
         return _lost(worker, error)
     cause = error.cause
@@ -93,7 +92,6 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
 
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
-    """Return the error for a call that Ray could not finish."""
     # the first clause of Ray's message: the rest is ids, hints for developers and RPC errors
     text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
     clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()

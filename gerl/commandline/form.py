@@ -67,7 +67,6 @@ def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
 
 
 def _is_taken(name: str, nearest: Nearest) -> bool:
-    """Whether a command has the keys that replace a key of another program."""
     if not is_foreign(name):
         return False
     if absent(name):
@@ -112,7 +111,6 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
 
 
 def _is_value(argument: str) -> bool:
-    """Whether an argument may be the value of the previous one."""
     return argument != "" and not _is_assignment(argument) and not argument.startswith("--")
 
 

@@ -275,7 +275,6 @@ def _validated(given: Any) -> AlgorithmConfig:
 
 
 def _restored(path: str, source: bytes | type, values: dict[str, Any]) -> AlgorithmConfig:
-    """Restore the configuration of a user's algorithm in another process."""
     settings: Callable[..., AlgorithmConfig] = ALGORITHMS.load(path, source).config_class
     return settings(**values)
 

@@ -174,7 +174,6 @@ def other_name(name: str) -> str | None:
 
 
 def _block(name: str) -> tuple[str, str]:
-    """Return the block of a key, and the scorer's name that replaces NAME in it."""
     block = name.rpartition(".")[0].lower()
     scorer = re.fullmatch(r"reward\.scorers\.([^.]+)", block)
     return ("reward.scorers.NAME", name.split(".")[2]) if scorer else (block, "NAME")

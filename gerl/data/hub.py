@@ -177,7 +177,6 @@ def _check_columns(names: list[str], prompt_key: str, columns: dict[str, str]) -
 
 
 def _is_picture(kind: "pyarrow.DataType") -> bool:
-    """Whether a column contains images as stored by `datasets`, or lists of them."""
     import pyarrow.types
 
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):

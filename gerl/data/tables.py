@@ -192,7 +192,6 @@ def _check_once(names: list[str], where: str) -> None:
 
 
 def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
-    """Read the rows of a .csv file, with their positions; cells without a name in the header are omitted."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     rows: list[tuple[str, Row]] = []
     header: list[str] = []

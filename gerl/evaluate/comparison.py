@@ -215,7 +215,6 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
 
 
 def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
-    """Return the row of a prompt and image, with the prompt's condition images first."""
     base = by_variant[BASE]
     pictures = [
         Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")

@@ -31,7 +31,7 @@ class Card:
         self.path = run_dir / CARD
         self.sessions = read_sessions(self.path)
         command = redact(f"{PROGRAM} {shlex.join(arguments)}".strip())
-        session = {"command": command, "folder": str(Path.cwd()), "started": started or now()}
+        session: dict[str, Any] = {"command": command, "folder": str(Path.cwd()), "started": started or now()}
         session |= {"ended": None, "end": None, "workers": workers, **software(), **hardware()}
         self.sessions.append(session)
         self._write()

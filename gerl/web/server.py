@@ -75,7 +75,6 @@ class Gate:
         await answer(scope, receive, with_headers)
 
     def _elsewhere(self, request: Request) -> Response | None:
-        """Refuse cross-site requests, including those under another name of this machine."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.local and not is_loopback(host_name(host)):
             return refused(403, f"the host {host!r:.80} is not this machine: use 127.0.0.1 or localhost")

@@ -216,7 +216,6 @@ def _attachment(run: RunData, name: str, body: str | bytes) -> Response:
 
 
 def _events(site: Site, request: Request) -> Response:
-    """Stream the signatures of all parts of a run, now and after each change."""
     run = site.run(request.query_params.get("run", ""))
 
     async def stream() -> AsyncIterator[str]:
