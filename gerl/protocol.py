@@ -246,7 +246,6 @@ class FeedbackRequest:
 
 
 def _added(one: Mapping[K, tuple[float, int]], other: Mapping[K, tuple[float, int]]) -> dict[K, tuple[float, int]]:
-    """Add sums and their counts by name."""
     found: dict[K, tuple[float, int]] = {}
     for k in sorted({**one, **other}):
         (a, count), (b, more) = (sums.get(k, (0.0, 0)) for sums in (one, other))

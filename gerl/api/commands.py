@@ -127,12 +127,8 @@ def export(
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
     place = None if out is None else Path(out).expanduser()
     given = {"run": folder, "out": place, "format": format, **options}
-    texts = [
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in given.items()
-        if value is not None
-    ]
-    return write(PARSER.parse(texts)[0])
+    shown = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+    return write(PARSER.parse([f"{name}={value}" for name, value in shown.items() if value is not None])[0])
 
 
 def preflight(

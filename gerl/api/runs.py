@@ -180,15 +180,8 @@ class Board:
             for name, series in (("line", self.rewards), ("dots", self.held_out))
         }
         sheets = sorted((self.folder / "samples").glob("*.png"), key=lambda path: path.stat().st_mtime)
-        shown: dict[str, Any] = {
-            "sheet": None,
-            "board": self,
-            "step": step,
-            "low": low,
-            "high": high,
-            "width": CURVE_WIDTH,
-            "height": CURVE_HEIGHT,
-        }
+        shown: dict[str, Any] = {"sheet": None, "board": self, "step": step, "low": low, "high": high}
+        shown |= {"width": CURVE_WIDTH, "height": CURVE_HEIGHT}
         if sheets:
             image = Image.open(sheets[-1]).convert("RGB")
             image.thumbnail((SHEET, 4 * SHEET))

@@ -372,7 +372,6 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
 
 
 def _base_weights(model: Any) -> dict[str, Any]:
-    """Return the weights of a model, with their names without adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}

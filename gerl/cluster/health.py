@@ -14,8 +14,6 @@ import ray
 
 from gerl.errors import ClusterError, RayDied
 
-# --- Liveness of Ray: without its services a run stalls, and ends silently after a minute
-
 CONTROL, NODE = "Ray's control service (GCS)", "Ray's node service (raylet)"
 EVERY = 2.0  # seconds between probes of another machine
 OWN = 0.2  # and of this machine
@@ -151,11 +149,9 @@ def _seen() -> str | None:
     """Describe the GPUs that the driver shows; None if there are none or they are hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
-    try:
-        lines = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=True).stdout.strip().splitlines()
-    except (OSError, subprocess.SubprocessError):
-        lines = []
-    if lines:
-        name, _, driver = lines[0].rpartition(",")
-        return f"{len(lines)} x {name.strip()} (driver {driver.strip()})"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run(SMI, capture_output=True, text=True, timeout=10, check=True).stdout
+        if lines := shown.strip().splitlines():
+            name, _, driver = lines[0].rpartition(",")
+            return f"{len(lines)} x {name.strip()} (driver {driver.strip()})"
     return "an NVIDIA GPU" if list(Path("/dev").glob(DEVICES)) else None

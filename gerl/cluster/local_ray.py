@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from ray._private import ray_constants
@@ -123,15 +123,10 @@ def initialize(**options: object) -> None:
     worker = ray._private.worker
     # error of a call that nobody waits for any more (its worker died), which Ray would print
     worker._unhandled_error_handler = partial(logger.debug, "a call that is no longer needed failed: %s")
-    worker.print_to_stdstream = _print_but_dumps
+    worker.print_to_stdstream = lambda data, *rest, **named: data.get("pid") == "raylet" or _print(data, *rest, **named)
 
 
 _print = ray._private.worker.print_to_stdstream
-
-
-def _print_but_dumps(data: dict[str, Any], *arguments: Any, **keywords: Any) -> None:
-    if data.get("pid") != "raylet":
-        _print(data, *arguments, **keywords)
 
 
 def _variables(mark: str) -> dict[str, str]:

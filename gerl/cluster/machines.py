@@ -21,8 +21,6 @@ from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
 
-# --- The cluster of a command: embedded Ray, joined Ray, or this process
-
 logger = logging.getLogger(__name__)
 W = TypeVar("W")  # the class of a worker
 

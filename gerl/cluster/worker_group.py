@@ -17,8 +17,6 @@ import ray
 from gerl.cluster import health
 from gerl.errors import ClusterError, GerlError, WorkerDied
 
-# --- Calls of workers: submit, wait, translate errors
-
 W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")
@@ -80,7 +78,6 @@ class Pending(Generic[R]):
 
 
 def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
-    """Translate the exception of a call into an error of gerl or of the worker's code."""
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
         return _lost(worker, error)
     cause = error.cause
@@ -95,7 +92,6 @@ def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
 
 
 def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
-    """Return the error for a call that Ray could not finish."""
     # the first clause of Ray's message: the rest is ids, hints for developers and RPC errors
     text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
     clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()

@@ -102,7 +102,11 @@ class Parser(Generic[T]):
             elif self.rest or self._is_passed(name.lstrip("+~")):
                 overrides.append(argument)
             else:
-                raise self._unknown(name.lstrip("+~"))
+                name = name.lstrip("+~")
+                near, blocks = self._nearest(name), ", ".join(f"{block}.*" for block in self.blocks)
+                there = f"it has {', '.join(self._known())}" + (f" and {blocks}" if blocks else "")
+                hint = f"did you mean {near!r}?" if near else there
+                raise ConfigError(f"{name}: {self.name} has no such key; {hint}")
         for option in own.values():
             if option.metadata["required"] and option.name not in given:
                 raise ConfigError(f"{option.name} is missing: give {_advice(option)}; --help shows all")
@@ -144,12 +148,6 @@ class Parser(Generic[T]):
             return near[0] if near else None
         found = nearest_key(name)
         return found if found and (self.rest or self._is_passed(found)) else None
-
-    def _unknown(self, name: str) -> ConfigError:
-        near = self._nearest(name)
-        blocks = f" and {', '.join(f'{block}.*' for block in self.blocks)}" if self.blocks else ""
-        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(self._known())}{blocks}"
-        return ConfigError(f"{name}: {self.name} has no such key; {hint}")
 
     def help(self, program: str | None = None) -> str:
         """Explain every key, and those that are passed on; `program`: the words that started the command, if others."""

@@ -24,8 +24,6 @@ from urllib.parse import urlsplit
 from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped, causes
 
-# --- Running a command line: help, log, signals, exit codes, output folder
-
 logger = logging.getLogger("gerl")
 PAGE = 8765  # the default port of `gerl watch`
 WITH_LEVELS = "%(levelname)s %(name)s: %(message)s"  # the log of a service

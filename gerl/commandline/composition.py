@@ -32,8 +32,6 @@ from gerl.config.registry import ALGORITHMS
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
-# --- The interface to Hydra, which composes the chosen files; its errors become sentences
-
 FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # blocks to which a sweep may add keys
 RUN_DIR, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
 GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
@@ -62,16 +60,6 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfi
     for override in (o for o in given if o.key_or_group.startswith("hydra.")):
         set_hydra(whole, override)
     return whole
-
-
-def _run_dir(whole: DictConfig) -> Path:
-    try:
-        given = whole.hydra.run.dir
-    except OmegaConfBaseException as error:
-        raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(whole.hydra)})) from None
-    if not given:
-        raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
-    return Path(given)
 
 
 def _blocks(composed: DictConfig, names: Sequence[str], resolve: bool) -> dict[str, Any]:
@@ -331,14 +319,20 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     choices = whole.hydra.runtime.choices
     one_folder = "${now:" not in str(OmegaConf.to_container(whole.hydra.run, resolve=False))
     keys = frozenset(map(key_of, overrides))
-    return ParsedCommand(str(choices.experiment), str(choices.algorithm), _run_dir(whole), one_folder, values, keys)
+    try:
+        run_dir = whole.hydra.run.dir
+    except OmegaConfBaseException as error:
+        raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(whole.hydra)})) from None
+    if not run_dir:
+        raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
+    return ParsedCommand(str(choices.experiment), str(choices.algorithm), Path(run_dir), one_folder, values, keys)
 
 
 def check_arguments(overrides: Sequence[str]) -> None:
     """Raise `ConfigError` for arguments other than `key=value`, and for keys given twice."""
     check_form(overrides, _nearest, "experiment")
     _check_choices(overrides)
-    check_one_value([read(o) for o in overrides if key_of(o) not in CHOICES])
+    _check_one_value([read(o) for o in overrides if key_of(o) not in CHOICES])
 
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
@@ -389,7 +383,6 @@ def _check_choices(overrides: Sequence[str]) -> None:
 
 
 def _check_algorithm(values: dict[str, Any], chosen: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise `ConfigError` if a key or an experiment overrides `algorithm=NAME`."""
     block = values.get("algorithm")
     given = next((o for o in chosen if o.startswith("algorithm=")), "")
     if not isinstance(block, dict) or not isinstance(name := block.get("name"), str):
@@ -471,8 +464,10 @@ def _make_known(path: Path, group: str, name: str, where: str, known: list[tuple
                 defaults[i] = _by_path(value, key, place, path, where, known)
             elif value != "_self_":
                 _by_name(value, place, path, group, known)
-    if group == "experiment":
-        _replace_scorers(content)
+    own_scorers = group == "experiment" and OmegaConf.select(content, "reward.scorers") is not None
+    if own_scorers and isinstance(defaults, ListConfig):  # they replace those of its `defaults`
+        after = [i for i, e in enumerate(defaults) if e == "_self_" or str(next(iter(e))).startswith("override ")]
+        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
     ConfigStore.instance().store(name, content, group=group, package="_global_")
 
 
@@ -494,14 +489,6 @@ def _by_name(value: str, place: str, path: Path, group: str, known: list[tuple[P
     files = (folder / f"{name}{suffix}" for folder in folders for suffix in SUFFIXES)
     if name not in shipped(other) and (file := next((f for f in files if f.is_file()), None)) is not None:
         _make_known(file, other, name, str(file), known)
-
-
-def _replace_scorers(content: DictConfig) -> None:
-    """Let the scorers of an experiment replace those of its `defaults`."""
-    defaults = content.get("defaults")
-    if isinstance(defaults, ListConfig) and OmegaConf.select(content, "reward.scorers") is not None:
-        after = [i for i, e in enumerate(defaults) if e == "_self_" or str(next(iter(e))).startswith("override ")]
-        defaults.insert(min(after, default=len(defaults)), NO_SCORERS)
 
 
 def default_experiment(model: str | None) -> str:
@@ -668,7 +655,9 @@ def read(argument: str) -> Override:
     is_slip = value[:1] in ("", "=", "'", '"') or value[-1] in "'\"" or bool(TYPOGRAPHIC.match(value))
     if equals and (parsed := _parsed(f"{name}=0")) is not None and not is_slip:
         with contextlib.suppress(yaml.YAMLError, RecursionError):
-            plain = yaml.safe_load(value) if _is_bracketed(value) else value
+            closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
+            bracketed = value[0] in "[{" and (value[-1] in "]}" or not closed)  # `[a] b.txt` is text
+            plain = yaml.safe_load(value) if bracketed else value
             return replace(parsed, _value=plain, input_line=argument)
     raise ConfigError(_unreadable(argument))
 
@@ -690,12 +679,6 @@ def _parsed(argument: str) -> Override | None:
         return None
 
 
-def _is_bracketed(value: str) -> bool:
-    """Whether a value is a bracketed list or dictionary; `[a] b.txt` is text."""
-    closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
-    return value[0] in "[{" and (value[-1] in "]}" or not closed)
-
-
 def _unreadable(argument: str) -> str:
     name, _, value = argument.partition("=")
     key = nearest_key(re.sub(r"[^\w.]+|\.{2,}", ".", name.lstrip("+~")).strip("."))
@@ -711,8 +694,7 @@ def _unreadable(argument: str) -> str:
     return f"{argument}: expected key=value; correct the quotes or brackets of its value; {LISTED}"
 
 
-def check_one_value(given: Sequence[Override]) -> None:
-    """Raise `ConfigError` if arguments give a key two different values, of which Hydra would take the last."""
+def _check_one_value(given: Sequence[Override]) -> None:  # of several, Hydra would take the last
     found: dict[str, tuple[str, Override]] = {}
     for override in (override for override in given if not override.is_delete()):
         for key, value in _leaves(override.key_or_group, override.value()):

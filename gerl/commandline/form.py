@@ -15,8 +15,6 @@ from gerl.config import absent, is_foreign, other_name
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
-# --- Arguments in the style of other programs and their form here: `key=value`
-
 Nearest = Callable[[str], str | None]
 
 
@@ -69,7 +67,6 @@ def _check_names(arguments: Sequence[str], nearest: Nearest) -> None:
 
 
 def _is_taken(name: str, nearest: Nearest) -> bool:
-    """Whether a command has the keys that replace a key of another program."""
     if not is_foreign(name):
         return False
     if absent(name):
@@ -114,7 +111,6 @@ def _without_dashes(arguments: Sequence[str], start: int, nearest: Nearest) -> s
 
 
 def _is_value(argument: str) -> bool:
-    """Whether an argument may be the value of the previous one."""
     return argument != "" and not _is_assignment(argument) and not argument.startswith("--")
 
 

@@ -54,7 +54,7 @@ def handled() -> Iterator[None]:
         return
     outer, hook = _state, sys.unraisablehook
     before: dict[int, Any] = {number: signal.getsignal(number) for number in NUMBERS}
-    heard = {number: handler for number, handler in before.items() if _is_heard(number, handler)}
+    heard = {n: handler for n, handler in before.items() if n in (SIGINT, SIGTERM) or handler == signal.SIG_DFL}
     _state = _State(os.getpid(), previous=heard)
     sys.unraisablehook = _unraisable(hook)
     for number in heard:
@@ -66,10 +66,6 @@ def handled() -> Iterator[None]:
             signal.signal(number, handler)
         sys.unraisablehook = hook
         _state = outer
-
-
-def _is_heard(number: int, handler: Any) -> bool:
-    return number in (SIGINT, SIGTERM) or handler == signal.SIG_DFL
 
 
 def received() -> int | None:

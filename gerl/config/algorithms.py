@@ -17,8 +17,6 @@ from gerl.config.registry import ALGORITHMS, canonical
 from gerl.config.schema import Block, key, main_key, resolved_fields, shown
 from gerl.errors import ConfigError
 
-# --- The teachers of a distillation, `algorithm.teachers`: LoRAs, other pipelines, or the base model
-
 NAME = "algorithm.teachers"
 ENTRY = ("lora", "path", "data_source", "guidance", "call", "weight")
 
@@ -277,7 +275,6 @@ def _validated(given: Any) -> AlgorithmConfig:
 
 
 def _restored(path: str, source: bytes | type, values: dict[str, Any]) -> AlgorithmConfig:
-    """Restore the configuration of a user's algorithm in another process."""
     settings: Callable[..., AlgorithmConfig] = ALGORITHMS.load(path, source).config_class
     return settings(**values)
 

@@ -13,8 +13,6 @@ from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
-# --- Choices of keys, each listed once; code that enumerates them imports the list from here
-
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
 SolverName = Literal["euler", "dpm2"]
 FeatureCacheName = Literal["none", "first_block", "taylorseer"]

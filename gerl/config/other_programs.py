@@ -10,8 +10,6 @@ from typing import Any
 
 import yaml
 
-# --- The table
-
 
 @dataclass(frozen=True)
 class Why:
@@ -228,7 +226,6 @@ def _scorers(value: Any, _: Given) -> Any:
 @_rule("custom_reward_function.path reward_function_path custom_reward_function.name reward_function_name "
        "custom_reward_function")  # fmt: skip
 def _function(_: Any, given: Given) -> Any:
-    """Combine the file of a scorer and its function, which are two keys in other programs."""
     texts = {"path": "", "function": ""}
     for name, part in given.values.items():
         key = MEANING.get(known_as(name) or "", "")
@@ -283,7 +280,6 @@ def _recipe(value: Any, _: Given) -> Any:
 
 @_rule("sharding_strategy fsdp strategy actor.strategy dtensor_cfg.enabled")
 def _shard(value: Any, given: Given) -> Any:
-    """Translate sharding of weights, which gerl does among the ranks of a worker."""
     kind = str(value).lower()
     if kind in ("no", "none", "null", "false", "ddp", "no_shard"):
         return ""

@@ -38,7 +38,6 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:
-    """Return the keys of other programs among the unknown keys, with their values."""
     found: dict[str, Any] = {}
     for error in (error for error in errors if error["type"] == "unexpected_keyword_argument"):
         location = [str(part) for part in error["loc"]]
@@ -149,7 +148,6 @@ EXPECTED = {
 
 
 def _scorer_for(given: object, name: str) -> dict[str, Any]:
-    """Return the intended keys if a scorer's name, weight or file is given instead of its block."""
     if name == "reward" and isinstance(given, str) and given.isidentifier():
         return {"reward.scorers": {given: {}}}
     if not name.startswith("reward.scorers.") or isinstance(given, bool):

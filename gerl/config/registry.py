@@ -115,11 +115,8 @@ def _names(cls: Algorithm) -> tuple[str, ...]:
 
 def _classes(module: ModuleType) -> list[Algorithm]:
     base = importlib.import_module("gerl.algorithms.base").Algorithm
-    return [
-        c
-        for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
-    ]
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
+    return [c for c in classes if c.__module__ == module.__name__]
 
 
 def _only(module: ModuleType, path: str) -> Algorithm:

@@ -12,8 +12,6 @@ from gerl.errors import ConfigError
 if TYPE_CHECKING:
     from gerl.config.configuration import Config
 
-# --- Checks of a whole configuration that the table of exclusions cannot express
-
 
 def check_teachers(config: "Config") -> None:
     """Raise `ConfigError` if a teacher is a LoRA but no LoRA is trained."""

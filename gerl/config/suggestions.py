@@ -15,8 +15,6 @@ from gerl.config.other_programs import Given, Why, absent, elsewhere, known_as, 
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import resolved_fields, shown, unfit
 
-# --- Translation of other programs' keys, or the reason why there is none, by the table and rules of `other_programs`
-
 OPEN = "VALUE"  # placeholder for an unknown value
 CHOSEN = ("algorithm", "experiment", "hydra.run.dir")
 
@@ -176,7 +174,6 @@ def other_name(name: str) -> str | None:
 
 
 def _block(name: str) -> tuple[str, str]:
-    """Return the block of a key, and the scorer's name that replaces NAME in it."""
     block = name.rpartition(".")[0].lower()
     scorer = re.fullmatch(r"reward\.scorers\.([^.]+)", block)
     return ("reward.scorers.NAME", name.split(".")[2]) if scorer else (block, "NAME")

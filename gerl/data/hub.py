@@ -144,7 +144,8 @@ def _convert(tables: Iterator["pyarrow.Table"], source: str, prompt_key: str, co
     rows: list[tuple[str, Prompt]] = []
     summed = hashlib.sha256()
     for table in tables:
-        left_out = _skipped_columns(table.schema, columns)
+        pictures = {field.name for field in table.schema if _is_picture(field.type)}.difference(columns.values())
+        left_out = [f.name for f in table.schema if f.name in pictures or str(f.type) in ("binary", "large_binary")]
         _check_columns(table.column_names, prompt_key, columns)
         if left_out and not rows:
             logger.info(
@@ -176,24 +177,11 @@ def _check_columns(names: list[str], prompt_key: str, columns: dict[str, str]) -
 
 
 def _is_picture(kind: "pyarrow.DataType") -> bool:
-    """Whether a column contains images as stored by `datasets`, or lists of them."""
     import pyarrow.types
 
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
         kind = kind.value_type
     return pyarrow.types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
-
-
-def _skipped_columns(schema: "pyarrow.Schema", columns: dict[str, str]) -> list[str]:
-    import pyarrow.types
-
-    binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary)
-    return [
-        field.name
-        for field in schema
-        if any(is_kind(field.type) for is_kind in binary)
-        or (_is_picture(field.type) and field.name not in columns.values())
-    ]
 
 
 def _value(value: Any, where: str) -> Any:

@@ -81,7 +81,13 @@ def resolve(source: str) -> Path:
     try:
         path = Path(source).expanduser()
         if not path.suffix and path.name == source and not path.exists():
-            return _shipped(source)
+            if (found := next((p for s in SUFFIXES if (p := SHIPPED / (source + s)).is_file()), None)) is not None:
+                return found
+            names = sorted({file.stem for file in SHIPPED.iterdir() if file.suffix in SUFFIXES})
+            raise DataError(
+                f"there is no prompt list {source!r}: gerl ships {', '.join(names)}; or give the path of a "
+                f"{_either(SUFFIXES)} file"
+            )
         if not path.exists():
             raise DataError(f"prompt file {source} does not exist{_near(path)}")
         if not path.is_file():
@@ -91,17 +97,6 @@ def resolve(source: str) -> Path:
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(f"prompt file {source} has the suffix {path.suffix!r}: it must be {_either(SUFFIXES)}")
     return path
-
-
-def _shipped(name: str) -> Path:
-    for suffix in SUFFIXES:
-        if (SHIPPED / (name + suffix)).is_file():
-            return SHIPPED / (name + suffix)
-    names = sorted({path.stem for path in SHIPPED.iterdir() if path.suffix in SUFFIXES})
-    raise DataError(
-        f"there is no prompt list {name!r}: gerl ships {', '.join(names)}; or give the path of a "
-        f"{_either(SUFFIXES)} file"
-    )
 
 
 def _near(path: Path) -> str:
@@ -161,7 +156,6 @@ def _one_line(text: str, where: str) -> str:
 
 
 def _json_row(line: str, where: str) -> Row:
-
     def build(pairs: list[tuple[str, object]]) -> Row:
         _check_once([name for name, _ in pairs], where)
         return dict(pairs)
@@ -198,7 +192,6 @@ def _check_once(names: list[str], where: str) -> None:
 
 
 def _csv_rows(path: Path, prompt_key: str) -> list[tuple[str, Row]]:
-    """Read the rows of a .csv file, with their positions; cells without a name in the header are omitted."""
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     rows: list[tuple[str, Row]] = []
     header: list[str] = []

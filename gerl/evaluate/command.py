@@ -157,7 +157,6 @@ def _prompts(request: Request) -> list[Prompt]:
 
 
 def _measured(request: Request, tasks: dict[int, str], rows: "list[ScoredRow]") -> "SuiteResults | None":
-    """Return the results of the suite, with all deviations from it; None without a suite."""
     from gerl.evaluate.comparison import SuiteResults, measure, missing_parts
 
     if request.suite is None:

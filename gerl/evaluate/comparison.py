@@ -21,8 +21,6 @@ from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
-# --- Comparison of variants: the images to sample, and the differences of their scores
-
 FEW_PROMPTS = 20  # with fewer, percentile intervals are too narrow
 WIDTH = 384  # maximum width of thumbnails in pixels
 
@@ -217,7 +215,6 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
 
 
 def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
-    """Return the row of a prompt and image, with the prompt's condition images first."""
     base = by_variant[BASE]
     pictures = [
         Picture(thumbnail(np.asarray(read_picture(path)), WIDTH), "given with the prompt", note="given")

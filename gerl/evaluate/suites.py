@@ -272,7 +272,6 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
 
 
 def _prompt_file(name: str, suite: Suite, given: str | None) -> Path:
-    """Return the verified prompt file of the suite. Raises `DataError` if it is missing or its digest differs."""
     wanted = suite.prompts
     assert wanted is not None  # `pin` refuses suites without
     where = f"{wanted.file} of {wanted.source}"

@@ -37,8 +37,6 @@ from gerl.run.validation import (
 from gerl.utils.files import reason
 from gerl.web.pages import grid, render, still
 
-# --- Facts about the base model, if available: class, licence and name
-
 logger = logging.getLogger("gerl")
 PATIENCE = 10.0  # timeout of the Hub in seconds
 PATH = re.compile(r"(?<![\w./@~-])(?:~|\.{1,2})?/(?!/)(?:[^\s/'\"\],}]+/)*([^\s/'\"\],}]+)")
@@ -260,7 +258,6 @@ def _header(base: BaseModel, name: str, config: Mapping[str, Any]) -> ModelCardD
 
 
 def _program(run: RunFacts, repository: str) -> str:
-    """Return Python code that reproduces the first held-out image, without local paths."""
     validation = run.last if run.last is not None and run.last.drawing is not None and run.last.shown else None
     drawing = SamplingRecord([], [], "cpu") if validation is None or validation.drawing is None else validation.drawing
     lines = [line for line in drawing.lora_lines if not line.startswith("load_lora(")]
@@ -310,7 +307,6 @@ def _images(config: Mapping[str, Any]) -> str | None:
 
 
 def _cell(text: str) -> str:
-    """Format a text for a Markdown table, without local paths."""
     line = " ".join(without_paths(text).split()).replace("|", "\\|")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 

@@ -24,8 +24,6 @@ from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.trainer.update import update_parts
 from gerl.utils.files import finite, reason
 
-# --- Time and memory of work on a GPU or a CPU, and memory as a function of the batch size
-
 T = TypeVar("T")
 PROC = Path("/proc")
 RESIDENT = ("self/status", "VmRSS")
@@ -431,6 +429,5 @@ def _layers(targets: Sequence[str]) -> str:
 
 
 def _count(parameters: int) -> str:
-    if parameters >= 1e9:
-        return f"{parameters / 1e9:.1f} B"
-    return f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters / 1e3:.0f} k"
+    n = parameters
+    return f"{n / 1e9:.1f} B" if n >= 1e9 else f"{n / 1e6:.1f} M" if n >= 1e6 else f"{n / 1e3:.0f} k"

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from gerl.errors import Interrupted
 from gerl.utils.files import reason, write_file
 
-# --- The run card: every start of the run, also when it is resumed, is an entry of `sessions`
-
 CARD = "run.json"
 FORMAT = 1
 PACKAGES = ("torch", "diffusers", "peft", "transformers", "huggingface_hub", "ray", "numpy")
@@ -32,18 +30,10 @@ class Card:
         """Add a session that `started` at that time or now; raises `GerlError` if the card cannot be written."""
         self.path = run_dir / CARD
         self.sessions = read_sessions(self.path)
-        self.sessions.append(
-            {
-                "command": redact(f"{PROGRAM} {shlex.join(arguments)}".strip()),
-                "folder": str(Path.cwd()),
-                "started": started or now(),
-                "ended": None,
-                "end": None,
-                "workers": workers,
-                **software(),
-                **hardware(),
-            }
-        )
+        command = redact(f"{PROGRAM} {shlex.join(arguments)}".strip())
+        session: dict[str, Any] = {"command": command, "folder": str(Path.cwd()), "started": started or now()}
+        session |= {"ended": None, "end": None, "workers": workers, **software(), **hardware()}
+        self.sessions.append(session)
         self._write()
 
     def end(self, how: End, why: BaseException | None = None) -> None:
@@ -127,7 +117,6 @@ def hardware() -> dict[str, Any]:
 
 
 def _first(path: Path, pattern: str) -> str | None:
-    """Return the first match in a system file, None without such a file."""
     try:
         found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:

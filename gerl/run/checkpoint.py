@@ -307,7 +307,6 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 
 @contextlib.contextmanager
 def _reading(path: Path, name: str) -> Iterator[None]:
-    """Turn an `OSError` for the file `name` of a checkpoint into a `CheckpointError`."""
     try:
         yield
     except FileNotFoundError:
@@ -348,7 +347,6 @@ def _stats(path: Path) -> dict[Path, tuple[int, int]]:
 def _intact(
     paths: Iterable[Path], level: int, load: Callable[[Path], Checkpoint] = load_checkpoint
 ) -> list[Checkpoint]:
-    """Return the intact checkpoints in order; the others are logged at `level`."""
     intact = []
     for path in paths:
         try:
@@ -374,7 +372,6 @@ def _held_out_reward(checkpoint: Checkpoint) -> float | None:
 
 
 def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the settings that determine a held-out reward; None: unknown."""
     settings = checkpoint.state.get("settings")
     found = flat_settings(settings) if isinstance(settings, dict) else {}
     idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
@@ -437,23 +434,18 @@ class RunState:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "RunState":
         """Read the state of a checkpoint; raises `CheckpointError` if a value is missing or has the wrong type."""
-        values = checkpoint.state
         try:
-            state = TypeAdapter(cls).validate_json(json.dumps(values))
+            state = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state))
+            unusable = "worker" if state.worker is None else ""
+            unusable = unusable or ("step" if state.step != checkpoint.step or state.step < 0 else "")
         except ValidationError as error:
-            raise _unusable(checkpoint, ".".join(map(str, error.errors()[0]["loc"]))) from None
-        if state.worker is None:
-            raise _unusable(checkpoint, "worker")
-        if state.step != checkpoint.step or state.step < 0:
-            raise _unusable(checkpoint, "step")
+            unusable = ".".join(map(str, error.errors()[0]["loc"]))
+        if unusable:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be resumed: its state.json has no usable {unusable}; resume another one, or "
+                "start a new run with checkpoint.resume=never"
+            )
         return state
-
-
-def _unusable(checkpoint: Checkpoint, entry: str) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.path} cannot be resumed: its state.json has no usable {entry}; resume another one, or start "
-        "a new run with checkpoint.resume=never"
-    )
 
 
 # --- The lock of a run folder: no two runs write into it

@@ -150,7 +150,6 @@ def _enough_falls(count: int) -> int | None:
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
-    """Find image statistics whose mean is outside the range of nearly all first images, and a loss of diversity."""
     for name, words in {**LOOKS, **UNLIKE}.items():
         old, new = known(first.looks.get(name, [])), known(later.looks.get(name, []))
         if len(old) < FEWEST or len(new) != len(old) or (name in LOOKS and min(old) == max(old)):
@@ -174,7 +173,6 @@ def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
 
 
 def _changes(first: Validation, later: Validation, name: str | None) -> list[float | None]:
-    """Return the change of a column, or of the reward, on each prompt; None: unknown."""
     old, new = (one.rewards if name is None else one.by_scorer.get(name, []) for one in (first, later))
     before, after = first.by_prompt(old), later.by_prompt(new) if new else []
     return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=False)]
@@ -242,12 +240,8 @@ def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if (
-                isinstance(row, dict)
-                and isinstance(row.get("step"), int)
-                and {"signal", "column", "text"} <= row.keys()
-            ):
-                found.append(row)
+            named = isinstance(row, dict) and {"signal", "column", "text"} <= row.keys()
+            found += [row] if named and isinstance(row.get("step"), int) else []
     return found
 
 
@@ -296,8 +290,7 @@ def trend_signals(
     """
     if first.step >= later.step:
         return []
-    kl = _kl(course, first, best, later) if measures_kl else ()
-    return [*kl, *_no_signal(course, first, later)]
+    return [*(_kl(course, first, best, later) if measures_kl else ()), *_no_signal(course, first, later)]
 
 
 def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Validation) -> Iterator[Signal]:
@@ -337,20 +330,18 @@ def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> 
     after = [step for step in course.validated if step > first.step]
     if not after or after[0] >= later.step:
         return
-    old, new = (_share(*course.stuck(step)) for step in (after[0], later.step))
-    if old is not None and new is not None and new[1] > old[2]:
+    counts = [course.stuck(step) for step in (after[0], later.step)]
+    if not all(total for _, total in counts):
+        return
+    old, new = (count / total for count, total in counts)
+    scales = [(count, total, min(1.0, MOST / total)) for count, total in counts]
+    (_, high), (low, _) = (share_interval(round(s * count), round(s * total), CONFIDENCE) for count, total, s in scales)
+    if low > high:
         text = (
-            f"in {new[0]:.0%} of the groups since the previous validation all images had the same reward, below "
-            f"the best one, as in {old[0]:.0%} of those up to step {after[0]}: they carry no training signal"
+            f"in {new:.0%} of the groups since the previous validation all images had the same reward, below "
+            f"the best one, as in {old:.0%} of those up to step {after[0]}: they carry no training signal"
         )
-        yield Signal("no_signal", "groups", later.step, new[0], old[2], text, [])
-
-
-def _share(count: int, total: int) -> tuple[float, float, float] | None:
-    if not total:
-        return None
-    scale = min(1.0, MOST / total)
-    return count / total, *share_interval(round(scale * count), round(scale * total), CONFIDENCE)
+        yield Signal("no_signal", "groups", later.step, new, high, text, [])
 
 
 def best_of(validations: Sequence[Validation], before: int) -> Validation | None:

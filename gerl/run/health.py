@@ -34,13 +34,6 @@ class Finding:
     text: str
 
 
-class _Format(Formatter):
-    """Format a sentence whose names may have dots; a missing one is None."""
-
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        return kwargs.get(field_name), field_name
-
-
 class Health:
     """Checks of consecutive rows of `metrics.jsonl`, its only state: a resumed run finds the same."""
 
@@ -70,8 +63,12 @@ class Health:
         metrics = {"health/no_signal_steps": 0.0 if signal else 1.0 + self.last.get("health/no_signal_steps", 0.0)}
         for name in self.scorers:
             values = [value for value in by_scorer.get(name, []) if value is not None]
-            if values:
-                metrics[f"health/{name}/constant_steps"] = self._constant_steps(name, values)
+            if not values:
+                continue
+            key, before = f"health/{name}/constant_steps", number(self.last, f"reward/{name}/mean")
+            same = before is not None and math.isclose(before, values[0], rel_tol=1e-9, abs_tol=1e-12)
+            count = 1.0 + (self.last.get(key, 0.0) if same else 0.0)
+            metrics[key] = 0.0 if min(values) < max(values) else count
         return metrics | self._stuck(groups)
 
     def _stuck(self, groups: Sequence[Sequence[float | None]]) -> dict[str, float]:
@@ -84,13 +81,6 @@ class Health:
         stuck = sum(min(group) == max(group) < best for group in scored)
         names = ("health/groups", "health/stuck_groups", "health/highest_reward")
         return dict(zip(names, (float(len(scored)), float(stuck), best), strict=True))
-
-    def _constant_steps(self, name: str, values: Sequence[float]) -> float:
-        if min(values) < max(values):
-            return 0.0
-        before = number(self.last, f"reward/{name}/mean")
-        same = before is not None and math.isclose(before, values[0], rel_tol=1e-9, abs_tol=1e-12)
-        return 1.0 + (self.last.get(f"health/{name}/constant_steps", 0.0) if same else 0.0)
 
     def observe(self, row: Row) -> list[str]:
         """Check the row of a step; returns the sentences due for a log line: new ones, and old ones now and then."""
@@ -107,7 +97,9 @@ class Health:
 
     def _sentence(self, name: str, /, **values: object) -> str:
         values = flat_settings(self.config) | values
-        return _Format().vformat(f"step {self.last['step']}: {SENTENCES[name]}", (), values)
+        formatter = Formatter()
+        formatter.get_field = lambda key, *_: (values.get(key), key)  # type: ignore[method-assign]  # names have dots
+        return formatter.vformat(f"step {self.last['step']}: {SENTENCES[name]}", (), values)
 
     def _equal_rewards(self, row: Row) -> Said:
         counts = {name: number(row, f"health/{name}/constant_steps") or 0.0 for name in self.scorers}
@@ -131,7 +123,6 @@ class Health:
         yield "no signal", self._sentence("no signal", count=without, remedies=", ".join(remedies))
 
     def _weights(self, row: Row) -> Said:
-        """Find overflow, large weights, and a gradient smaller than AdamW's epsilon."""
         names = ("health/blank_fraction", "actor/lora_max", "actor/grad_rms")
         blank, largest, rms = (number(row, name) for name in names)
         if blank is not None and blank >= BLANK:
@@ -143,7 +134,6 @@ class Health:
             yield "gradient below eps", self._sentence("gradient below eps", rms=rms, eps=self.eps, better=better)
 
     def _trust_region(self, row: Row) -> Said:
-        """Find off-policy steps with nearly all or none of their ratios outside the clip range."""
         outside = number(row, "actor/off_policy/outside_fraction")
         self._outside = [*self._outside, outside][-PATIENCE:] if outside is not None else self._outside
         if outside is None or len(self._outside) < PATIENCE:

@@ -8,8 +8,6 @@ from typing import Any
 
 from gerl.progress import DRIVER
 
-# --- `live/`: training images with their scores, one sheet for each of the latest and some earlier steps
-
 FOLDER = "live"
 
 

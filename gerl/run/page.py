@@ -25,8 +25,6 @@ from gerl.run.tracking import Rows
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
 from gerl.web.pages import data_uri, encode, enlarge
 
-# --- Metrics by column, read incrementally and downsampled for a page
-
 T = TypeVar("T")
 POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximum
 

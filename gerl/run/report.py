@@ -11,7 +11,7 @@ if __name__ == "__main__":
     signals.exit_with(start("gerl.run.report"))
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ def write_report(run_dir: Path) -> Path:
     validations = load_validations(run_dir)
     compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
+    health = Health(config)
+    for row in rows:
+        health.observe(row)
+    latest = {(row["signal"], row["column"]): row for row in read_guard(run_dir)}
+    guarded = [f"step {row['step']}: guard, {row['signal']}/{row['column']}: {row['text']}" for row in latest.values()]
     html = render(
         "report.html.j2",
         title=run_dir.resolve().parent.name,
@@ -57,7 +62,7 @@ def write_report(run_dir: Path) -> Path:
         facts=facts(rows, config),
         headline=_headline(rows, compared),
         compared=compared,
-        warnings=_warnings(run_dir, rows, config),
+        warnings=[*(finding.text for finding in health.found.values()), *guarded],
         code=usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
@@ -68,15 +73,6 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_file(path, html)
     return path
-
-
-def _warnings(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> list[str]:
-    health = Health(config)
-    for row in rows:
-        health.observe(row)
-    latest = {(row["signal"], row["column"]): row for row in read_guard(run_dir)}
-    guarded = [f"step {row['step']}: guard, {row['signal']}/{row['column']}: {row['text']}" for row in latest.values()]
-    return [finding.text for finding in health.found.values()] + guarded
 
 
 def _starts(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:

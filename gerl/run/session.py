@@ -14,8 +14,6 @@ from gerl.run.card import Card, End, now, redact
 from gerl.run.checkpoint import checkpoint_paths
 from gerl.utils.files import reason, writing
 
-# --- `log.txt`: everything the console logged, with times, levels and tracebacks
-
 LOG = "log.txt"
 LIBRARIES = ("diffusers", "transformers", "huggingface_hub")  # their loggers do not propagate
 EARLY = 10_000  # records buffered until the folder exists

@@ -117,7 +117,6 @@ def explanation(config: Values) -> str:
 
 
 def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values to dotted keys; an empty dictionary is a value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -48,7 +48,10 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
         for name in models_in(lora)
     ]
     loads = [line.replace("FOLDER", repr(str(lora))) for line in whole or drawing.lora_lines or [LOAD]]
-    given = {name: _pictures(value) for name, value in (drawing.given[0] if drawing.given else {}).items()}
+    given = {}
+    for name, value in (drawing.given[0] if drawing.given else {}).items():
+        parts = [f"load_image({part!r})" for part in ([value] if isinstance(value, str) else value)]
+        given[name] = parts[0] if isinstance(value, str) else f"[{', '.join(parts)}]"
     call = {name: value for name, value in call_of(config).items() if value is not None and name != "output_type"}
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
     own = any(line.startswith("load_lora(") for line in loads)
@@ -69,9 +72,3 @@ def base_path(config: Mapping[str, Any]) -> str:
     path = str((config.get("model") or {}).get("path") or "BASE_MODEL")
     # diffusers knows a model shipped with gerl only by its folder
     return repr(str(ASSETS / path)) if (ASSETS / path / "model_index.json").exists() else repr(path)
-
-
-def _pictures(value: str | list[str]) -> str:
-    if isinstance(value, str):
-        return f"load_image({value!r})"
-    return "[" + ", ".join(f"load_image({part!r})" for part in value) + "]"

@@ -23,8 +23,6 @@ from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, thumbnail
 
-# --- Means with bootstrap confidence intervals
-
 T = TypeVar("T")
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -411,21 +409,17 @@ class BeforeAfter:
         return sorted(down, key=lambda gain: gain.value or 0.0)[:LOSSES]
 
     def _card(self, gain: Gain) -> Card:
-        validations = [v for v in (self.first, self.last) if v is not None]
+        pictures, i = [], gain.index
+        for one in (v for v in (self.first, self.last) if v is not None):
+            reward = "not scored" if (value := one.rewards[i]) is None else f"{value:.3f}"
+            uri = thumbnail(one.pixels[one.shown.index(i)], width=384, exact=SMALL)
+            pictures.append(Picture(uri, f"{one.prompts[i]}, reward {reward}", note=reward))
         change = "" if self.last is None or gain.value is None else f"{gain.value:+.3f}"
         trend = gain.trend if self.last is not None else "flat"
-        return Card([_picture(v, gain.index) for v in validations], (), gain.prompt, gain=change, trend=trend)
+        return Card(pictures, (), gain.prompt, gain=change, trend=trend)
 
 
 def evenly(values: Sequence[T], count: int) -> list[T]:
     """Return at most `count` of the values, evenly spaced, with the first one."""
     count = min(count, len(values))
     return [values[k * len(values) // count] for k in range(count)]
-
-
-def _picture(validation: Validation, index: int) -> Picture:
-    value = validation.rewards[index]
-    reward = "not scored" if value is None else f"{value:.3f}"
-    pixels = validation.pixels[validation.shown.index(index)]
-    uri = thumbnail(pixels, width=384, exact=SMALL)
-    return Picture(uri, f"{validation.prompts[index]}, reward {reward}", note=reward)

@@ -36,8 +36,6 @@ from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
 from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail
 
-# --- Scored images as files: `scores.csv`, `scores.jsonl`, and `gallery.html`, best first and sortable by any column
-
 BINS = 24
 COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, in addition to the scorers
 HEAD = ("column", "weight", "images", "mean", "std", "min", "median", "max", "min to max")

@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 
 from gerl.errors import ConfigError, GerlError
 
-# --- Atomic writes of files and folders; tables and numbers in them
-
 
 def reason(error: Exception) -> str:
     """Return the message of an error on one line, for an `OSError` without errno and path."""

@@ -24,8 +24,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.errors import GerlError
 
-# --- Access control: tokens, cross-site requests, security headers
-
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -77,7 +75,6 @@ class Gate:
         await answer(scope, receive, with_headers)
 
     def _elsewhere(self, request: Request) -> Response | None:
-        """Refuse cross-site requests, including those under another name of this machine."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.local and not is_loopback(host_name(host)):
             return refused(403, f"the host {host!r:.80} is not this machine: use 127.0.0.1 or localhost")

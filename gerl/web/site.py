@@ -26,8 +26,6 @@ from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
 from gerl.web.server import Gate, Visit, bearer, is_token, refused
 
-# --- Run folders shown by the page
-
 MARKS = ("config.yaml", "metrics.jsonl")
 DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
 MOST = 2000  # maximum number of run folders
@@ -218,7 +216,6 @@ def _attachment(run: RunData, name: str, body: str | bytes) -> Response:
 
 
 def _events(site: Site, request: Request) -> Response:
-    """Stream the signatures of all parts of a run, now and after each change."""
     run = site.run(request.query_params.get("run", ""))
 
     async def stream() -> AsyncIterator[str]:

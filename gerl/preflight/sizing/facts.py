@@ -45,8 +45,6 @@ from gerl.workers.rollout import Rollout
 from gerl.workers.setup import without_decoder
 from gerl.workers.worker import PolicyWorker
 
-# --- Components, memory and work of a run, traced by sampling and training a micro-batch on shapes
-
 logger = logging.getLogger("gerl")
 FP32 = 4  # bytes
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # torch: an operation needs values
@@ -110,10 +108,6 @@ class Facts:
     def whole(self) -> bool:
         """Whether the denoisers' weights are trained (full fine-tuning)."""
         return any(part.masters for part in self.parts)
-
-    def trained_bytes(self) -> int:
-        """Return the fp32 bytes of trained weights (if not the denoiser's own), gradient, moments and averages."""
-        return self.lora * FP32 * (4 - self.whole + self.averages)
 
     def flops(self, checkpointing: bool) -> float:
         """Return the operations per image: sampling, decoding and training."""
@@ -190,7 +184,6 @@ def parts_of(policy: Policy) -> list[Part]:
 
 
 def _update(worker: PolicyWorker, task: RolloutTask, stage: Stage, checkpointing: bool) -> Tally:
-    """Trace the gradient of a micro-batch, including the algorithm's preceding passes."""
     config = worker.config
     for denoiser in worker.policy.denoisers.values():
         if checkpointing:
@@ -274,11 +267,6 @@ def architectures() -> dict[str, Any]:
     return found
 
 
-def known_models() -> list[str]:
-    """Return the Hub ids of the models whose architecture is recorded."""
-    return list(architectures()["models"])
-
-
 def named_on_record(path: str) -> str:
     """Return the Hub id under which the model of `path` is recorded; `path` itself if a folder or unknown."""
     also = {model["also"]: name for name, model in architectures()["models"].items() if "also" in model}
@@ -290,10 +278,10 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
     path = named_on_record(path)
     given = resolve(path)
     folder = Path(given) if Path(given).is_dir() else _cached(given)
-    if folder is None and path not in known_models():
+    if folder is None and path not in (known := architectures()["models"]):
         raise ModelError(
             f"model.path={path!r} is not in the Hub cache, and its architecture is not known "
-            f"({', '.join(known_models())}): set model.path to a folder with its model_index.json and the "
+            f"({', '.join(known)}): set model.path to a folder with its model_index.json and the "
             "config.json of every component"
         )
     try:
@@ -418,7 +406,6 @@ def _class(name: str) -> type:
 
 
 def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> torch.nn.Module:
-    """Build a component, in `dtype` except for the modules that its class keeps in fp32."""
     with torch.device(device), default_dtype(dtype):
         if issubclass(kind, ModelMixin):
             module: torch.nn.Module = kind.from_config({k: v for k, v in config.items() if not k.startswith("_")})

@@ -137,7 +137,8 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     """Return the memory of a rank."""
     weights, tape = sum(layout.held(p) for p in facts.parts), facts.tape * batch.step
     own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # on a rank
-    lora, swapped = own * facts.trained_bytes() / max(1, facts.lora), own * FP32 * facts.swapped
+    # trained weights (if not the denoiser's own), gradient, moments and averages
+    lora, swapped = own * FP32 * (4 - facts.whole + facts.averages), own * FP32 * facts.swapped
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:

@@ -406,7 +406,6 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _as_positions(self, indices: Any) -> list[Any]:
-        """Return `indices` of a fake tensor, with real masks converted to positions."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):

@@ -22,8 +22,6 @@ from gerl.progress import waiting
 from gerl.run.card import redact
 from gerl.utils.files import reason, write_file
 
-# --- The protocol of trackers
-
 PROJECT = "gerl"  # default if neither logger.project nor the tracker's own settings name one
 REACHED = 5.0  # seconds for a server to answer
 

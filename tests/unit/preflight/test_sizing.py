@@ -30,7 +30,6 @@ from gerl.preflight.sizing.facts import (
     build_part,
     build_pipeline,
     find_facts,
-    known_models,
     named_on_record,
     part_of,
 )
@@ -180,7 +179,7 @@ def test_all_parts_on_record_have_their_published_size(weights_on_record: dict[s
 
 def test_the_folder_that_a_recipe_puts_together_is_on_record() -> None:
     assert named_on_record("./hidream-i1-full") == "HiDream-ai/HiDream-I1-Full"
-    known = {*known_models(), "./hidream-i1-full"}
+    known = {*architectures()["models"], "./hidream-i1-full"}
     assert {sizing.config_of(recipe).model.path for recipe in sizing.recipes()} <= known
 
 
