@@ -581,6 +581,9 @@ class Dispatch:
         """Submit a micro-batch."""
         raise NotImplementedError
 
+    def ended(self, number: int) -> None:
+        """Handle the end of a micro-batch."""
+
     def finish(self) -> Sequence[RolloutTask]:
         """Handle the end of all micro-batches; return the tasks that will be trained on."""
         return []
@@ -673,6 +676,7 @@ class PendingRollout:
             self.busy[self.processes[i]] -= 1
             self.sampled.add(i)
             self.scoring.add(i, image)
+            self.dispatch.ended(i)
             self.progressed(self.sizes[i])
 
     def check_silence(self, heard: bool, seconds: float) -> None:
