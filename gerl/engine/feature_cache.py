@@ -66,10 +66,7 @@ class CachedDenoisers:
             self.active.pop(name).remove()
 
     def run(self, name: str, nth: int, exact: bool, forward: Forward, *args: object, **kwargs: object) -> object:
-        """Return the output of component `name` in its `nth` call at a step; `exact`: without its cache.
-
-        Raises `ModelError` for a component whose blocks cannot be cached.
-        """
+        """Return the output of `name` in its `nth` call at a step; `exact`: uncached. May raise `ModelError`."""
         if not any(p.requires_grad for p in self.components[name].parameters()):  # not a denoiser
             return forward(*args, **kwargs)
         if exact:
@@ -102,10 +99,7 @@ class _Kept:
 
 
 class _FirstBlock:
-    """First-block cache that replaces `forward` of a model's blocks.
-
-    It covers all block lists, or only the longest if the outputs of all do not add up.
-    """
+    """First-block cache of all block lists, or only the longest if the outputs of all do not add up."""
 
     def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
         self.model, self.cache = model, cache

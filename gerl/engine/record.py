@@ -232,10 +232,7 @@ class TapeStep:
 
 @dataclass
 class SecondaryStep:
-    """Step of a secondary modality, such as the sound of a video. Always deterministic.
-
-    It was taken after `step` steps of the trained modality.
-    """
+    """Deterministic step of a secondary modality (sound of a video), after `step` steps of the trained modality."""
 
     step: int
     x: torch.Tensor  # [B, ...] fp32 latents before the step
@@ -252,10 +249,7 @@ class Answer:
 
 @dataclass
 class ComponentCall:
-    """Output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
-
-    `inputs`: its positional and keyword arguments as shapes, on the `meta` device.
-    """
+    """Output of a component called during scheduler step `step`, and its arguments as shapes (device `meta`)."""
 
     step: int
     component: str
@@ -355,19 +349,13 @@ class Tape:
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Return the names of the components called in the denoising loop.
-
-        The last call before the first step counts: an expert for high noise may be called nowhere else.
-        """
+        """Return the components called in the denoising loop, or last before it (as an expert for high noise only)."""
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
         return inside | set(first[-1:]) if inside else set(first)
 
     def live_at(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps at which the denoiser has to run to train `steps`.
-
-        Two scheduler streams may share one denoiser call: a step uses the last call before it.
-        """
+        """Return the steps at which the denoiser runs to train `steps`: two streams may share the last call before."""
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
@@ -990,10 +978,7 @@ def record_plan(
 
 
 def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
-    """Record `call` for its first sample up to the first scheduler step, as shapes that reveal batch dimensions.
-
-    `index`: record these samples instead.
-    """
+    """Record `call` for its samples `index` up to the first step, as shapes that reveal batch dimensions."""
     tape = Tape.of(call, index)
     takes_generator = "generator" in inspect.signature(type(pipe).__call__).parameters
     generator = fixed_generators(1)[0] if takes_generator else None
@@ -1338,10 +1323,7 @@ class Caches:
             self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
-        """Return the ids of the tensors inside each object in `arguments`, by id of the object.
-
-        Raises `ModelError` for an object that was filled in another step.
-        """
+        """Return the tensors' ids in each object by its id; raises `ModelError` if another step filled the object."""
         held = {}
         for value in _objects(arguments):
             if self.filled.get(id(value), (None, step))[1] != step:

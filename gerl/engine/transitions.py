@@ -379,10 +379,7 @@ Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
 
 
 def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
-    """Return the rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
-
-    Returns `rule` for a flow map, and for a step of length 0.
-    """
+    """Return `rule` with the noise of `kernel` (see `coefficients`), unless a flow map's or of length 0."""
     if isinstance(rule, FlowMapRule) or rule.dt == 0:
         return rule
     if isinstance(rule, DDIMRule):
@@ -773,10 +770,7 @@ def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
 
 
 def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
-    """Let `scheduler` pass the step it is about to take at `timestep`.
-
-    Pipelines that noise an image for the next step (inpainting) let the scheduler look up its sigma by step index.
-    """
+    """Let `scheduler` pass a step at `timestep`; inpainting looks up its next sigma by the step index."""
     if family(scheduler) in COUNTS_STEPS:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 

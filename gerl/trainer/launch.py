@@ -34,10 +34,7 @@ logger = logging.getLogger("gerl")
 
 
 def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
-    """Check everything that can be checked, train, write the report; returns the run folder.
-
-    `arguments`: the command line, recorded in the run card.
-    """
+    """Check everything, train and write the report; returns the run folder. `arguments`: for the run card."""
     with launched(folder, arguments):
         return folder.path
 

@@ -106,10 +106,7 @@ def restart_ray(run: Run, recovery: Recovery, error: Exception) -> None:
 
 
 def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
-    """Return the state of the last finished step from a worker not in `lost`; None if a checkpoint has it.
-
-    The state of full fine-tuning is saved as a checkpoint.
-    """
+    """Return the last finished step from a worker not in `lost`; None: it is in a checkpoint (full fine-tuning)."""
     if run.config.model.train == "lora":
         assert run.fleet.recovery is not None
         return run.fleet.recovery.state(run.state.step, lost)
@@ -237,10 +234,7 @@ def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
 
 
 def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int = 0, failure: str = "") -> None:
-    """Add the newest checkpoint and the command that resumes from it to the exception that ends a run of `steps`.
-
-    If that checkpoint has all steps, only the report is missing. `failure`: why the finished `step` could not be saved.
-    """
+    """Add to `error` how to resume the run of `steps` or rewrite its report; `failure`: why `step` was not saved."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.strerror and cause.strerror in failure:
         failure = "for the same reason"

@@ -191,10 +191,7 @@ class Run:
         self.metrics_log: MetricsLog
 
     def train(self, resume: RunFolder | None = None) -> Generator[Step]:
-        """Set up the run and train, from the checkpoint to resume if there is one.
-
-        The last finished step is saved however the run ends.
-        """
+        """Set up the run and train, from the checkpoint to resume if any; the last finished step is always saved."""
         self.setup(resume)
         error: BaseException | None = None
         try:

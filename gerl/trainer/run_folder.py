@@ -168,10 +168,7 @@ def configuration_at(run_dir: Path, step: int) -> Path:
 
 
 def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
-    """Move files of steps after `step` to `abandoned/after_step_N`.
-
-    What was only drawn there is removed, unless `drawn_too`.
-    """
+    """Move files of steps after `step` to `abandoned/after_step_N`; if only drawn, remove them unless `drawn_too`."""
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
     configurations = (f"config.step_{number}.yaml" for number in _replaced(run_dir) if number > step)

@@ -353,10 +353,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """Return `final`, `best` and `best_step` of the held-out reward, or of the reward without held-out prompts.
-
-    Values that were not measured are None.
-    """
+    """Return `final`, `best` and `best_step` of the held-out (else the training) reward; None: not measured."""
     try:
         rows = read_metrics(run_dir / METRICS)
     except GerlError:  # a damaged file must not hide the other runs

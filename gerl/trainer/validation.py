@@ -136,10 +136,7 @@ def keep_images(
     device: str,
     looks: Looks,
 ) -> tuple[Validation, Image.Image]:
-    """Write a validation with the `pixels` of the images `shown` to the run folder.
-
-    Returns it without the images, and a sheet of them. Raises `GerlError` if a file cannot be written.
-    """
+    """Write a validation with the `pixels` of the images `shown`; returns it without images, and a sheet of them."""
     texts = [sample.prompt.text for sample in scores.samples]
     drawn = [scores.samples[i] for i in shown]
     given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]

@@ -234,10 +234,7 @@ class Actor:
         return self.retry_on_oom(list(chain(*tasks.values())), work)
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """Run `work`, which trains on or pools all `batches` of an update; retry with smaller replays if out of memory.
-
-        Each retry starts from no gradient, with half as many rows per replay.
-        """
+        """Run `work` on the `batches` of an update; retry from no gradient with half as many rows if out of memory."""
         while True:
             try:
                 return work()
@@ -290,10 +287,7 @@ class Actor:
         return squared_norm(self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
-        """Return the gradient that `accumulate` adds for `batches`, by trained step, each as one vector on the CPU.
-
-        Drops accumulated gradients.
-        """
+        """Return what `accumulate` adds by trained step, as vectors on the CPU; drops accumulated gradients."""
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
             parts, idle = self._parts(batch)
@@ -318,10 +312,7 @@ class Actor:
             local(p.grad).copy_(values.view_as(local(p)))
 
     def all_reduce(self) -> None:
-        """Sum the gradients of all workers, for a LoRA by one flat all-reduce; a collective call.
-
-        Sharded gradients of the ranks of a worker are already summed.
-        """
+        """Sum the gradients of all workers, a collective call; those sharded over a worker's ranks are already sums."""
         if not self.policy.whole:
             flat = self.flat_gradient()
             dist.all_reduce(flat)
@@ -398,10 +389,7 @@ class Actor:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Restore the result of `state`; learning rate, betas and decays are those of the configuration.
-
-        Raises as `check_state` does, before anything is changed.
-        """
+        """Restore the result of `state`, not the configured rates; raises as `check_state` before any change."""
         self.check_state(tensors, numbers)
         for name, p in self.policy.trained.items():
             p.copy_(tensors[f"lora/{name}"])
@@ -495,10 +483,7 @@ class Snapshots:
 
 
 class PartSnapshots:
-    """Copy of this rank's shards of the state, for full fine-tuning, made only just before a step changes them.
-
-    During sampling it would take up memory that sampling needs.
-    """
+    """Copy of this rank's shards, made just before a step changes them: earlier it would take memory of sampling."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor

@@ -79,10 +79,7 @@ class Placement:
         return self._padded.get(number, [])
 
     def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the additional calls after micro-batch `number`: (micro-batch, process, whether it is padding).
-
-        Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
-        """
+        """Yield the calls after `number` by context-parallel peers and as padding: (micro-batch, process, padding)."""
         yield from ((number, process, False) for process in self.peers(number))
         first = self._firsts.get(number)
         if first is not None:
@@ -183,10 +180,7 @@ class LocalFleet:
         """Handle the end of sampling for `step`."""
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Give samplers the weights of the finished `step`; does nothing here, since they share the trainers'.
-
-        `earlier`: in any case, and with the weights of earlier steps.
-        """
+        """Give separate samplers the weights of `step`; `earlier`: in any case, with those of earlier steps."""
 
     def forget_sync(self) -> None:
         """Note that all workers start again with the same weights."""
@@ -458,10 +452,7 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Start to write a checkpoint after `finish` of the previous one.
-
-        `check` raises `ClusterError` if the writers hang; it is called after each `every` seconds of waiting.
-        """
+        """Start to write after the previous one; `check`, called `every` so many seconds, raises if writers hang."""
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 

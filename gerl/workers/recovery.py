@@ -43,10 +43,7 @@ class NoCapacity(ClusterError):
 
 
 class Recovery:
-    """Replacement of workers, with counts of replacements and lost time.
-
-    A new worker has to be set up: it joins the others and loads the model, and then all load the same state.
-    """
+    """Replacement of workers: a new one is set up and joins the others, and then all load the same state."""
 
     def __init__(self, config: Config, fleet: RayFleet) -> None:
         self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
@@ -143,10 +140,7 @@ class Recovery:
         self.restarts += len(lost)
 
     def restart(self, lost: Sequence[int]) -> list[int]:
-        """Restart the workers `lost`, or all; return those that have to be set up.
-
-        Workers without room are left out. Raises `NoCapacity` if no worker remains.
-        """
+        """Restart the workers `lost`, or all; return those to be set up. Raises `NoCapacity` if none has room."""
         workers = self.workers
         chosen = list(range(len(workers))) if self.together else list(lost)
         asked = {i: self._anew(i) for i in chosen}
@@ -179,10 +173,7 @@ class Recovery:
         return self.workers.submit(index, PolicyWorker.leave)
 
     def admit(self, ask: bool = True) -> list[int]:
-        """Let workers that were left out join again if there is room; return those to be set up.
-
-        `ask`: request room for those without a request.
-        """
+        """Let workers left out join if there is room; return those to be set up. `ask`: request room first."""
         if ask:
             for number in [number for number, late in self._late.items() if late is None]:
                 self._late[number] = self.workers.start_beside(number, PolicyWorker.leave)

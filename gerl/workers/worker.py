@@ -191,10 +191,7 @@ class PolicyWorker:
         return stats if self.leads else UpdateStats()
 
     def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
-        """Take an optimizer step with the accumulated gradient; `finished`: the last finished trainer step.
-
-        `together`: use the sum of all workers' gradients, a collective call. `last`: then call `finish_step`.
-        """
+        """Take an optimizer step, `together` with the sum of all workers' gradients; `last`: then `finish_step`."""
         self.snapshots.take(finished)
         if together:
             self.reduce_gradient()
@@ -202,10 +199,7 @@ class PolicyWorker:
         return self.finish_step(finished + 1, resets, result) if last else result
 
     def finish_step(self, step: int, resets: bool = False, result: StepResult = NO_UPDATE) -> StepResult:
-        """End trainer step `step`: update averages and drop trajectories; `resets`: also move the reference.
-
-        `result`: of the last optimizer step, to which the report is added.
-        """
+        """End trainer step `step` and return `result` with its report; `resets`: also move the reference."""
         self.snapshots.take(step - 1)
         self.actor.finish_step(step, resets)
         self.ended = step
@@ -246,10 +240,7 @@ class PolicyWorker:
         return checkpoint_files(self, step)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
-        """Resume from the state after trainer step `step`: bytes of a LoRA's state, or the folder of a checkpoint.
-
-        Raises `CheckpointError` if it does not fit.
-        """
+        """Resume from the state after `step`: bytes of a LoRA's, or a checkpoint. Raises `CheckpointError` if unfit."""
         from gerl.workers.state import load_state  # imported lazily, as in `setup`
 
         self.ended = None

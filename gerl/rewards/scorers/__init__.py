@@ -100,10 +100,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """Build a scorer in a process that does not score and may lack the packages of `config.env`.
-
-    Returns a `RemoteOnlyScorer` if a package is missing here and the scorer has an environment.
-    """
+    """Build a scorer outside its processes: a `RemoteOnlyScorer` if a package of its environment is missing here."""
     try:
         return build_scorer(name, config)
     except RewardError as error:

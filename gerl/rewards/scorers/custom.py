@@ -134,11 +134,7 @@ def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
 def _assigned(
     key: str, name: str, signature: inspect.Signature, kwargs: Mapping[str, object]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the positional arguments, and a mapping of parameters passed by keyword.
-
-    Parameters with known names receive the named argument; others without a default receive the remaining ones, in the
-    order of `GIVEN`.
-    """
+    """Return positional arguments and keywords: by known names, then the parameters without default as in `GIVEN`."""
     parameters = [p for p in signature.parameters.values() if p.name not in kwargs]
     if foreign := next((p.name for p in parameters if p.name in OF_TRL), None):
         raise RewardError(
@@ -165,10 +161,7 @@ def _assigned(
 
 
 class UserScorer(Scorer):
-    """Scorer that calls a custom function and reads its attributes.
-
-    `groupwise` and `takes_frames` are as in `Scorer`; with `takes_tensors` the function receives tensors.
-    """
+    """Scorer that calls a custom function, with its attributes; with `takes_tensors` the function gets tensors."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
