@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -56,7 +56,7 @@ class CachedDenoisers:
 
     def __init__(self, pipe: DiffusionPipeline, cache: FeatureCache) -> None:
         self.cache, self.components = cache, pipe.components
-        self.active: dict[str, _Cache] = {}
+        self.active: dict[str, _FirstBlock | _TaylorSeer] = {}
 
     def __enter__(self) -> CachedDenoisers:
         return self
@@ -79,14 +79,6 @@ class CachedDenoisers:
         # each kind of call has its own entries: the halves of guidance may be separate calls, at some steps only
         sizes = [tuple(v.shape) for v in tree_leaves((args, kwargs)) if torch.is_tensor(v)]
         return self.active[name].call(f"{nth} {sizes}", functools.partial(forward, *args, **kwargs))
-
-
-class _Cache(Protocol):
-    """Cache active in a model; the constructor raises `ModelError` if the model does not support it."""
-
-    def call(self, kind: str, forward: Callable[[], object]) -> object: ...
-
-    def remove(self) -> None: ...
 
 
 @dataclass

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -587,22 +587,6 @@ class StopPipeline(BaseException):
     """Early exit from a pipeline's `__call__`; a `BaseException` so that no pipeline catches it."""
 
 
-class Head(Protocol):
-    """Receiver of routed calls in a rollout or a branch; see `TapeHead` for those that answer from a tape."""
-
-    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
-
-    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object: ...
-
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor: ...
-
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor: ...
-
-
 class TapeHead:
     """Head that answers from a tape in the recorded order; subclasses override what differs in their kind of pass.
 
@@ -663,7 +647,7 @@ class _Step:
     belong to the secondary modality.
     """
 
-    def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
+    def __init__(self, head: Recorder | TapeHead, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
         self.family = family(scheduler)
@@ -787,7 +771,7 @@ class LazySchedulerOutput:
 
 
 @contextlib.contextmanager
-def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
+def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, which is a name in the pipeline's modules and in
@@ -1031,7 +1015,7 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
 
 
 class Recorder:
-    """Head of a rollout, see `Head`."""
+    """Head of a rollout or a branch, which receives the routed calls."""
 
     def __init__(
         self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
@@ -1448,7 +1432,7 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
 
 
 class BranchRecorder(Recorder):
-    """Head of a branch: the parents' answers up to step `fork`, then a rollout, see `Head`."""
+    """Head of a branch: the parents' answers up to step `fork`, then a rollout."""
 
     def __init__(
         self, parents: Tape, fork: int, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None

@@ -504,19 +504,9 @@ class Transitions:
 
     def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
         """Return the function that makes rules for the family of `scheduler`."""
-        match family(scheduler):
-            case "euler" | "flow_lcm" | "flow":
-                return self._flow
-            case "trigflow":
-                return self._trigflow
-            case "lcm" | "tcd":
-                return self._lcm
-            case "edm":
-                return self._denoised
-            case "flow_map":
-                return self._flow_map
-            case _:
-                return self._ddim
+        rules: dict[str | None, Callable[..., Rule]] = dict.fromkeys(FLOW, self._flow)
+        rules |= {"trigflow": self._trigflow, "lcm": self._lcm, "tcd": self._lcm, "edm": self._denoised}
+        return (rules | {"flow_map": self._flow_map}).get(family(scheduler), self._ddim)
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Return the number of remaining steps in the schedule of `scheduler`, about to take one at `timestep`."""

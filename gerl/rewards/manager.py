@@ -541,11 +541,8 @@ PREFETCH = 2  # micro-batches submitted to a process: the current one and the ne
 class Dispatch:
     """Micro-batches being sampled, each by its process of `processes` `[M]`."""
 
-    processes: list[int]
-
-    def submit(self, number: int) -> Pending[Images]:
-        """Submit a micro-batch."""
-        raise NotImplementedError
+    def __init__(self, call: Callable[[int], Pending[Images]], processes: Sequence[int]) -> None:
+        self.submit, self.processes = call, processes
 
     def ended(self, number: int) -> None:
         """Handle the end of a micro-batch."""
@@ -559,10 +556,7 @@ class RoundRobin(Dispatch):
     """Micro-batches that `count` processes take in turn: `call(i)` submits the i-th of `total`."""
 
     def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
-        self.call, self.processes = call, [number % count for number in range(total)]
-
-    def submit(self, number: int) -> Pending[Images]:
-        return self.call(number)
+        super().__init__(call, [number % count for number in range(total)])
 
 
 class PendingRollout:

@@ -255,11 +255,8 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
 
 def _has_all(path: Path, steps: int) -> bool:
     """Whether a checkpoint is the last one of a run of `steps`, which may be more than it was trained with."""
-    try:
-        checkpoint = load_checkpoint(path)
-    except CheckpointError:
-        return False
-    return checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
+    checkpoint = _intact(path)
+    return checkpoint is not None and checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
 
 
 def _intact(path: Path) -> Checkpoint | None:

@@ -90,7 +90,6 @@ class RunFolder:
     checkpoint: Checkpoint | None = None
     changes: Sequence[Change] = ()
     before: str = ""  # the configuration up to the checkpoint, from `config.yaml`
-    accepted: bool = False  # whether this run may write into the folder
     begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once the run is accepted
 
     @property
@@ -113,7 +112,6 @@ class RunFolder:
         """
         if self.checkpoint is None:
             prepare_folder(self.path, self.composed, self.lock)
-            self.accepted = True
             begin()
         else:
             self.begin = begin
@@ -126,7 +124,7 @@ class RunFolder:
         """
         if self.checkpoint is None:
             return
-        step, self.accepted = self.checkpoint.step, True
+        step = self.checkpoint.step
         self.begin()
         set_aside(self.path, step)
         kept, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
@@ -346,11 +344,7 @@ def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[
             "resume the run without it, or use the version that wrote it"
         )
     if idle:
-        logger.warning(
-            "%s: ignored %s, which no longer exists and has no effect",
-            file,
-            " and ".join(idle),
-        )
+        logger.warning("%s: ignored %s, which no longer exists and has no effect", file, " and ".join(idle))
     return without(settings, idle), experiment, preset
 
 
@@ -410,10 +404,7 @@ def _say_what_is_kept(config: Config, asked: ParsedCommand) -> None:
     if not values["reward"]["scorers"]:  # it names none
         own = without(own, ["reward.scorers"])
     if kept := changes(own, values):
-        given = " ".join(
-            f"{key}={value}"
-            for key, value in (("experiment", asked.experiment), ("algorithm", asked.preset))
-            if key in asked.given
-        )
+        names = {"experiment": asked.experiment, "algorithm": asked.preset}
+        given = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
         said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
         logger.info("kept from the run, although %s has other values: %s", given, said)

@@ -50,8 +50,6 @@ from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.utils.files import csv_text, reason, write_file
 
-# --- Sweeps (`-m`): one run per combination of values, each in a process started by Hydra's sweeper and launcher.
-#
 # Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
 # choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
 
@@ -374,10 +372,8 @@ def write_table(folder: Path) -> None:
     columns = ["number", *_varied(jobs), "final", "best", "best_step", "end", "seconds", "folder"]
     csv = csv_text(columns, [{column: row.get(column) for column in columns} for row in rows])
     write_file(folder / "sweep.csv", csv)
-    whole = [
-        {**{k: v for k, v in row.items() if k in columns}, "overrides": job["overrides"]}
-        for row, job in zip(rows, jobs, strict=True)
-    ]
+    known = [{k: v for k, v in row.items() if k in columns} for row in rows]
+    whole = [row | {"overrides": job["overrides"]} for row, job in zip(known, jobs, strict=True)]
     write_file(folder / "sweep.json", json.dumps({"runs": whole}, indent=2) + "\n")
 
 
@@ -389,16 +385,8 @@ def table(jobs: Sequence[Job]) -> str:
         numbers = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("final", "best")]
         step = "" if row["best_step"] is None else str(row["best_step"])
         took = duration(row["seconds"]) if row["seconds"] is not None else ""
-        lines.append(
-            [
-                str(row["number"]),
-                *(str(row.get(key, "")) for key in varied),
-                *numbers,
-                step,
-                took,
-                textwrap.shorten(row["end"], 60, placeholder=" ..."),
-            ]
-        )
+        end = textwrap.shorten(row["end"], 60, placeholder=" ...")
+        lines.append([str(row["number"]), *(str(row.get(key, "")) for key in varied), *numbers, step, took, end])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

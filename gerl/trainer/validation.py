@@ -176,30 +176,17 @@ def conclude_validation(
         over = ""
         if gain is not None and not math.isnan(gain.low):
             over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
-        logger.info(
-            "step %d: reward on %s %.3f%s",
-            step,
-            held_out_words(count, config.validation.images_per_prompt),
-            metrics["val/reward/mean"],
-            over,
-        )
+        images = held_out_words(count, config.validation.images_per_prompt)
+        logger.info("step %d: reward on %s %.3f%s", step, images, metrics["val/reward/mean"], over)
         return metrics, metrics["val/reward/mean"]
     i = scores.failed[0]
     first = failure_text(f"held-out {scores.samples[i].prompt.text!r}", scores.failures[i])
     logger.warning(
         "step %d: reward on %d of %s %.3f, %d not scored; it is excluded from comparisons with other validations; %s",
-        *(
-            step,
-            count - failed,
-            held_out_words(count, config.validation.images_per_prompt),
-            mean(scores.totals),
-            failed,
-            first,
-        ),
+        *(step, count - failed, held_out_words(count, config.validation.images_per_prompt), mean(scores.totals)),
+        *(failed, first),
     )
-    totals = [
-        scores.totals[k] for k in range(len(scores.samples)) if scores.totals[k] is not None or k in scores.failed
-    ]
+    totals = [v for k, v in enumerate(scores.totals) if v is not None or k in scores.failed]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
     return metrics, None
 

@@ -210,7 +210,7 @@ class Actor:
             algorithm = self.algorithm.of(batch.samples)
             for rows in parts:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
-                measure = squared_norm if self.ranks is None else self._whole_squared_norm
+                measure = squared_norm if (ranks := self.ranks) is None else lambda g: squared_norm(ranks.whole(g))
                 meter = StepGradients(self.parameters, measure) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if algorithm is not self.algorithm:  # imitated dataset images are not part of the algorithm's averages
@@ -281,10 +281,6 @@ class Actor:
             return parts, []
         blank = replace(batch, credit=torch.ones_like(batch.credit), pooled=None)
         return parts, [(blank, next(self.algorithm.micro_batches(blank)))] * more
-
-    def _whole_squared_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        assert self.ranks is not None
-        return squared_norm(self.ranks.whole(gradients))
 
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
         """Return what `accumulate` adds by trained step, as vectors on the CPU; drops accumulated gradients."""

@@ -174,7 +174,15 @@ class LocalFleet:
 
     def validate(self, batches: Sequence[Sequence[Sample]]) -> Dispatch:
         """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
-        return Validating(self, batches)
+        placement = self.place([len(batch) for batch in batches], len(self.samplers.workers))
+
+        def submit(number: int) -> Pending[Images]:
+            images = self.samplers.submit(placement.processes[number], PolicyWorker.validate, number, batches[number])
+            for k, process, _ in placement.copies_after(number):
+                self.samplers.submit(process, PolicyWorker.validate, k, batches[k])
+            return images
+
+        return Dispatch(submit, placement.processes)
 
     def sampled(self, step: int) -> None:
         """Handle the end of sampling for `step`."""
@@ -270,10 +278,10 @@ class Sampling(Dispatch):
         self.fleet, self.tasks = fleet, tasks
         self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
         self.placement = fleet.place(self.patterns, len(fleet.samplers.workers))
-        self.processes = self.placement.processes
+        super().__init__(self.draw, self.placement.processes)
         self.others: list[Pending[None]] = []  # copies in lockstep
 
-    def submit(self, number: int) -> Pending[Images]:
+    def draw(self, number: int) -> Pending[Images]:
         samplers, tasks = self.fleet.samplers, self.tasks
         images = samplers.submit(self.processes[number], PolicyWorker.sample, tasks[number])
         for k, process, padding in self.placement.copies_after(number):
@@ -286,21 +294,6 @@ class Sampling(Dispatch):
             call.result()
         self.fleet.held.append((self.tasks, self.placement))
         return self.tasks
-
-
-class Validating(Dispatch):
-    """Held-out micro-batches being sampled for validation."""
-
-    def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
-        self.samplers, self.batches = fleet.samplers, batches
-        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers.workers))
-        self.processes = self.placement.processes
-
-    def submit(self, number: int) -> Pending[Images]:
-        images = self.samplers.submit(self.processes[number], PolicyWorker.validate, number, self.batches[number])
-        for k, process, _ in self.placement.copies_after(number):
-            self.samplers.submit(process, PolicyWorker.validate, k, self.batches[k])
-        return images
 
 
 class RayFleet(LocalFleet):
@@ -391,8 +384,8 @@ class Transfer(Sampling):
         self.released: dict[int, Pending[Trajectory]] = {}
         self.received: list[Pending[None]] = []
 
-    def submit(self, number: int) -> Pending[Images]:
-        images = super().submit(number)
+    def draw(self, number: int) -> Pending[Images]:
+        images = super().draw(number)
         process = self.processes[number]
         self.released[number] = self.fleet.samplers.submit(process, release, self.tasks[number].id)
         return images

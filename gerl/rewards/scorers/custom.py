@@ -91,7 +91,8 @@ class Call:
         _check_kind(key, name, function)
         try:
             # torch modules accept anything and pass it to their forward
-            signature = inspect.signature(function if inspect.isroutine(function) else _forward(function))
+            routine = function if inspect.isroutine(function) else getattr(function, "forward", function)
+            signature = inspect.signature(routine)
         except (TypeError, ValueError):  # of a builtin
             self.positional, self.named = list(GIVEN), dict[str, str]()
             return
@@ -111,11 +112,6 @@ class Call:
         given = {"images": images, "prompts": prompts, "metadata": metadata}
         named = {parameter: given[what] for parameter, what in self.named.items()}
         return self.function(*(given[what] for what in self.positional), **named, **self.kwargs)
-
-
-def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(function, "forward", function)
-    return found
 
 
 def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:

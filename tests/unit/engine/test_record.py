@@ -47,11 +47,10 @@ from torch.utils._pytree import tree_leaves
 from zoo import conditioned
 from zoo.checks import build, call_for
 
-import gerl.engine.record as recording
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
-from gerl.engine.record import Caches, num_elements, select_call, tensor_bytes
+from gerl.engine.record import Caches, _Step, num_elements, select_call, tensor_bytes
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 
@@ -234,7 +233,7 @@ def test_a_step_returns_the_dtype_of_the_scheduler(name: str, dtype: torch.dtype
             return sample.float()
 
     output = sample.float() if name == "flux" else sample  # Z-Image's pipelines cast it, and assert the result
-    step = recording._Step(OneStep(), scheduler)
+    step = _Step(OneStep(), scheduler)
     x_next = step(output, scheduler.timesteps[0], sample, return_dict=False)[0]
     assert seen == [torch.bfloat16]
     assert x_next.dtype == scheduler.step(output, scheduler.timesteps[0], sample, return_dict=False)[0].dtype == dtype
