@@ -38,10 +38,7 @@ UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on
 
 
 def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
-    """Return `{position: value}` of the answers of `tape` that start the pipeline at the latents `given` `[B, ...]`.
-
-    Raises `ReplayError` unless exactly one answer passes its values to the first step.
-    """
+    """Return `{position: value}` of the one answer that starts at the latents `given`; else raises `ReplayError`."""
     start = tape.steps[0].x
     answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
 

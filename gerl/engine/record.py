@@ -535,11 +535,7 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Recorded task: everything needed to train on it except the pipeline and the credit.
-
-    `tapes`: compacted, one per segment of the task. `policy_version`: number of optimizer steps before its rollout.
-    `owner`: rank of the worker that sampled it.
-    """
+    """Recorded task to train on: a compacted tape per segment, the optimizer steps before, the rank that sampled it."""
 
     task: RolloutTask
     tapes: tuple[Tape, ...]
@@ -822,11 +818,7 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the guiders among the components of `pipe` return the conditional output unchanged.
-
-    Adaptive projected guidance, for example, divides by the norm of the two outputs' difference, which has no
-    derivative at 0, and adds differences of earlier steps.
-    """
+    """Let the guiders of `pipe` return the conditional output: some divide by a distance that is then 0."""
     # imported lazily: the driver of a run does not need diffusers
     from diffusers.guiders import BaseGuidance
     from diffusers.guiders.guider_utils import GuiderOutput

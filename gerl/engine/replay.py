@@ -150,10 +150,7 @@ class NoGradPart:
 
 
 def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
-    """Return the output of `forward`, and the modules of `denoiser` that ran a part without its required gradient.
-
-    A part with weights requires it if they are trained, or if the module's input has a gradient.
-    """
+    """Return the output, and the modules that ran a part without its gradient: trained, or its input has one."""
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
     found: dict[torch.nn.Module, NoGradPart] = {}

@@ -351,11 +351,7 @@ class DDIMRule(TransitionRule):
 
 @dataclass(frozen=True)
 class FlowMapRule(TransitionRule):
-    """Step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
-
-    It does not predict clean latents, so there is no noise to add and none to train on. Raises `ReplayError` for
-    forward-process algorithms.
-    """
+    """Step of a flow map (AnyFlow): the output is the average velocity to `sigma_next`; no clean latents exist."""
 
     sigma: float
     sigma_next: float

@@ -352,10 +352,7 @@ class RewardManager:
         return ended
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
-        """Process the `ended` calls and starts, and restart processes whose call timed out.
-
-        Raises `RewardError` if a process cannot be placed, start, or build its scorers, and errors of sampling.
-        """
+        """Process `ended` calls and starts, renew processes that timed out; raises errors of both and of sampling."""
         if self.failure is not None:
             raise self.failure
         for pool in self.distinct_pools:

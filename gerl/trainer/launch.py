@@ -41,10 +41,7 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
 @contextlib.contextmanager
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
-    """As `launch`, but yields the run and its steps for iteration; those left at the end of the block are trained then.
-
-    An exception saves and ends the run.
-    """
+    """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
         check_trackers(config.logger)

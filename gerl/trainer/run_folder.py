@@ -105,11 +105,7 @@ class RunFolder:
         self.lock.release()
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Create the folder and `config.yaml` of a new run; a resumed run's are unchanged until `resume_run`.
-
-        `begin` is called once the run may write into the folder: here for a new run, else by `resume_run`.
-        Raises `ConfigError` if the folder cannot be written or belongs to another run.
-        """
+        """Create a new run's folder (else `ConfigError`); `begin`: called once writing is allowed."""
         if self.checkpoint is None:
             prepare_folder(self.path, self.composed, self.lock)
             begin()

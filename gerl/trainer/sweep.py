@@ -261,10 +261,7 @@ def _by_name(argument: str, known: dict[str, str]) -> str:
 
 
 def _names(swept: Sequence[Override]) -> dict[str, str]:
-    """Return the Hydra setting that names a run's folder by its number and its swept values.
-
-    The name has no commas and equals signs, which a shell would have to quote.
-    """
+    """Return the setting that names a run's folder by number and swept values, without signs that a shell quotes."""
 
     def is_plain(override: Override) -> bool:
         if not override.is_discrete_sweep():

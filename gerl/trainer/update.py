@@ -41,11 +41,7 @@ class Update:
         self.resets_reference: Callable[[Step], bool] = lambda step: False  # called before the last optimizer step
 
     def run(self, step: Step) -> Metrics:
-        """Train on the credit of `step`; returns the metrics of its optimizer steps.
-
-        The on-policy ratio of the first update must be 1. Raises `TrainingError` if it is not, or if too many gradients
-        are not finite.
-        """
+        """Train on the credit of `step`; raises `TrainingError` for a first ratio other than 1 or NaN gradients."""
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
             return self._run(step)

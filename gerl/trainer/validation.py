@@ -159,11 +159,7 @@ def keep_images(
 def conclude_validation(
     config: Config, scores: Scores, step: int, gain: Estimate | None = None
 ) -> tuple[Metrics, float | None]:
-    """Log a validation; returns its metrics and the mean reward, None unless every held-out image has a reward.
-
-    `gain`: of the reward over the first validation. Raises `RewardError` if too many images have no reward, with
-    `reward.on_error=stop` if any has none.
-    """
+    """Log a validation; returns metrics and mean reward (None: one is missing). May raise `RewardError`."""
     metrics, count, failed = reward_metrics(scores, config.reward, validation=True), scores.measured, scores.unscored
     if not count:
         logger.info(

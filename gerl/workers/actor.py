@@ -95,11 +95,7 @@ def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_gradients(
     parameters: Sequence[torch.nn.Parameter], limit: float, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Clip the norm of the gradients of `parameters` to `limit`; return the norm before clipping.
-
-    `group`: the processes that hold a shard of every parameter each; then a collective call with the same result on
-    all.
-    """
+    """Clip the norm to `limit`, return it before; `group`: holders of a shard of each parameter (collective call)."""
     if group is None:
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
     here = [gradient for p in parameters if p.grad is not None and (gradient := local(p.grad)).numel()]
@@ -170,11 +166,7 @@ class Actor:
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
     ) -> None:
-        """Build optimizer and averages; `ranks`: those in lockstep with this one, if any.
-
-        `group`: the ranks that share each trained weight; None: weights are not sharded. `staleness`: number of steps
-        sampled ahead.
-        """
+        """Build optimizer and averages; `ranks`: in lockstep; `group`: that share weights; `staleness`: steps."""
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit

@@ -116,11 +116,7 @@ def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placemen
 
 
 def call_pattern(task: RolloutTask) -> Hashable:
-    """Return a key that is equal for tasks with the same model calls.
-
-    It consists of the segments, the rows and trained steps of each, and whether rows share a prefix; a pipeline that
-    cannot branch makes additional calls to find out, once.
-    """
+    """Return a key that is equal for tasks with the same model calls: by rows, trained steps and shared prefixes."""
 
     def shares(s: Segment) -> bool:
         return s.parent is None and len(shared_prefixes([task.samples[leaf] for leaf in s.leaves])[0]) < len(s.leaves)
@@ -349,10 +345,7 @@ class SplitFleet(RayFleet):
         self.ends = [self.samplers.submit(i, end_step, step) for i in range(len(self.samplers))]
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Send the weights of the finished `step` to the samplers, unless they have them.
-
-        `earlier`: in any case, with the weights of earlier steps, for steps that are sampled ahead again.
-        """
+        """Send the weights of `step` to the samplers, unless they have them; `earlier`: see `LocalFleet`."""
         if self.synced == step and not earlier:
             return
         # ranks with sharded weights send their shards to the same ranks of the samplers
@@ -516,11 +509,7 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
 
 
 def check(worker: PolicyWorker, joined: bool) -> None:
-    """Check the model before its weights are loaded, and import the modules that load it.
-
-    On one machine the first process checks for all, on a cluster (`joined`) each process, with its machine in the
-    error. Raises `ModelError` or `ConfigError`.
-    """
+    """Check the model: on one machine the first process for all, on a cluster (`joined`) each, naming its machine."""
     with importing():
         from gerl.workers.setup import check_start  # imported lazily: it takes seconds, and the driver does not need it
     if worker.rank and not joined:

@@ -87,11 +87,7 @@ class Recovery:
         self._late.clear()
 
     def lost(self, error: Exception | None = None) -> list[int]:
-        """Return the workers that died or do not answer; let the others abandon the current step.
-
-        Empty if Ray itself died, which may also be raised (`RayDied`). `error`: the error that ended the step; if it is
-        not about a lost worker, the result is empty unless one died.
-        """
+        """Return the workers that died or hang, and let others abandon the step; none if `error` has another cause."""
         if not self.workers.remote or isinstance(error, RayDied):
             return []
         asked = {self.workers.submit(i, PolicyWorker.leave): i for i in range(len(self.workers))}

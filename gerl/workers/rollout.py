@@ -167,11 +167,7 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 
 
 class Rollout:
-    """Sampler with the current weights (training) or their average (validation).
-
-    `shares`: prefix sharing, see `shared_prefixes`. `lockstep`: other ranks have to make the same number of model
-    calls, independent of what their samples share.
-    """
+    """Sampler; `shares`: see `shared_prefixes`; `lockstep`: model calls must not depend on what samples share."""
 
     def __init__(
         self,
@@ -226,11 +222,7 @@ class Rollout:
     def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
-        """Sample `task`; return images `[B, H, W, 3]` uint8, the tape of each segment, and the task as sampled.
-
-        Its segments are smaller if the pipeline takes one prompt per call, or if memory is full and the task is
-        `divisible`. `old`: sample with the old policy.
-        """
+        """Sample `task` (`old` policy, `divisible` if memory is full): images, a tape per segment, actual task."""
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
             tapes: list[Tape] = []
@@ -392,11 +384,7 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments for the samples of one call, which share their condition images.
-
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline rejects
-        them.
-        """
+        """Call `draw` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
@@ -443,11 +431,7 @@ def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
 
 
 def to_uint8(output: BaseOutput) -> np.ndarray:
-    """Convert a pipeline output with `output_type="np"` to images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of uint8.
-
-    Rounds as diffusers does. A video of one frame becomes an image; the sound of a video is left out. Raises
-    `ModelError` if the output has no images, or several candidates.
-    """
+    """Convert a pipeline's output to images or videos `[B, (F,) H, W, 3]` uint8; raises `ModelError` for others."""
     pixels = find_images(output)
     if pixels.ndim == 5 and pixels.shape[1] == 1:
         pixels = pixels[:, 0]

@@ -231,10 +231,7 @@ class PolicyWorker:
     # --- State
 
     def checkpoint(self, step: int) -> State:
-        """Return the checkpoint of a LoRA after trainer step `step`, the last that all finished; equal on all workers.
-
-        Files: the exact state, and the averaged LoRA for plain diffusers. Raises `ClusterError` if it is not here.
-        """
+        """Return a LoRA's checkpoint after `step`: exact state, averaged LoRA. Raises `ClusterError` if it is gone."""
         from gerl.workers.state import checkpoint_files  # imported lazily, as in `setup`
 
         return checkpoint_files(self, step)

@@ -70,13 +70,7 @@ def asks_people(name: str) -> bool:
 
 
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """Build the scorer `name`: the custom function if `config.path` is given, else a built-in scorer.
-
-    Checks everything that does not require scoring, and loads no model weights.
-
-    Raises:
-        RewardError: unknown scorer, package not installed, wrong kwargs, or a missing file or function.
-    """
+    """Build the scorer `name`, custom if `config.path` is given, without weights; raises `RewardError` if it cannot."""
     key = f"reward.scorers.{name}"
     if config.path is not None and config.path.startswith(PREFIX):
         return FunctionScorer(key, config.path, config.kwargs)

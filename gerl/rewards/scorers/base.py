@@ -62,10 +62,7 @@ class Scorer(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def place(self, error: BaseException | None = None) -> str:
-        """Return ` (FILE, line N: code)` of the user code that raised `error`, or without one of the called function.
-
-        Empty for built-in scorers, and if the error did not pass through the user's file.
-        """
+        """Return ` (FILE, line N: code)` of the user code that raised `error`, or of the function; else ""."""
         return ""
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
@@ -104,11 +101,7 @@ class PeopleScorer(Scorer):
 
 
 class RemoteOnlyScorer(Scorer):
-    """Placeholder for a scorer that can be built only in its own environment; `kind` is its built-in class, if any.
-
-    Prompts are checked when they are scored. A custom function counts as neither groupwise nor taking frames, which its
-    process checks.
-    """
+    """Placeholder for a scorer of built-in class `kind` (or custom) that can be built only in its own environment."""
 
     def __init__(self, kind: type[Scorer] = Scorer) -> None:
         self.groupwise, self.takes_frames = kind.groupwise, kind.takes_frames
@@ -138,10 +131,7 @@ Reference: TypeAlias = Path | Image.Image
 
 
 def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> Reference:
-    """Return the single image in the row's `column`: the path of a file, or a PIL image.
-
-    Raises `DataError`, naming prompt and `scorer`, if there is none or more than one.
-    """
+    """Return the only image in the row's `column`, a path or PIL image; raises `DataError` for none or several."""
     found = references_of(scorer, prompt, metadata, column)
     if len(found) > 1:
         raise DataError(

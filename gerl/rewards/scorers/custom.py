@@ -178,14 +178,7 @@ class UserScorer(Scorer):
 
 
 class CustomScorer(UserScorer):
-    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
-
-    Calls `function` of the Python file `path`; relative paths are from the current directory. `key` is the
-    configuration key of the scorer, for error messages.
-
-    Raises:
-        RewardError: the file or function is missing, the file fails, or the function does not take these arguments.
-    """
+    """Scorer that calls `function` of the file `path` (see `Call`); raises `RewardError`, with `key`, if it cannot."""
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
         self.path = path
@@ -225,10 +218,7 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
 
 
 class FunctionScorer(UserScorer):
-    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
-
-    Raises `RewardError` if the function is missing here, or does not take these arguments.
-    """
+    """Scorer that calls a program's function, see `Call`; raises `RewardError` if it is missing or does not fit."""
 
     def __init__(self, key: str, path: str, kwargs: dict[str, object]) -> None:
         found = function(path)
