@@ -80,10 +80,7 @@ class TensorReward:
     def __call__(
         self, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str] = str
     ) -> torch.Tensor:
-        """Return differentiable totals `[B]` of images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` in [0, 1], all fp32.
-
-        `text`: transform of a prompt's text before scoring. A total is 0 if no scorer applies.
-        """
+        """Return totals `[B]` of images or videos in [0, 1]; `text` transforms prompts. 0: no scorer applies."""
         import torch
 
         totals = torch.zeros(len(images), device=images.device)

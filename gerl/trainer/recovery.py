@@ -62,10 +62,7 @@ def rejoin(run: Run, new: Sequence[int]) -> None:
 
 
 def lost_workers(run: Run, error: Exception) -> list[int]:
-    """Return the workers whose death caused `error`; raises `error` if it has another cause or too many died.
-
-    Where the embedded Ray itself died, it is started anew and all workers count as lost.
-    """
+    """Return the workers whose death caused `error`, all if Ray died (it is restarted); raises other errors."""
     fleet, recovery = run.fleet, run.fleet.recovery
     if recovery is None:
         raise error
@@ -191,11 +188,7 @@ def save_last_step(run: Run) -> str:
 
 
 def _save_from_any(run: Run) -> str:
-    """Save from the first worker that can return its state; returns the reason if none could, else ''.
-
-    All trainers hold the same LoRA and optimizer, and the state before the current update. One may wait
-    for another that failed: those that answer first are asked first.
-    """
+    """Save from the first worker that answers, as one may wait for a failed one; returns why none could, else ''."""
     trainers, reasons = run.fleet.trainers, list[str]()
     # dropping the rollouts frees memory: an out-of-memory error may have ended the run
     asked = {trainers.submit(worker, PolicyWorker.clear): worker for worker in range(len(trainers))}

@@ -190,12 +190,7 @@ class Actor:
             policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
-        """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs.
-
-        Division by the size of the whole update makes the gradient independent of micro-batch size and number of
-        workers. `by_step`: measure the contribution of the first micro-batch at each trained step; only for a LoRA,
-        since for all weights it would need as much memory again.
-        """
+        """Add the gradient of `batches`, a part of `num_pairs` pairs; `by_step`: measure it by step (LoRA only)."""
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             parts, idle = self._parts(batch)

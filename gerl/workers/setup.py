@@ -36,10 +36,7 @@ from gerl.workers.collective import Ranks
 
 
 def check_start(config: Config, device: str) -> None:
-    """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
-
-    Fetches a Hub pipeline into the cache. Raises `ClusterError` if torch cannot compute on the device.
-    """
+    """Fetch the model of `config`; raises `ModelError`, `ConfigError` or `ClusterError` if `device` cannot train it."""
     start_device(device)
     check_quantisation(config.model, device)
     if config.model.attention is not None:

@@ -175,11 +175,7 @@ class PolicyWorker:
         groups: Groups = None,
         kl: KLWeight | None = None,
     ) -> UpdateStats:
-        """Add the gradient of this worker's tasks among those in `credit`, task id -> `[B, T]`.
-
-        `pooled`: group sums from the `pool` of all workers, if the algorithm uses them. `groups`: lockstep groups.
-        Measures the gradient of the update's first task with a signal by denoising step.
-        """
+        """Add the gradient of tasks in `credit`, id -> `[B, T]`, with the sums `pooled` and lockstep `groups`."""
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         own = self.batches(credit, groups, pooled, kl)
         self.algorithm.set_kl_weight(kl)

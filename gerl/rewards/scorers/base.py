@@ -55,10 +55,7 @@ class Scorer(ABC):
         """
 
     def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
-        """Return differentiable scores `[B]` of images `[B, 3, H, W]`, fp32 in [0, 1], on their device.
-
-        If `takes_frames`, also of videos `[B, F, 3, H, W]`. Only defined if `differentiable`.
-        """
+        """Return differentiable scores `[B]` of images `[B, 3, H, W]` in [0, 1] (or videos, if `takes_frames`)."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def place(self, error: BaseException | None = None) -> str:
@@ -87,10 +84,7 @@ class PeopleScorer(Scorer):
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """Return the scores `[B]` of a group's `images`; before an answer "", or the problem with the service.
-
-        Does not block. Raises `RewardError` for a problem that waiting does not solve.
-        """
+        """Return the scores `[B]` of a group, at once; before an answer "" or the problem. May raise `RewardError`."""
 
     @abstractmethod
     def reach(self) -> str:
