@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -56,7 +56,7 @@ class CachedDenoisers:
 
     def __init__(self, pipe: DiffusionPipeline, cache: FeatureCache) -> None:
         self.cache, self.components = cache, pipe.components
-        self.active: dict[str, _Cache] = {}
+        self.active: dict[str, _FirstBlock | _TaylorSeer] = {}
 
     def __enter__(self) -> CachedDenoisers:
         return self
@@ -66,10 +66,7 @@ class CachedDenoisers:
             self.active.pop(name).remove()
 
     def run(self, name: str, nth: int, exact: bool, forward: Forward, *args: object, **kwargs: object) -> object:
-        """Return the output of component `name` in its `nth` call at a step; `exact`: without its cache.
-
-        Raises `ModelError` for a component whose blocks cannot be cached.
-        """
+        """Return the output of `name` in its `nth` call at a step; `exact`: uncached. May raise `ModelError`."""
         if not any(p.requires_grad for p in self.components[name].parameters()):  # not a denoiser
             return forward(*args, **kwargs)
         if exact:
@@ -84,14 +81,6 @@ class CachedDenoisers:
         return self.active[name].call(f"{nth} {sizes}", functools.partial(forward, *args, **kwargs))
 
 
-class _Cache(Protocol):
-    """Cache active in a model; the constructor raises `ModelError` if the model does not support it."""
-
-    def call(self, kind: str, forward: Callable[[], object]) -> object: ...
-
-    def remove(self) -> None: ...
-
-
 @dataclass
 class _Kept:
     """Block outputs at the last step that computed them, for one kind of call."""
@@ -102,10 +91,7 @@ class _Kept:
 
 
 class _FirstBlock:
-    """First-block cache that replaces `forward` of a model's blocks.
-
-    It covers all block lists, or only the longest if the outputs of all do not add up.
-    """
+    """First-block cache of all block lists, or only the longest if the outputs of all do not add up."""
 
     def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
         self.model, self.cache = model, cache

@@ -128,11 +128,7 @@ def check_same_output(conditional: Tree, unconditional: Tree, step: int) -> None
 def _halves(
     tree: Arguments, half: int, rows_in_list: bool, alike: Iterable[ComponentCall]
 ) -> tuple[Arguments, Arguments]:
-    """Return the arguments of the first and of the second half of a call with both.
-
-    The same call for another number of rows reveals rows in any dimension; without one (a batch of one prompt) the
-    first dimension is assumed.
-    """
+    """Return both halves of a call's arguments; without an `alike` call rows are in the first dimension."""
     total = 2 * half
     for call in alike:
         count = len(leading(call.output))

@@ -38,10 +38,7 @@ UNTRACEABLE = "latents cannot be given for step 0: the pipeline does not pass on
 
 
 def started_at(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[int, Tree]:
-    """Return `{position: value}` of the answers of `tape` that start the pipeline at the latents `given` `[B, ...]`.
-
-    Raises `ReplayError` unless exactly one answer passes its values to the first step.
-    """
+    """Return `{position: value}` of the one answer that starts at the latents `given`; else raises `ReplayError`."""
     start = tape.steps[0].x
     answers = {i: answer.value for i, answer in enumerate(tape.answers[: tape.steps[0].num_answers])}
 
@@ -86,10 +83,7 @@ def _traced(pipe: DiffusionPipeline, tape: Tape, given: torch.Tensor) -> dict[in
 
 
 def _handed_on(derivatives: tuple[torch.Tensor | None, ...]) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Return index, mask of values and scale of the tensors whose values are passed on one by one.
-
-    All such values have the same derivative, their scale, in any order and with some left out.
-    """
+    """Return index, mask and scale of the tensors whose values are passed on one by one: all with one derivative."""
     found = []
     for number, reached in enumerate(derivatives):
         if reached is not None and len(scales := reached[reached != 0].unique()) == 1:
@@ -251,10 +245,7 @@ class Inverse:
     """Map from the input of a pipeline's VAE decoder to clean latents, for the shapes of a recorded loop."""
 
     def __init__(self, pipe: DiffusionPipeline, tape: Tape) -> None:
-        """Find the map from `tape`, of one sample, see `record_decoding`.
-
-        Raises `ModelError` if the latents do not reach the VAE value by value.
-        """
+        """Find the map from `tape`, see `record_decoding`; raises `ModelError` if latents reach the VAE otherwise."""
         self.pipe, self.tape, self.checked = pipe, tape, False
         like = tape.steps[-1].x_next
         self.zero = torch.zeros_like(like).requires_grad_()
@@ -274,10 +265,7 @@ class Inverse:
         return tuple(self.z.shape)
 
     def of(self, z: torch.Tensor) -> torch.Tensor:
-        """Return the clean latents `[1, ...]` fp32 that the pipeline decodes as `z`.
-
-        Raises `ModelError` if there are none, which is checked on the first call.
-        """
+        """Return the clean latents `[1, ...]` fp32 decoded as `z`; at first raises `ModelError` if there are none."""
         if tuple(z.shape) != self.shape:
             raise ModelError(
                 f"the VAE of {type(self.pipe).__name__} encodes an image to latents {list(z.shape)}, and decodes "

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -232,10 +232,7 @@ class TapeStep:
 
 @dataclass
 class SecondaryStep:
-    """Step of a secondary modality, such as the sound of a video. Always deterministic.
-
-    It was taken after `step` steps of the trained modality.
-    """
+    """Deterministic step of a secondary modality (sound of a video), after `step` steps of the trained modality."""
 
     step: int
     x: torch.Tensor  # [B, ...] fp32 latents before the step
@@ -252,10 +249,7 @@ class Answer:
 
 @dataclass
 class ComponentCall:
-    """Output of a component (`transformer`, `controlnet`, ...) called during scheduler step `step`.
-
-    `inputs`: its positional and keyword arguments as shapes, on the `meta` device.
-    """
+    """Output of a component called during scheduler step `step`, and its arguments as shapes (device `meta`)."""
 
     step: int
     component: str
@@ -355,19 +349,13 @@ class Tape:
         return None if following is None or bool(following.all()) else following
 
     def looped_components(self) -> set[str]:
-        """Return the names of the components called in the denoising loop.
-
-        The last call before the first step counts: an expert for high noise may be called nowhere else.
-        """
+        """Return the components called in the denoising loop, or last before it (as an expert for high noise only)."""
         inside = {c.component for c in self.component_calls if c.step > 0}
         first = [c.component for c in self.component_calls if c.step == 0]
         return inside | set(first[-1:]) if inside else set(first)
 
     def live_at(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps at which the denoiser has to run to train `steps`.
-
-        Two scheduler streams may share one denoiser call: a step uses the last call before it.
-        """
+        """Return the steps at which the denoiser runs to train `steps`: two streams may share the last call before."""
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
@@ -547,11 +535,7 @@ def compact(tape: Tape, reads: RequiredTensors) -> Tape:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Recorded task: everything needed to train on it except the pipeline and the credit.
-
-    `tapes`: compacted, one per segment of the task. `policy_version`: number of optimizer steps before its rollout.
-    `owner`: rank of the worker that sampled it.
-    """
+    """Recorded task to train on: a compacted tape per segment, the optimizer steps before, the rank that sampled it."""
 
     task: RolloutTask
     tapes: tuple[Tape, ...]
@@ -597,22 +581,6 @@ ANSWERED = re.compile(
 
 class StopPipeline(BaseException):
     """Early exit from a pipeline's `__call__`; a `BaseException` so that no pipeline catches it."""
-
-
-class Head(Protocol):
-    """Receiver of routed calls in a rollout or a branch; see `TapeHead` for those that answer from a tape."""
-
-    def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object: ...
-
-    def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object: ...
-
-    def on_scheduler_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor: ...
-
-    def on_secondary_step(
-        self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
-    ) -> torch.Tensor: ...
 
 
 class TapeHead:
@@ -675,7 +643,7 @@ class _Step:
     belong to the secondary modality.
     """
 
-    def __init__(self, head: Head | TapeHead, scheduler: SchedulerMixin) -> None:
+    def __init__(self, head: Recorder | TapeHead, scheduler: SchedulerMixin) -> None:
         self.head, self.scheduler = head, scheduler
         self.own = scheduler
         self.family = family(scheduler)
@@ -799,7 +767,7 @@ class LazySchedulerOutput:
 
 
 @contextlib.contextmanager
-def routed(pipe: DiffusionPipeline, head: Head | TapeHead) -> Iterator[None]:
+def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
 
     Attributes are set on the instances only, except `randn_tensor`, which is a name in the pipeline's modules and in
@@ -850,11 +818,7 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the guiders among the components of `pipe` return the conditional output unchanged.
-
-    Adaptive projected guidance, for example, divides by the norm of the two outputs' difference, which has no
-    derivative at 0, and adds differences of earlier steps.
-    """
+    """Let the guiders of `pipe` return the conditional output: some divide by a distance that is then 0."""
     # imported lazily: the driver of a run does not need diffusers
     from diffusers.guiders import BaseGuidance
     from diffusers.guiders.guider_utils import GuiderOutput
@@ -990,10 +954,7 @@ def record_plan(
 
 
 def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], index: Sequence[int] = (0,)) -> Tape:
-    """Record `call` for its first sample up to the first scheduler step, as shapes that reveal batch dimensions.
-
-    `index`: record these samples instead.
-    """
+    """Record `call` for its samples `index` up to the first step, as shapes that reveal batch dimensions."""
     tape = Tape.of(call, index)
     takes_generator = "generator" in inspect.signature(type(pipe).__call__).parameters
     generator = fixed_generators(1)[0] if takes_generator else None
@@ -1046,7 +1007,7 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
 
 
 class Recorder:
-    """Head of a rollout, see `Head`."""
+    """Head of a rollout or a branch, which receives the routed calls."""
 
     def __init__(
         self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
@@ -1338,10 +1299,7 @@ class Caches:
             self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
     def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
-        """Return the ids of the tensors inside each object in `arguments`, by id of the object.
-
-        Raises `ModelError` for an object that was filled in another step.
-        """
+        """Return the tensors' ids in each object by its id; raises `ModelError` if another step filled the object."""
         held = {}
         for value in _objects(arguments):
             if self.filled.get(id(value), (None, step))[1] != step:
@@ -1466,7 +1424,7 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
 
 
 class BranchRecorder(Recorder):
-    """Head of a branch: the parents' answers up to step `fork`, then a rollout, see `Head`."""
+    """Head of a branch: the parents' answers up to step `fork`, then a rollout."""
 
     def __init__(
         self, parents: Tape, fork: int, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None

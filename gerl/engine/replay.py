@@ -150,10 +150,7 @@ class NoGradPart:
 
 
 def watch_gradients(denoiser: torch.nn.Module, forward: Callable[[], object]) -> tuple[object, list[NoGradPart]]:
-    """Return the output of `forward`, and the modules of `denoiser` that ran a part without its required gradient.
-
-    A part with weights requires it if they are trained, or if the module's input has a gradient.
-    """
+    """Return the output, and the modules that ran a part without its gradient: trained, or its input has one."""
     names = {module: name for name, module in denoiser.named_modules()}
     entered: list[tuple[torch.nn.Module, bool, bool]] = [(denoiser, torch.is_grad_enabled(), False)]
     found: dict[torch.nn.Module, NoGradPart] = {}
@@ -392,16 +389,9 @@ class Replayer(TapeHead):
         self.position = (self.step, nth)
         if self.step not in self.live_at:
             return self.recorded(recorded)
-        return self._run(name, forward, recorded, args, kwargs)
+        return self._run(name, forward, recorded, (args, kwargs))
 
-    def _run(
-        self,
-        name: str,
-        forward: Callable[..., object],
-        recorded: ComponentCall,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
         """Run component `name` at a trained step."""
         # not earlier, since a second scheduler stream may have used the same output, and one pass serves both; and not
         # later, since this step's graph must be freed before the next one is built
@@ -412,7 +402,7 @@ class Replayer(TapeHead):
         if role == "unconditional" and self.cfg == "off":
             check_same_output(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut, which accumulates the gradients of both
-        output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*args, **kwargs))
+        output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*given[0], **given[1]))
         if role == "conditional":
             self.conditional = output
         return output
@@ -632,17 +622,10 @@ class CallCollector(Replayer):
         super().__init__(*args)
         self.gathered: dict[Position, Call] = {}
 
-    def _run(
-        self,
-        name: str,
-        forward: Callable[..., object],
-        recorded: ComponentCall,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
         if not is_trained(self.components[name]):
-            return forward(*args, **kwargs)
-        self.gathered[self.position] = (name, detached_copy((args, kwargs)))
+            return forward(*given[0], **given[1])
+        self.gathered[self.position] = (name, detached_copy(given))
         return self.recorded(recorded)
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
@@ -660,16 +643,9 @@ class BatchedReplayer(Replayer):
         self.running = -1
         self.outputs: dict[Position, object] = {}  # of the current stack
 
-    def _run(
-        self,
-        name: str,
-        forward: Callable[..., object],
-        recorded: ComponentCall,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> object:
+    def _run(self, name: str, forward: Callable[..., object], recorded: ComponentCall, given: Arguments) -> object:
         if not is_trained(self.components[name]):
-            return forward(*args, **kwargs)
+            return forward(*given[0], **given[1])
         if self.roles:
             raise ReplayError(
                 f"step_batch needs a gradient through both halves of the guidance: cfg=joint, not cfg={self.cfg}"
@@ -680,7 +656,7 @@ class BatchedReplayer(Replayer):
         if self.position not in self.outputs:
             self._run_stack(name, forward, recorded)
         _, gathered = self.gathered[self.position]
-        if not same((args, kwargs), gathered):
+        if not same(given, gathered):
             raise ReplayError(
                 f"the arguments of {name} at step {self.step} depend on its output at an earlier step: use step_batch=1"
             )

@@ -351,11 +351,7 @@ class DDIMRule(TransitionRule):
 
 @dataclass(frozen=True)
 class FlowMapRule(TransitionRule):
-    """Step of a flow map (AnyFlow), whose output is the average velocity from `sigma` to `sigma_next`.
-
-    It does not predict clean latents, so there is no noise to add and none to train on. Raises `ReplayError` for
-    forward-process algorithms.
-    """
+    """Step of a flow map (AnyFlow): the output is the average velocity to `sigma_next`; no clean latents exist."""
 
     sigma: float
     sigma_next: float
@@ -379,10 +375,7 @@ Rule = FlowRule | EDMRule | DDIMRule | FlowMapRule
 
 
 def with_noise(rule: Rule, kernel: str, noise_level: float, sigma_one: float) -> Rule:
-    """Return the rule of the same step with the noise of `kernel`; `sigma_one`: see `coefficients`.
-
-    Returns `rule` for a flow map, and for a step of length 0.
-    """
+    """Return `rule` with the noise of `kernel` (see `coefficients`), unless a flow map's or of length 0."""
     if isinstance(rule, FlowMapRule) or rule.dt == 0:
         return rule
     if isinstance(rule, DDIMRule):
@@ -507,19 +500,9 @@ class Transitions:
 
     def _rule_of(self, scheduler: SchedulerMixin) -> Callable[..., Rule]:
         """Return the function that makes rules for the family of `scheduler`."""
-        match family(scheduler):
-            case "euler" | "flow_lcm" | "flow":
-                return self._flow
-            case "trigflow":
-                return self._trigflow
-            case "lcm" | "tcd":
-                return self._lcm
-            case "edm":
-                return self._denoised
-            case "flow_map":
-                return self._flow_map
-            case _:
-                return self._ddim
+        rules: dict[str | None, Callable[..., Rule]] = dict.fromkeys(FLOW, self._flow)
+        rules |= {"trigflow": self._trigflow, "lcm": self._lcm, "tcd": self._lcm, "edm": self._denoised}
+        return (rules | {"flow_map": self._flow_map}).get(family(scheduler), self._ddim)
 
     def num_steps(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Return the number of remaining steps in the schedule of `scheduler`, about to take one at `timestep`."""
@@ -773,10 +756,7 @@ def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
 
 
 def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
-    """Let `scheduler` pass the step it is about to take at `timestep`.
-
-    Pipelines that noise an image for the next step (inpainting) let the scheduler look up its sigma by step index.
-    """
+    """Let `scheduler` pass a step at `timestep`; inpainting looks up its next sigma by the step index."""
     if family(scheduler) in COUNTS_STEPS:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 

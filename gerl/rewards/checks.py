@@ -16,12 +16,7 @@ PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "valid
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
-    """Build every scorer and check all prompts with it, without loading weights of built-in scorers.
-
-    Raises:
-        RewardError: a scorer is unknown, not installed, or misconfigured.
-        DataError: a prompt lacks data that a scorer needs.
-    """
+    """Build every scorer (`RewardError`) and check all prompts with it (`DataError`), without loading weights."""
     check_routes(config.scorers, prompts)
     for name, scorer in config.scorers.items():
         known_scorer(name, scorer).check_prompts([prompt for prompt in prompts if applies(scorer, prompt)])
@@ -34,10 +29,7 @@ def read_prompts(
     most: int | None = None,
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
-    """Read the prompts of `given`, the value of `key`, at most `most`, and check them with the scorers.
-
-    arrange: transform of the prompts read from the file.
-    """
+    """Read at most `most` prompts of `given`, the value of `key`, as `arrange` orders them, and check the scorers."""
     prompts = load(given, config.data, key)
     if key == "data.train":
         check_mixture(config, prompts[:most])
@@ -73,10 +65,7 @@ def read_regularising(config: Config) -> list[Prompt]:
 
 
 def without_people(config: RewardConfig) -> RewardConfig:
-    """Return the reward without human feedback, which is available only in training.
-
-    Raises `ConfigError` if no scorer with a weight is left.
-    """
+    """Return the reward without human feedback; raises `ConfigError` if no scorer with a weight is left."""
     people = [name for name, scorer in config.scorers.items() if scorer.path is None and asks_people(name)]
     if not people:
         return config

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def differentiable_scorers(reward: RewardConfig, all_of_them: bool) -> list[str]:
-    """Return the weighted scorers with differentiable scores; raises `ConfigError` if there are none.
-
-    `all_of_them`: raise also if any weighted scorer is not differentiable.
-    """
+    """Return the weighted scorers with a gradient; raises `ConfigError` if there are none, or not `all_of_them`."""
     weighted = {name: scorer for name, scorer in reward.scorers.items() if scorer.weight}
     without = {name: why for name, scorer in weighted.items() if (why := _why_without_gradient(name, scorer))}
     found = [name for name in weighted if name not in without]
@@ -73,10 +70,7 @@ def _why_without_gradient(name: str, config: ScorerConfig) -> str:
 
 
 class TensorReward:
-    """Weighted sum of the differentiable scores; each scorer is built, and loads its model, on first use.
-
-    Relative paths of scorers are from the current directory of this process.
-    """
+    """Weighted sum of differentiable scores; scorers are built on first use, with paths from this process's folder."""
 
     def __init__(self, reward: RewardConfig, names: Sequence[str], device: str) -> None:
         self.configs = {name: reward.scorers[name] for name in names}
@@ -86,10 +80,7 @@ class TensorReward:
     def __call__(
         self, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str] = str
     ) -> torch.Tensor:
-        """Return differentiable totals `[B]` of images `[B, 3, H, W]` or videos `[B, F, 3, H, W]` in [0, 1], all fp32.
-
-        `text`: transform of a prompt's text before scoring. A total is 0 if no scorer applies.
-        """
+        """Return totals `[B]` of images or videos in [0, 1]; `text` transforms prompts. 0: no scorer applies."""
         import torch
 
         totals = torch.zeros(len(images), device=images.device)

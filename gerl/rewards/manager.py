@@ -45,6 +45,8 @@ class Job:
     queued: float = field(default_factory=time.perf_counter)
     polls: int = 0  # number of times that people had not answered yet
     wake: float = 0.0  # when they are asked again
+    process: int = 0  # of its scorer's pool, while the call runs
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,7 @@ class Pool:
         self.start(process, until)
 
     def started(self, pending: Pending[None]) -> None:
-        """Make a process available after it has built its scorers; restart it once if it died while starting.
-
-        Raises `RewardError` if it could not build them, or died again.
-        """
+        """Make a process available, or restart it once if it died; raises `RewardError` if it failed or died again."""
         start = self.starting.pop(pending)
         process, until = start.process, start.until
         try:
@@ -120,10 +119,7 @@ class Pool:
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
     def check_room(self) -> None:
-        """Continue without processes that were not placed in time; they join later.
-
-        Raises `RewardError` if no process was placed.
-        """
+        """Continue without processes not placed in time, which join later; raises `RewardError` if none was placed."""
         if not self.starting:
             return
         now, late, count = time.perf_counter(), self.without_room, len(self.workers)
@@ -163,16 +159,6 @@ class Pool:
         )
 
 
-@dataclass(frozen=True)
-class Call:
-    """Running job and its process."""
-
-    job: Job
-    pool: Pool
-    process: int
-    started: float
-
-
 # --- Scorer load since the last report
 
 
@@ -191,14 +177,10 @@ class ScorerLoad:
     def metrics(self, name: str) -> dict[str, float]:
         """Return the metrics of scorer `name`: latency and queue seconds per call, images per second, and problems."""
         calls = max(self.calls, 1)
-        return {
-            f"scorer/{name}/latency_s": self.seconds / calls,
-            f"scorer/{name}/queue_s": self.queued / calls,
-            f"scorer/{name}/images_per_s": self.images / self.seconds if self.seconds else 0.0,
-            f"scorer/{name}/retries": float(self.retries),
-            f"scorer/{name}/restarts": float(self.restarts),
-            f"scorer/{name}/warnings": float(self.warnings),
-        }
+        found = {"latency_s": self.seconds / calls, "queue_s": self.queued / calls}
+        found["images_per_s"] = self.images / self.seconds if self.seconds else 0.0
+        found |= {"retries": float(self.retries), "restarts": float(self.restarts), "warnings": float(self.warnings)}
+        return {f"scorer/{name}/{key}": value for key, value in found.items()}
 
 
 # --- Human feedback: requests and polling
@@ -237,15 +219,15 @@ def wait(pending: Sequence[Pending[Any]], seconds: float | None) -> set[Pending[
 
 def feedback_requests(run: str, groups: Mapping[Group, Sequence[Sample]]) -> dict[Group, FeedbackRequest]:
     """Return the feedback request of each of the groups that are scored together."""
-    keys = {}
-    for group, members in groups.items():
-        named = [run, members[0].step, *group, [sample.seed for sample in members]]
-        keys[group] = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-    found = {}
-    for group, members in groups.items():
-        seeds = tuple(sample.seed for sample in members)
-        found[group] = FeedbackRequest(keys[group], run, members[0].step, group.prompt, seeds, tuple(keys.values()))
-    return found
+    seeds = {group: [sample.seed for sample in members] for group, members in groups.items()}
+    steps = {group: members[0].step for group, members in groups.items()}
+    named = {group: json.dumps([run, steps[group], *group, seeds[group]]).encode() for group in groups}
+    keys = {group: hashlib.sha256(name).hexdigest()[:16] for group, name in named.items()}
+    together = tuple(keys.values())
+    return {
+        group: FeedbackRequest(keys[group], run, steps[group], group.prompt, tuple(seeds[group]), together)
+        for group in groups
+    }
 
 
 # --- Reward manager: the scorer processes, and the scoring of images
@@ -264,10 +246,7 @@ def functions_of(scorers: Mapping[str, ScorerConfig]) -> dict[str, Function]:
 
 
 class RewardManager:
-    """Manager of all scorer processes; `open` starts scoring the micro-batches of a step or of a validation.
-
-    Concurrent rounds are scored in the order in which images were added. `run`: name of the run, shown to people.
-    """
+    """Manager of all scorer processes; rounds are scored in the order of their images. `run`: name shown to people."""
 
     def __init__(self, config: RewardConfig, cluster: Cluster, run: str = "", timeline: Timeline | None = None) -> None:
         self.config, self.run, self.timeline = config, run, timeline or Timeline()
@@ -280,7 +259,7 @@ class RewardManager:
         self.validation = active_scorers(by_model, "validation")  # people are not asked
         self.feedback_queue = FeedbackQueue()
         self.load = {name: ScorerLoad() for name in scorers}
-        self.running: dict[Pending[Answer], Call] = {}
+        self.running: dict[Pending[Answer], Job] = {}
         self.pools: dict[str, Pool] = {}  # by scorer; scorers that share a model have the same pool
         self.failure: Exception | None = None  # of work done while the run waited for something else
         together: dict[tuple[object, ...], list[str]] = {}
@@ -313,10 +292,7 @@ class RewardManager:
         self.capacity = 2 * max([len(pool.workers) for pool in self.distinct_pools], default=1)
 
     def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False) -> "ScoringRound":
-        """Start scoring the micro-batches of `samples`, whose images are added as they are sampled.
-
-        `held_out`: images of a validation, for which people are not asked.
-        """
+        """Start scoring `samples`, whose images are added as they are sampled; `held_out`: people are not asked."""
         return ScoringRound(self, samples, self.validation if held_out else self.training)
 
     def give_up(self) -> None:
@@ -325,8 +301,8 @@ class RewardManager:
         self.feedback_queue.clear()
         for pool in self.distinct_pools:
             pool.queue.clear()
-        for call in self.running.values():
-            call.job.round.wanted = False
+        for job in self.running.values():
+            job.round.wanted = False
         self.timeline.forget()
 
     def start_all(self) -> None:
@@ -347,12 +323,12 @@ class RewardManager:
             self.pools[job.scorer].queue.append(job)
         for pool in self.distinct_pools:
             while pool.queue and pool.idle:
-                job, process = pool.queue.popleft(), pool.idle.pop(0)
-                now = time.perf_counter()
-                pending = job.round.score(job, pool, process)
-                self.timeline.submitted(pending, "score", now)
-                self.load[job.scorer].queued += 0.0 if job.polls else now - job.queued
-                self.running[pending] = Call(job, pool, process, now)
+                job = pool.queue.popleft()
+                job.process, job.started = pool.idle.pop(0), time.perf_counter()
+                pending = job.round.score(job, pool.workers)
+                self.timeline.submitted(pending, "score", job.started)
+                self.load[job.scorer].queued += 0.0 if job.polls else job.started - job.queued
+                self.running[pending] = job
 
     @property
     def remote(self) -> bool:
@@ -360,13 +336,10 @@ class RewardManager:
         return any(pool.workers.remote for pool in self.distinct_pools)
 
     def serve(self, others: Sequence[Pending[Any]] = (), most: float | None = None) -> set[Pending[Any]]:
-        """Submit queued calls, wait until a call or one of `others` ends, at most `most` seconds, and store scores.
-
-        Returns the calls that have ended. Raises as `collect` does.
-        """
+        """Submit queued calls, wait at most `most` seconds until a call or one of `others` ends; return the ended."""
         self.submit()
         starting = [pending for pool in self.distinct_pools for pending in pool.starting]
-        deadlines = [call.started + call.pool.timeout for call in self.running.values()]
+        deadlines = [job.started + self.pools[job.scorer].timeout for job in self.running.values()]
         deadlines += [job.wake for job in self.feedback_queue]
         starts = [start for pool in self.distinct_pools for start in pool.without_room.values()]
         deadlines += [start.until for start in starts if start.until and start.until < math.inf]
@@ -379,10 +352,7 @@ class RewardManager:
         return ended
 
     def collect(self, ended: Collection[Pending[Any]]) -> None:
-        """Process the `ended` calls and starts, and restart processes whose call timed out.
-
-        Raises `RewardError` if a process cannot be placed, start, or build its scorers, and errors of sampling.
-        """
+        """Process `ended` calls and starts, renew processes that timed out; raises errors of both and of sampling."""
         if self.failure is not None:
             raise self.failure
         for pool in self.distinct_pools:
@@ -390,33 +360,29 @@ class RewardManager:
                 pool.started(pending)
             pool.check_room()
         now = time.perf_counter()
-        for answer, call in list(self.running.items()):
+        for answer, job in list(self.running.items()):
+            timeout = self.pools[job.scorer].timeout
             if answer in ended:
                 del self.running[answer]
-                self._collect(answer, call)
-            elif now > call.started + call.pool.timeout:
+                self._collect(answer, job)
+            elif now > job.started + timeout:
                 del self.running[answer]
-                self._renew(call, f"no answer within {call.pool.timeout:g} s")
+                self._renew(job, f"no answer within {timeout:g} s")
 
-    def _collect(self, pending: Pending[Answer], call: Call) -> None:
-        job, load = call.job, self.load[call.job.scorer]
+    def _collect(self, pending: Pending[Answer], job: Job) -> None:
+        load, idle = self.load[job.scorer], self.pools[job.scorer].idle
         try:
             answer = pending.ended()
-        except WorkerDied:
-            lost = job.round.sampling_error(job)  # the sampling worker may have died instead
+        except Exception as error:  # noqa: BLE001 - of sampling, unrelated to this process, unless that died
+            lost = job.round.sampling_error(job) if isinstance(error, WorkerDied) else error
             if lost is None:
-                self._renew(call, "its process died")
+                self._renew(job, "its process died")
                 return
-            call.pool.idle.append(call.process)
+            idle.append(job.process)
             if job.round.wanted:
-                raise lost from None
+                raise lost from lost.__cause__
             return
-        except Exception:  # an error of sampling, unrelated to this process
-            call.pool.idle.append(call.process)
-            if job.round.wanted:
-                raise
-            return
-        call.pool.idle.append(call.process)
+        idle.append(job.process)
         if answer.waiting is not None:
             if job.round.wanted:
                 self.feedback_queue.put(job, answer.waiting)
@@ -432,23 +398,23 @@ class RewardManager:
             logger.warning("scorer %s was called again after it failed for %s", job.scorer, reason)
         job.round.store(job, answer.rows)
 
-    def _renew(self, call: Call, reason: str) -> None:
+    def _renew(self, job: Job, reason: str) -> None:
         """Restart a process that died or hangs, and repeat its call or give up."""
-        job, load = call.job, self.load[call.job.scorer]
+        pool, load = self.pools[job.scorer], self.load[job.scorer]
         texts = job.round.texts(job)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         logger.warning(
             "scorer %s: %s, with %d images of %s pending; the process is restarted",
             *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
         )
-        call.pool.renew(call.process)
+        pool.renew(job.process)
         load.restarts += 1
         job.attempts += 1
         if not job.round.wanted:
             return
         if job.attempts <= self.config.retries:
             load.retries += 1
-            call.pool.queue.appendleft(job)
+            pool.queue.appendleft(job)
             return
         job.round.store(job, [{job.scorer: ScorerFailure(job.scorer, reason)} for _ in job.places])
 
@@ -503,10 +469,7 @@ class ScoringRound:
                     self.left += 1
 
     def finish(self) -> list[Scores]:
-        """Wait for the scores of all micro-batches, after all were added; they do not depend on the order of scoring.
-
-        Raises the errors of the manager's `collect`.
-        """
+        """Wait for the scores of all micro-batches after all were added; raises as `RewardManager.collect`."""
         while self.left:
             self.manager.serve()
         return self.scores()
@@ -515,8 +478,8 @@ class ScoringRound:
         """Return the scores of all micro-batches, in order, after all calls have ended."""
         return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
 
-    def score(self, job: Job, pool: Pool, process: int) -> Pending[Answer]:
-        """Submit the call of `job` to a process of `pool`."""
+    def score(self, job: Job, workers: WorkerGroup[RewardWorker]) -> Pending[Answer]:
+        """Submit the call of `job` to its process of `workers`."""
         batches = list(dict.fromkeys(i for i, _ in job.places))
         places = [(batches.index(i), row) for i, row in job.places]
         prompts = [self.samples[i][row].prompt for i, row in job.places]
@@ -526,8 +489,8 @@ class ScoringRound:
             i, row = job.places[0]
             occasion = self.feedback_requests[self.samples[i][row].group]
             arguments = (job.scorer, places, texts, metadata, occasion)
-            return pool.workers.submit(process, RewardWorker.ask, *arguments, *images)
-        return pool.workers.submit(process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
+            return workers.submit(job.process, RewardWorker.ask, *arguments, *images)
+        return workers.submit(job.process, RewardWorker.score, job.scorer, places, texts, metadata, *images)
 
     def store(self, job: Job, rows: Sequence[Row]) -> None:
         """Store the rows returned by the call of `job`."""
@@ -573,13 +536,13 @@ PREFETCH = 2  # micro-batches submitted to a process: the current one and the ne
 
 
 class Dispatch:
-    """Micro-batches being sampled."""
+    """Micro-batches being sampled, each by its process of `processes` `[M]`."""
 
-    processes: list[int]  # [M] the sampler of each
+    def __init__(self, call: Callable[[int], Pending[Images]], processes: Sequence[int]) -> None:
+        self.submit, self.processes = call, processes
 
-    def submit(self, number: int) -> Pending[Images]:
-        """Submit a micro-batch."""
-        raise NotImplementedError
+    def ended(self, number: int) -> None:
+        """Handle the end of a micro-batch."""
 
     def finish(self) -> Sequence[RolloutTask]:
         """Handle the end of all micro-batches; return the tasks that will be trained on."""
@@ -590,17 +553,11 @@ class RoundRobin(Dispatch):
     """Micro-batches that `count` processes take in turn: `call(i)` submits the i-th of `total`."""
 
     def __init__(self, call: Callable[[int], Pending[Images]], count: int, total: int) -> None:
-        self.call, self.processes = call, [number % count for number in range(total)]
-
-    def submit(self, number: int) -> Pending[Images]:
-        return self.call(number)
+        super().__init__(call, [number % count for number in range(total)])
 
 
 class PendingRollout:
-    """Micro-batches in flight through the samplers of `dispatch` and the scorers.
-
-    Sampling pauses while the scorers lag behind, so that images do not accumulate.
-    """
+    """Micro-batches in flight; sampling pauses while the scorers lag behind, so that images do not accumulate."""
 
     def __init__(
         self,
@@ -633,10 +590,7 @@ class PendingRollout:
         self.limit = (1 + ahead) * (len(set(self.processes)) + manager.capacity)
 
     def wait_until_sampled(self, others: Sequence["PendingRollout"] = ()) -> None:
-        """Wait until all images are sampled, serving the later rollouts `others` meanwhile.
-
-        Raises the errors of sampling and scoring.
-        """
+        """Wait until all images are sampled, serving later rollouts `others`; raises errors of sampling and scoring."""
         while len(self.sampled) < self.count:
             advance([self, *others])
 
@@ -673,6 +627,7 @@ class PendingRollout:
             self.busy[self.processes[i]] -= 1
             self.sampled.add(i)
             self.scoring.add(i, image)
+            self.dispatch.ended(i)
             self.progressed(self.sizes[i])
 
     def check_silence(self, heard: bool, seconds: float) -> None:
@@ -704,10 +659,7 @@ def advance(rollouts: Sequence[PendingRollout], most: float | None = None) -> No
 
 @contextmanager
 def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollout]) -> Iterator[None]:
-    """Keep samplers and scorers busy with `rollouts` from a thread during the block.
-
-    Errors of the thread are raised by the next wait for a rollout.
-    """
+    """Keep samplers and scorers busy with `rollouts` from a thread; the next wait for a rollout raises its errors."""
     if not manager.remote:  # in one process they would compete with the block
         yield
         return

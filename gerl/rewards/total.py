@@ -123,10 +123,7 @@ def score_row(scores: Scores, i: int) -> tuple[dict[str, float | None], str]:
 
 
 def distinct_columns(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the distinct columns with labels; columns equal in every row share a label, such as `total = ocr`.
-
-    With a single scorer the total equals its score, and a table would show everything twice.
-    """
+    """Return labels by distinct column; columns equal in every row share a label, such as `total = ocr`."""
     labels: dict[tuple[float | None, ...], list[str]] = {}
     for name in dict.fromkeys(name for row in rows for name in row.values):
         labels.setdefault(tuple(row.values.get(name) for row in rows), []).append(name)

@@ -96,10 +96,7 @@ class RewardWorker:
         metadata: list[Metadata],
         *images: Images,
     ) -> Answer:
-        """Score the images `images[i].pixels[row]` for `places` `[(i, row)]`, with prompts `[B]` and metadata `[B]`.
-
-        A retry replaces only failed scores.
-        """
+        """Score `images[i].pixels[row]` for `places` `[(i, row)]`; a retry replaces only failed scores."""
         start = time.perf_counter()
         pixels = [images[i].pixels[row] for i, row in places]
         with capture_logs("reward_models.scorers", logging.WARNING) as warnings:
@@ -120,7 +117,8 @@ class RewardWorker:
         *images: Images,
     ) -> Answer:
         """Request the scores of one group from people; the answer is `waiting` if they have not answered yet."""
-        start, scorer = time.perf_counter(), self._people(name)
+        start, scorer = time.perf_counter(), self.scorers[name]
+        assert isinstance(scorer, PeopleScorer)
 
         def pictures() -> list[Any]:
             return [shown for i, row in places for shown in _to_pil(images[i].pixels[row], whole=True)]
@@ -138,12 +136,9 @@ class RewardWorker:
 
     def reach(self, name: str) -> str:
         """Check that people can be asked; see `PeopleScorer.reach`."""
-        return self._people(name).reach()
-
-    def _people(self, name: str) -> PeopleScorer:
         scorer = self.scorers[name]
         assert isinstance(scorer, PeopleScorer)
-        return scorer
+        return scorer.reach()
 
     def _attempt(self, name: str, pixels: list[np.ndarray], prompts: list[str], metadata: list[Metadata]) -> list[Row]:
         """Call a scorer once; an error becomes a `ScorerFailure` of the images concerned.
@@ -206,12 +201,11 @@ def _by_image(
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):
         values[owner].append(_validated(name, score, scorer))
-    return [_mean_of_frames(parts) for parts in values]
-
-
-def _mean_of_frames(parts: list[float | ScorerFailure]) -> float | ScorerFailure:
-    failures = [part for part in parts if isinstance(part, ScorerFailure)]
-    return failures[0] if failures else fmean(part for part in parts if isinstance(part, float))
+    failures = [next((part for part in parts if isinstance(part, ScorerFailure)), None) for parts in values]
+    return [
+        failure or fmean(part for part in parts if isinstance(part, float))
+        for failure, parts in zip(failures, values, strict=True)
+    ]
 
 
 def _validated(name: str, score: object, scorer: Scorer) -> float | ScorerFailure:
@@ -229,10 +223,7 @@ def _validated(name: str, score: object, scorer: Scorer) -> float | ScorerFailur
 
 
 def columns_of(returned: object, name: str) -> dict[str, list[object]]:
-    """Convert the return value of the scorer `name` to lists by column; a single list is the column `name`.
-
-    Raises `ReturnError` for anything but a list or a dict of lists.
-    """
+    """Return the lists that scorer `name` returned by column; raises `ReturnError` for anything but lists."""
     columns: dict[str, Any] = dict(returned) if isinstance(returned, Mapping) else {name: returned}
     wrong = next((f"{kind}{_of(column, returned)}" for column, v in columns.items() if (kind := _no_list(v))), None)
     if wrong or not columns:

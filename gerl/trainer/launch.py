@@ -34,20 +34,14 @@ logger = logging.getLogger("gerl")
 
 
 def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
-    """Check everything that can be checked, train, write the report; returns the run folder.
-
-    `arguments`: the command line, recorded in the run card.
-    """
+    """Check everything, train and write the report; returns the run folder. `arguments`: for the run card."""
     with launched(folder, arguments):
         return folder.path
 
 
 @contextlib.contextmanager
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
-    """As `launch`, but yields the run and its steps for iteration; those left at the end of the block are trained then.
-
-    An exception saves and ends the run.
-    """
+    """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with RunLog() as log:
         check_trackers(config.logger)

@@ -20,11 +20,7 @@ def without_overlong(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Log which prompts are truncated, and return the training and held-out prompts that `data.overlong` keeps.
-
-    `ranks`: workers that call the model in lockstep. Raises `DataError` if a prompt exceeds all tokenizers and
-    `data.overlong=error`, or if `drop` leaves no prompt to train on.
-    """
+    """Log truncated prompts; return those that `data.overlong` keeps, or raise `DataError`. `ranks`: in lockstep."""
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
     calls = [fleet.workers.submit(rank, cut_prompts, texts, prompts[0]) for rank in range(ranks)]
     found, *_ = [call.result() for call in calls]

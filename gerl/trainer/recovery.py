@@ -62,10 +62,7 @@ def rejoin(run: Run, new: Sequence[int]) -> None:
 
 
 def lost_workers(run: Run, error: Exception) -> list[int]:
-    """Return the workers whose death caused `error`; raises `error` if it has another cause or too many died.
-
-    Where the embedded Ray itself died, it is started anew and all workers count as lost.
-    """
+    """Return the workers whose death caused `error`, all if Ray died (it is restarted); raises other errors."""
     fleet, recovery = run.fleet, run.fleet.recovery
     if recovery is None:
         raise error
@@ -106,10 +103,7 @@ def restart_ray(run: Run, recovery: Recovery, error: Exception) -> None:
 
 
 def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
-    """Return the state of the last finished step from a worker not in `lost`; None if a checkpoint has it.
-
-    The state of full fine-tuning is saved as a checkpoint.
-    """
+    """Return the last finished step from a worker not in `lost`; None: it is in a checkpoint (full fine-tuning)."""
     if run.config.model.train == "lora":
         assert run.fleet.recovery is not None
         return run.fleet.recovery.state(run.state.step, lost)
@@ -194,11 +188,7 @@ def save_last_step(run: Run) -> str:
 
 
 def _save_from_any(run: Run) -> str:
-    """Save from the first worker that can return its state; returns the reason if none could, else ''.
-
-    All trainers hold the same LoRA and optimizer, and the state before the current update. One may wait
-    for another that failed: those that answer first are asked first.
-    """
+    """Save from the first worker that answers, as one may wait for a failed one; returns why none could, else ''."""
     trainers, reasons = run.fleet.trainers, list[str]()
     # dropping the rollouts frees memory: an out-of-memory error may have ended the run
     asked = {trainers.submit(worker, PolicyWorker.clear): worker for worker in range(len(trainers))}
@@ -237,10 +227,7 @@ def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
 
 
 def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int = 0, failure: str = "") -> None:
-    """Add the newest checkpoint and the command that resumes from it to the exception that ends a run of `steps`.
-
-    If that checkpoint has all steps, only the report is missing. `failure`: why the finished `step` could not be saved.
-    """
+    """Add to `error` how to resume the run of `steps` or rewrite its report; `failure`: why `step` was not saved."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.strerror and cause.strerror in failure:
         failure = "for the same reason"
@@ -261,11 +248,8 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
 
 def _has_all(path: Path, steps: int) -> bool:
     """Whether a checkpoint is the last one of a run of `steps`, which may be more than it was trained with."""
-    try:
-        checkpoint = load_checkpoint(path)
-    except CheckpointError:
-        return False
-    return checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
+    checkpoint = _intact(path)
+    return checkpoint is not None and checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
 
 
 def _intact(path: Path) -> Checkpoint | None:

@@ -191,10 +191,7 @@ class Run:
         self.metrics_log: MetricsLog
 
     def train(self, resume: RunFolder | None = None) -> Generator[Step]:
-        """Set up the run and train, from the checkpoint to resume if there is one.
-
-        The last finished step is saved however the run ends.
-        """
+        """Set up the run and train, from the checkpoint to resume if any; the last finished step is always saved."""
         self.setup(resume)
         error: BaseException | None = None
         try:
@@ -493,11 +490,7 @@ class Run:
         self.notify("alerted", step, sentence)
 
     def save(self, process: int = 0, held: Held | None = None) -> None:
-        """Write a checkpoint of the last finished step, from `held` or from `process`, and remove old ones.
-
-        A LoRA's checkpoint is complete on return. The checkpoint of full fine-tuning is written while the next steps
-        are trained, except the last one, which is waited for.
-        """
+        """Write a checkpoint from `held` or `process`, remove old ones; full fine-tuning waits for the last only."""
         step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
         with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
             self.writer.finish()

@@ -90,7 +90,6 @@ class RunFolder:
     checkpoint: Checkpoint | None = None
     changes: Sequence[Change] = ()
     before: str = ""  # the configuration up to the checkpoint, from `config.yaml`
-    accepted: bool = False  # whether this run may write into the folder
     begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once the run is accepted
 
     @property
@@ -106,14 +105,9 @@ class RunFolder:
         self.lock.release()
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Create the folder and `config.yaml` of a new run; a resumed run's are unchanged until `resume_run`.
-
-        `begin` is called once the run may write into the folder: here for a new run, else by `resume_run`.
-        Raises `ConfigError` if the folder cannot be written or belongs to another run.
-        """
+        """Create a new run's folder (else `ConfigError`); `begin`: called once writing is allowed."""
         if self.checkpoint is None:
             prepare_folder(self.path, self.composed, self.lock)
-            self.accepted = True
             begin()
         else:
             self.begin = begin
@@ -126,7 +120,7 @@ class RunFolder:
         """
         if self.checkpoint is None:
             return
-        step, self.accepted = self.checkpoint.step, True
+        step = self.checkpoint.step
         self.begin()
         set_aside(self.path, step)
         kept, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
@@ -168,10 +162,7 @@ def configuration_at(run_dir: Path, step: int) -> Path:
 
 
 def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
-    """Move files of steps after `step` to `abandoned/after_step_N`.
-
-    What was only drawn there is removed, unless `drawn_too`.
-    """
+    """Move files of steps after `step` to `abandoned/after_step_N`; if only drawn, remove them unless `drawn_too`."""
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
     configurations = (f"config.step_{number}.yaml" for number in _replaced(run_dir) if number > step)
@@ -349,11 +340,7 @@ def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[
             "resume the run without it, or use the version that wrote it"
         )
     if idle:
-        logger.warning(
-            "%s: ignored %s, which no longer exists and has no effect",
-            file,
-            " and ".join(idle),
-        )
+        logger.warning("%s: ignored %s, which no longer exists and has no effect", file, " and ".join(idle))
     return without(settings, idle), experiment, preset
 
 
@@ -413,10 +400,7 @@ def _say_what_is_kept(config: Config, asked: ParsedCommand) -> None:
     if not values["reward"]["scorers"]:  # it names none
         own = without(own, ["reward.scorers"])
     if kept := changes(own, values):
-        given = " ".join(
-            f"{key}={value}"
-            for key, value in (("experiment", asked.experiment), ("algorithm", asked.preset))
-            if key in asked.given
-        )
+        names = {"experiment": asked.experiment, "algorithm": asked.preset}
+        given = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
         said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
         logger.info("kept from the run, although %s has other values: %s", given, said)

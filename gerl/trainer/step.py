@@ -126,10 +126,7 @@ def mean(values: Sequence[float | bool | None]) -> float:
 
 
 def usable_rewards(config: Config, scores: Scores) -> tuple[Rewards, Metrics]:
-    """Return the rewards of the trainable samples and the metrics of the step's scores.
-
-    Raises `RewardError` as `usable_groups` does, or where a score that the algorithm needs is missing.
-    """
+    """Return the rewards of trainable samples and the step's metrics; raises `RewardError` if scores are missing."""
     keep, report = usable_groups(scores.samples, scores.totals, scores.failures, config.reward)
     for sentence in report:
         logger.warning(sentence)

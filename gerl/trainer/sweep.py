@@ -26,22 +26,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gerl.commandline import signals
-from gerl.commandline.composition import (
-    CHOICES,
-    check_arguments,
-    compose_run,
-    config_folder,
-    hydra_overrides,
-    key_of,
-    normal,
-    own_file,
-    quoted,
-    read,
-    register,
-    sentences,
-    set_hydra,
-)
+from gerl.commandline import composition, signals
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.progress import duration
@@ -50,8 +35,6 @@ from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.utils.files import csv_text, reason, write_file
 
-# --- Sweeps (`-m`): one run per combination of values, each in a process started by Hydra's sweeper and launcher.
-#
 # Hydra's own (basic) sweeper trains with all combinations, one after the other; its plugins, where they are installed,
 # choose them (`hydra/sweeper=optuna`) or start them elsewhere (`hydra/launcher=submitit_slurm`).
 
@@ -88,19 +71,19 @@ def sweep(arguments: Sequence[str]) -> Path:
     """
     plan = _plan(arguments)
     for run in plan.batch or ():
-        compose_run(_arguments(run, plan))
+        composition.compose_run(_arguments(run, plan))
     _check_choices(plan)
-    register()
+    composition.register()
     before = time.time()
     hydra = _hydra()
     folder = Path()
     try:
-        with sentences():
-            groups = [o for o in plan.overrides if key_of(o).startswith("hydra/")]
+        with composition.sentences():
+            groups = [o for o in plan.overrides if composition.key_of(o).startswith("hydra/")]
             settings = hydra.compose_config("config", groups, RunMode.MULTIRUN)
-        for override in (o for o in plan.overrides if key_of(o).startswith("hydra.")):
-            set_hydra(settings, read(override))  # raises what is wrong with it
-        with sentences():
+        for override in (o for o in plan.overrides if composition.key_of(o).startswith("hydra.")):
+            composition.set_hydra(settings, composition.read(override))  # raises what is wrong with it
+        with composition.sentences():
             config = hydra.compose_config("config", plan.overrides, RunMode.MULTIRUN)
             HydraConfig.instance().set_config(config)
             folder = Path(str(config.hydra.sweep.dir))
@@ -108,7 +91,7 @@ def sweep(arguments: Sequence[str]) -> Path:
             if plan.batch is not None:
                 logger.info("a sweep of %d runs in %s", len(plan.batch), folder)
             task = partial(train_once, plan, folder.absolute())
-            hydra.multirun("config", task, [*plan.overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
+            hydra.multirun("config", task, [*plan.overrides, f"hydra.sweep.dir={composition.quoted(str(folder))}"])
     except KeyboardInterrupt as error:
         signals.answered()
         if read_jobs(folder):
@@ -136,7 +119,7 @@ def _make(folder: Path) -> None:
 def _hydra() -> Hydra:
     version.setbase("1.3")
     GlobalHydra.instance().clear()
-    return Hydra.create_main_hydra2("gerl", create_config_search_path(str(config_folder())))
+    return Hydra.create_main_hydra2("gerl", create_config_search_path(str(composition.config_folder())))
 
 
 def _end(folder: Path, before: float) -> None:
@@ -154,16 +137,16 @@ def _carry_on(folder: Path) -> str:
 
 
 def _plan(arguments: Sequence[str]) -> Plan:
-    arguments = normal(arguments, "hydra.sweep.dir")
-    check_arguments(arguments)
-    given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
+    arguments = composition.normal(arguments, "hydra.sweep.dir")
+    composition.check_arguments(arguments)
+    given = {composition.key_of(argument): argument.partition("=")[2] for argument in arguments}
     _check(given)
     overrides, files = list[str](), dict[str, str]()
-    with sentences():
+    with composition.sentences():
         for argument in arguments:
-            if argument.startswith(tuple(f"{group}=" for group in CHOICES)):
+            if argument.startswith(tuple(f"{group}=" for group in composition.CHOICES)):
                 argument = _by_name(argument, files)
-            overrides += hydra_overrides(argument)
+            overrides += composition.hydra_overrides(argument)
         loader = _hydra().config_loader if any("glob(" in override for override in overrides) else None
         parsed = OverridesParser.create(loader).parse_overrides(overrides)
     swept = [override for override in parsed if override.is_sweep_override()]
@@ -184,7 +167,7 @@ def _plan(arguments: Sequence[str]) -> Plan:
     return Plan(
         overrides=[*overrides, *(f"{key}={value}" for key, value in settings.items()), "hydra.mode=MULTIRUN"],
         files=files,
-        fixed=[key_of(override.input_line or "") for override in parsed if override not in swept],
+        fixed=[composition.key_of(override.input_line or "") for override in parsed if override not in swept],
         batch=batch,
         choices=[] if batch is not None else [[given] for given in same] + [_choices(override) for override in swept],
     )
@@ -217,7 +200,7 @@ def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
     first = None
     for run in runs[:MOST_TRIED]:
         try:
-            compose_run(_arguments(run, plan))
+            composition.compose_run(_arguments(run, plan))
         except ConfigError as error:
             first = first or error
         else:
@@ -227,7 +210,7 @@ def _refusal(runs: Sequence[Sequence[str]], plan: Plan) -> ConfigError | None:
 
 def _batch(parsed: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of each run of Hydra's basic sweeper."""
-    with sentences():
+    with composition.sentences():
         (batch,) = BasicSweeper.split_arguments([o for o in parsed if not o.is_hydra_override()], None)
     return batch
 
@@ -255,7 +238,7 @@ def _by_name(argument: str, known: dict[str, str]) -> str:
         return argument
     names = []
     for value in values.split(","):
-        override = own_file(f"{group}={value}")
+        override = composition.own_file(f"{group}={value}")
         if override != f"{group}={value}":
             known[override] = f"{group}={Path(value).expanduser().absolute()}"
         names.append(override.removeprefix(f"{group}="))
@@ -263,10 +246,7 @@ def _by_name(argument: str, known: dict[str, str]) -> str:
 
 
 def _names(swept: Sequence[Override]) -> dict[str, str]:
-    """Return the Hydra setting that names a run's folder by its number and its swept values.
-
-    The name has no commas and equals signs, which a shell would have to quote.
-    """
+    """Return the setting that names a run's folder by number and swept values, without signs that a shell quotes."""
 
     def is_plain(override: Override) -> bool:
         if not override.is_discrete_sweep():
@@ -275,7 +255,7 @@ def _names(swept: Sequence[Override]) -> dict[str, str]:
 
     parts = list[str]()
     for key in (override.key_or_group for override in swept if is_plain(override)):
-        value = f"hydra.runtime.choices.{key}" if key in CHOICES else key
+        value = f"hydra.runtime.choices.{key}" if key in composition.CHOICES else key
         parts.append(f"{key.rpartition('.')[2]}_${{{value}}}")
     name = "+".join(parts[:MOST_NAMED])
     return {"hydra.sweep.subdir": f"${{hydra.job.num}}_{name}" if name else "${hydra.job.num}"}
@@ -295,14 +275,14 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
     del config  # the run composes its configuration again, with all checks
     hydra = HydraConfig.get()
     overrides, place = [str(override) for override in hydra.overrides.task], Path(hydra.runtime.output_dir)
-    own = [override for override in overrides if key_of(override) not in plan.fixed]
+    own = [override for override in overrides if composition.key_of(override) not in plan.fixed]
     run_dir, started = _shown(place), time.time()
     logger.info("\nrun %d of the sweep: %s", hydra.job.num, " ".join(own))
     job = {"number": int(hydra.job.num), "overrides": overrides, "swept": own, "code": None, "at": started}
     write_file(place / JOB, json.dumps(job) + "\n")
     code: int | None = None
     try:
-        code = _run([*_arguments(overrides, plan), f"hydra.run.dir={quoted(str(run_dir))}"])
+        code = _run([*_arguments(overrides, plan), f"hydra.run.dir={composition.quoted(str(run_dir))}"])
     finally:
         write_file(place / JOB, json.dumps(job | {"code": code, "seconds": round(time.time() - started, 1)}) + "\n")
         write_table(folder)
@@ -353,10 +333,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """Return `final`, `best` and `best_step` of the held-out reward, or of the reward without held-out prompts.
-
-    Values that were not measured are None.
-    """
+    """Return `final`, `best` and `best_step` of the held-out (else the training) reward; None: not measured."""
     try:
         rows = read_metrics(run_dir / METRICS)
     except GerlError:  # a damaged file must not hide the other runs
@@ -377,10 +354,8 @@ def write_table(folder: Path) -> None:
     columns = ["number", *_varied(jobs), "final", "best", "best_step", "end", "seconds", "folder"]
     csv = csv_text(columns, [{column: row.get(column) for column in columns} for row in rows])
     write_file(folder / "sweep.csv", csv)
-    whole = [
-        {**{k: v for k, v in row.items() if k in columns}, "overrides": job["overrides"]}
-        for row, job in zip(rows, jobs, strict=True)
-    ]
+    known = [{k: v for k, v in row.items() if k in columns} for row in rows]
+    whole = [row | {"overrides": job["overrides"]} for row, job in zip(known, jobs, strict=True)]
     write_file(folder / "sweep.json", json.dumps({"runs": whole}, indent=2) + "\n")
 
 
@@ -392,16 +367,8 @@ def table(jobs: Sequence[Job]) -> str:
         numbers = ["" if row[name] is None else f"{row[name]:.3f}" for name in ("final", "best")]
         step = "" if row["best_step"] is None else str(row["best_step"])
         took = duration(row["seconds"]) if row["seconds"] is not None else ""
-        lines.append(
-            [
-                str(row["number"]),
-                *(str(row.get(key, "")) for key in varied),
-                *numbers,
-                step,
-                took,
-                textwrap.shorten(row["end"], 60, placeholder=" ..."),
-            ]
-        )
+        end = textwrap.shorten(row["end"], 60, placeholder=" ...")
+        lines.append([str(row["number"]), *(str(row.get(key, "")) for key in varied), *numbers, step, took, end])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines

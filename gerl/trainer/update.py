@@ -41,11 +41,7 @@ class Update:
         self.resets_reference: Callable[[Step], bool] = lambda step: False  # called before the last optimizer step
 
     def run(self, step: Step) -> Metrics:
-        """Train on the credit of `step`; returns the metrics of its optimizer steps.
-
-        The on-policy ratio of the first update must be 1. Raises `TrainingError` if it is not, or if too many gradients
-        are not finite.
-        """
+        """Train on the credit of `step`; raises `TrainingError` for a first ratio other than 1 or NaN gradients."""
         state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
         try:
             return self._run(step)
@@ -223,11 +219,7 @@ def split_rollout_and_dataset(
 def dataset_credit(
     tasks: Sequence[RolloutTask], pairs: int, like: torch.Tensor, config: Config
 ) -> dict[int, torch.Tensor]:
-    """Return the credit of dataset images in an update of `pairs` pairs, by task id.
-
-    An update divides by its pairs. The images shall add `algorithm.data_coef` times the mean over their own pairs,
-    so their credit is that coefficient times the ratio of the two numbers.
-    """
+    """Return the credit of dataset images by task id: `data_coef` times their mean, in an update of `pairs` pairs."""
     ones = {task.id: like.new_ones(len(task.samples), like.shape[1]) for task in tasks}
     own = count_pairs([(task, ones[task.id]) for task in tasks])
     return {number: config.algorithm.data_coef * pairs / own * rows for number, rows in ones.items()}

@@ -136,10 +136,7 @@ def keep_images(
     device: str,
     looks: Looks,
 ) -> tuple[Validation, Image.Image]:
-    """Write a validation with the `pixels` of the images `shown` to the run folder.
-
-    Returns it without the images, and a sheet of them. Raises `GerlError` if a file cannot be written.
-    """
+    """Write a validation with the `pixels` of the images `shown`; returns it without images, and a sheet of them."""
     texts = [sample.prompt.text for sample in scores.samples]
     drawn = [scores.samples[i] for i in shown]
     given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]
@@ -162,11 +159,7 @@ def keep_images(
 def conclude_validation(
     config: Config, scores: Scores, step: int, gain: Estimate | None = None
 ) -> tuple[Metrics, float | None]:
-    """Log a validation; returns its metrics and the mean reward, None unless every held-out image has a reward.
-
-    `gain`: of the reward over the first validation. Raises `RewardError` if too many images have no reward, with
-    `reward.on_error=stop` if any has none.
-    """
+    """Log a validation; returns metrics and mean reward (None: one is missing). May raise `RewardError`."""
     metrics, count, failed = reward_metrics(scores, config.reward, validation=True), scores.measured, scores.unscored
     if not count:
         logger.info(
@@ -179,30 +172,17 @@ def conclude_validation(
         over = ""
         if gain is not None and not math.isnan(gain.low):
             over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
-        logger.info(
-            "step %d: reward on %s %.3f%s",
-            step,
-            held_out_words(count, config.validation.images_per_prompt),
-            metrics["val/reward/mean"],
-            over,
-        )
+        images = held_out_words(count, config.validation.images_per_prompt)
+        logger.info("step %d: reward on %s %.3f%s", step, images, metrics["val/reward/mean"], over)
         return metrics, metrics["val/reward/mean"]
     i = scores.failed[0]
     first = failure_text(f"held-out {scores.samples[i].prompt.text!r}", scores.failures[i])
     logger.warning(
         "step %d: reward on %d of %s %.3f, %d not scored; it is excluded from comparisons with other validations; %s",
-        *(
-            step,
-            count - failed,
-            held_out_words(count, config.validation.images_per_prompt),
-            mean(scores.totals),
-            failed,
-            first,
-        ),
+        *(step, count - failed, held_out_words(count, config.validation.images_per_prompt), mean(scores.totals)),
+        *(failed, first),
     )
-    totals = [
-        scores.totals[k] for k in range(len(scores.samples)) if scores.totals[k] is not None or k in scores.failed
-    ]
+    totals = [v for k, v in enumerate(scores.totals) if v is not None or k in scores.failed]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
     return metrics, None
 

@@ -95,11 +95,7 @@ def flat_copy(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_gradients(
     parameters: Sequence[torch.nn.Parameter], limit: float, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Clip the norm of the gradients of `parameters` to `limit`; return the norm before clipping.
-
-    `group`: the processes that hold a shard of every parameter each; then a collective call with the same result on
-    all.
-    """
+    """Clip the norm to `limit`, return it before; `group`: holders of a shard of each parameter (collective call)."""
     if group is None:
         return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
     here = [gradient for p in parameters if p.grad is not None and (gradient := local(p.grad)).numel()]
@@ -170,11 +166,7 @@ class Actor:
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
     ) -> None:
-        """Build optimizer and averages; `ranks`: those in lockstep with this one, if any.
-
-        `group`: the ranks that share each trained weight; None: weights are not sharded. `staleness`: number of steps
-        sampled ahead.
-        """
+        """Build optimizer and averages; `ranks`: in lockstep; `group`: that share weights; `staleness`: steps."""
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
@@ -198,19 +190,14 @@ class Actor:
             policy.reference = EMA(policy.trained, 1.0)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
-        """Add the gradient of `batches`, as a part of an update of `num_pairs` (sample, timestep) pairs.
-
-        Division by the size of the whole update makes the gradient independent of micro-batch size and number of
-        workers. `by_step`: measure the contribution of the first micro-batch at each trained step; only for a LoRA,
-        since for all weights it would need as much memory again.
-        """
+        """Add the gradient of `batches`, a part of `num_pairs` pairs; `by_step`: measure it by step (LoRA only)."""
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
             parts, idle = self._parts(batch)
             algorithm = self.algorithm.of(batch.samples)
             for rows in parts:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
-                measure = squared_norm if self.ranks is None else self._whole_squared_norm
+                measure = squared_norm if (ranks := self.ranks) is None else lambda g: squared_norm(ranks.whole(g))
                 meter = StepGradients(self.parameters, measure) if new else None
                 found = algorithm.train(self.policy, batch, rows, num_pairs, meter)
                 if algorithm is not self.algorithm:  # imitated dataset images are not part of the algorithm's averages
@@ -234,10 +221,7 @@ class Actor:
         return self.retry_on_oom(list(chain(*tasks.values())), work)
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """Run `work`, which trains on or pools all `batches` of an update; retry with smaller replays if out of memory.
-
-        Each retry starts from no gradient, with half as many rows per replay.
-        """
+        """Run `work` on the `batches` of an update; retry from no gradient with half as many rows if out of memory."""
         while True:
             try:
                 return work()
@@ -285,15 +269,8 @@ class Actor:
         blank = replace(batch, credit=torch.ones_like(batch.credit), pooled=None)
         return parts, [(blank, next(self.algorithm.micro_batches(blank)))] * more
 
-    def _whole_squared_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        assert self.ranks is not None
-        return squared_norm(self.ranks.whole(gradients))
-
     def step_gradients(self, batches: Sequence[Batch], num_pairs: int) -> dict[int, torch.Tensor]:
-        """Return the gradient that `accumulate` adds for `batches`, by trained step, each as one vector on the CPU.
-
-        Drops accumulated gradients.
-        """
+        """Return what `accumulate` adds by trained step, as vectors on the CPU; drops accumulated gradients."""
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
             parts, idle = self._parts(batch)
@@ -318,10 +295,7 @@ class Actor:
             local(p.grad).copy_(values.view_as(local(p)))
 
     def all_reduce(self) -> None:
-        """Sum the gradients of all workers, for a LoRA by one flat all-reduce; a collective call.
-
-        Sharded gradients of the ranks of a worker are already summed.
-        """
+        """Sum the gradients of all workers, a collective call; those sharded over a worker's ranks are already sums."""
         if not self.policy.whole:
             flat = self.flat_gradient()
             dist.all_reduce(flat)
@@ -398,10 +372,7 @@ class Actor:
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, torch.Tensor], numbers: WorkerState) -> None:
-        """Restore the result of `state`; learning rate, betas and decays are those of the configuration.
-
-        Raises as `check_state` does, before anything is changed.
-        """
+        """Restore the result of `state`, not the configured rates; raises as `check_state` before any change."""
         self.check_state(tensors, numbers)
         for name, p in self.policy.trained.items():
             p.copy_(tensors[f"lora/{name}"])
@@ -495,10 +466,7 @@ class Snapshots:
 
 
 class PartSnapshots:
-    """Copy of this rank's shards of the state, for full fine-tuning, made only just before a step changes them.
-
-    During sampling it would take up memory that sampling needs.
-    """
+    """Copy of this rank's shards, made just before a step changes them: earlier it would take memory of sampling."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor

@@ -55,10 +55,7 @@ class Meeting:
 
 
 class Ranks:
-    """Ranks in lockstep with this process; created by all processes of all workers at once.
-
-    `context`: number of ranks that split the tokens of a denoiser call.
-    """
+    """Ranks in lockstep, created by all processes at once; `context`: how many split the tokens of a denoiser call."""
 
     def __init__(self, device: str, ranks: int, context: int = 1) -> None:
         self.device, kind = device, device.partition(":")[0]

@@ -79,10 +79,7 @@ class Placement:
         return self._padded.get(number, [])
 
     def copies_after(self, number: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield the additional calls after micro-batch `number`: (micro-batch, process, whether it is padding).
-
-        Context-parallel peers make the same call; padding follows the last micro-batch of a lockstep group.
-        """
+        """Yield the calls after `number` by context-parallel peers and as padding: (micro-batch, process, padding)."""
         yield from ((number, process, False) for process in self.peers(number))
         first = self._firsts.get(number)
         if first is not None:
@@ -119,11 +116,7 @@ def place(kinds: Sequence[Hashable], config: Config, processes: int) -> Placemen
 
 
 def call_pattern(task: RolloutTask) -> Hashable:
-    """Return a key that is equal for tasks with the same model calls.
-
-    It consists of the segments, the rows and trained steps of each, and whether rows share a prefix; a pipeline that
-    cannot branch makes additional calls to find out, once.
-    """
+    """Return a key that is equal for tasks with the same model calls: by rows, trained steps and shared prefixes."""
 
     def shares(s: Segment) -> bool:
         return s.parent is None and len(shared_prefixes([task.samples[leaf] for leaf in s.leaves])[0]) < len(s.leaves)
@@ -177,16 +170,21 @@ class LocalFleet:
 
     def validate(self, batches: Sequence[Sequence[Sample]]) -> Dispatch:
         """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
-        return Validating(self, batches)
+        placement = self.place([len(batch) for batch in batches], len(self.samplers.workers))
+
+        def submit(number: int) -> Pending[Images]:
+            images = self.samplers.submit(placement.processes[number], PolicyWorker.validate, number, batches[number])
+            for k, process, _ in placement.copies_after(number):
+                self.samplers.submit(process, PolicyWorker.validate, k, batches[k])
+            return images
+
+        return Dispatch(submit, placement.processes)
 
     def sampled(self, step: int) -> None:
         """Handle the end of sampling for `step`."""
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Give samplers the weights of the finished `step`; does nothing here, since they share the trainers'.
-
-        `earlier`: in any case, and with the weights of earlier steps.
-        """
+        """Give separate samplers the weights of `step`; `earlier`: in any case, with those of earlier steps."""
 
     def forget_sync(self) -> None:
         """Note that all workers start again with the same weights."""
@@ -276,10 +274,10 @@ class Sampling(Dispatch):
         self.fleet, self.tasks = fleet, tasks
         self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
         self.placement = fleet.place(self.patterns, len(fleet.samplers.workers))
-        self.processes = self.placement.processes
+        super().__init__(self.draw, self.placement.processes)
         self.others: list[Pending[None]] = []  # copies in lockstep
 
-    def submit(self, number: int) -> Pending[Images]:
+    def draw(self, number: int) -> Pending[Images]:
         samplers, tasks = self.fleet.samplers, self.tasks
         images = samplers.submit(self.processes[number], PolicyWorker.sample, tasks[number])
         for k, process, padding in self.placement.copies_after(number):
@@ -292,21 +290,6 @@ class Sampling(Dispatch):
             call.result()
         self.fleet.held.append((self.tasks, self.placement))
         return self.tasks
-
-
-class Validating(Dispatch):
-    """Held-out micro-batches being sampled for validation."""
-
-    def __init__(self, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]) -> None:
-        self.samplers, self.batches = fleet.samplers, batches
-        self.placement = fleet.place([len(batch) for batch in batches], len(fleet.samplers.workers))
-        self.processes = self.placement.processes
-
-    def submit(self, number: int) -> Pending[Images]:
-        images = self.samplers.submit(self.processes[number], PolicyWorker.validate, number, self.batches[number])
-        for k, process, _ in self.placement.copies_after(number):
-            self.samplers.submit(process, PolicyWorker.validate, k, self.batches[k])
-        return images
 
 
 class RayFleet(LocalFleet):
@@ -362,10 +345,7 @@ class SplitFleet(RayFleet):
         self.ends = [self.samplers.submit(i, end_step, step) for i in range(len(self.samplers))]
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Send the weights of the finished `step` to the samplers, unless they have them.
-
-        `earlier`: in any case, with the weights of earlier steps, for steps that are sampled ahead again.
-        """
+        """Send the weights of `step` to the samplers, unless they have them; `earlier`: see `LocalFleet`."""
         if self.synced == step and not earlier:
             return
         # ranks with sharded weights send their shards to the same ranks of the samplers
@@ -397,8 +377,8 @@ class Transfer(Sampling):
         self.released: dict[int, Pending[Trajectory]] = {}
         self.received: list[Pending[None]] = []
 
-    def submit(self, number: int) -> Pending[Images]:
-        images = super().submit(number)
+    def draw(self, number: int) -> Pending[Images]:
+        images = super().draw(number)
         process = self.processes[number]
         self.released[number] = self.fleet.samplers.submit(process, release, self.tasks[number].id)
         return images
@@ -458,10 +438,7 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Start to write a checkpoint after `finish` of the previous one.
-
-        `check` raises `ClusterError` if the writers hang; it is called after each `every` seconds of waiting.
-        """
+        """Start to write after the previous one; `check`, called `every` so many seconds, raises if writers hang."""
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 
@@ -532,11 +509,7 @@ def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step:
 
 
 def check(worker: PolicyWorker, joined: bool) -> None:
-    """Check the model before its weights are loaded, and import the modules that load it.
-
-    On one machine the first process checks for all, on a cluster (`joined`) each process, with its machine in the
-    error. Raises `ModelError` or `ConfigError`.
-    """
+    """Check the model: on one machine the first process for all, on a cluster (`joined`) each, naming its machine."""
     with importing():
         from gerl.workers.setup import check_start  # imported lazily: it takes seconds, and the driver does not need it
     if worker.rank and not joined:

@@ -43,10 +43,7 @@ class NoCapacity(ClusterError):
 
 
 class Recovery:
-    """Replacement of workers, with counts of replacements and lost time.
-
-    A new worker has to be set up: it joins the others and loads the model, and then all load the same state.
-    """
+    """Replacement of workers: a new one is set up and joins the others, and then all load the same state."""
 
     def __init__(self, config: Config, fleet: RayFleet) -> None:
         self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
@@ -90,11 +87,7 @@ class Recovery:
         self._late.clear()
 
     def lost(self, error: Exception | None = None) -> list[int]:
-        """Return the workers that died or do not answer; let the others abandon the current step.
-
-        Empty if Ray itself died, which may also be raised (`RayDied`). `error`: the error that ended the step; if it is
-        not about a lost worker, the result is empty unless one died.
-        """
+        """Return the workers that died or hang, and let others abandon the step; none if `error` has another cause."""
         if not self.workers.remote or isinstance(error, RayDied):
             return []
         asked = {self.workers.submit(i, PolicyWorker.leave): i for i in range(len(self.workers))}
@@ -143,10 +136,7 @@ class Recovery:
         self.restarts += len(lost)
 
     def restart(self, lost: Sequence[int]) -> list[int]:
-        """Restart the workers `lost`, or all; return those that have to be set up.
-
-        Workers without room are left out. Raises `NoCapacity` if no worker remains.
-        """
+        """Restart the workers `lost`, or all; return those to be set up. Raises `NoCapacity` if none has room."""
         workers = self.workers
         chosen = list(range(len(workers))) if self.together else list(lost)
         asked = {i: self._anew(i) for i in chosen}
@@ -179,10 +169,7 @@ class Recovery:
         return self.workers.submit(index, PolicyWorker.leave)
 
     def admit(self, ask: bool = True) -> list[int]:
-        """Let workers that were left out join again if there is room; return those to be set up.
-
-        `ask`: request room for those without a request.
-        """
+        """Let workers left out join if there is room; return those to be set up. `ask`: request room first."""
         if ask:
             for number in [number for number, late in self._late.items() if late is None]:
                 self._late[number] = self.workers.start_beside(number, PolicyWorker.leave)

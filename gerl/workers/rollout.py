@@ -46,10 +46,7 @@ REFUSALS = (CallRefused, ValueError, RuntimeError, IndexError, TypeError, Attrib
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format in which samples are passed to a pipeline.
-
-    Example: `CallFormat(most=1, text=True)` calls it once per sample, with the prompt as a string.
-    """
+    """Format of a pipeline's samples: `CallFormat(most=1, text=True)` passes one per call, its prompt as a string."""
 
     most: int | None = None  # samples per call; None: all
     text: bool = False  # prompt as a string, for a pipeline that takes no list
@@ -80,11 +77,7 @@ def half(size: int) -> int:
 
 @dataclass
 class CallFormatFinder:
-    """Search for the call format that a pipeline accepts, and a batch size that fits into memory.
-
-    The results are kept by purpose (rollout, validation), since guidance may be on in only one of them, and change the
-    format.
-    """
+    """Search for the accepted call format and a batch size that fits into memory, by purpose: guidance may differ."""
 
     pipe: DiffusionPipeline
     say: Callable[[str], None] = logger.warning  # reports that a batch was split because memory is full
@@ -92,11 +85,7 @@ class CallFormatFinder:
     found: dict[str, CallFormat] = field(default_factory=dict)
 
     def attempt(self, purpose: str, count: int, sample: Callable[[CallFormat], T], smaller: Smaller | None = half) -> T:
-        """Call `sample` for `count` samples in the first format that the pipeline accepts.
-
-        Raises the first error if it accepts none. `smaller`: maps a batch size that does not fit into memory to the
-        next one to try; None: do not retry.
-        """
+        """Call `sample` in the first accepted format, or raise the first error; `smaller`: batch size after an OOM."""
         while True:
             try:
                 return self._attempt(purpose, count, sample)
@@ -178,11 +167,7 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
 
 
 class Rollout:
-    """Sampler with the current weights (training) or their average (validation).
-
-    `shares`: prefix sharing, see `shared_prefixes`. `lockstep`: other ranks have to make the same number of model
-    calls, independent of what their samples share.
-    """
+    """Sampler; `shares`: see `shared_prefixes`; `lockstep`: model calls must not depend on what samples share."""
 
     def __init__(
         self,
@@ -207,10 +192,7 @@ class Rollout:
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
-        """Sample `task`: images `[B, H, W, 3]` uint8, and their trajectory for training with `algorithm`.
-
-        `owner`: rank of this worker.
-        """
+        """Sample `task`: images `[B, H, W, 3]` uint8 and their trajectory; `owner`: rank of this worker."""
         algorithm = algorithm.of(task.samples)
         after, segments = algorithm.needs.rollout_old_after, len(task.segments)
         old = after is not None and task.samples[0].step > after
@@ -240,11 +222,7 @@ class Rollout:
     def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
-        """Sample `task`; return images `[B, H, W, 3]` uint8, the tape of each segment, and the task as sampled.
-
-        Its segments are smaller if the pipeline takes one prompt per call, or if memory is full and the task is
-        `divisible`. `old`: sample with the old policy.
-        """
+        """Sample `task` (`old` policy, `divisible` if memory is full): images, a tape per segment, actual task."""
 
         def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
             tapes: list[Tape] = []
@@ -378,10 +356,7 @@ class Rollout:
         )
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
-        """Return which of `prompts` the tokenizers truncate.
-
-        `like`: a prompt with the images that a call needs. `folder`: cache of encoded prompts on disk.
-        """
+        """Return which `prompts` tokenizers truncate. `like`: with the images that a call needs. `folder`: a cache."""
         # imported lazily: the driver of a run does not need transformers
         from gerl.model.prompts import PROBE, Reading, cut_prompts, keep_readings, kept_readings, readings
 
@@ -409,11 +384,7 @@ class Rollout:
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments for the samples of one call, which share their condition images.
-
-        `overrides`: arguments by the keys of the configuration's `block`. Raises `CallRefused` if the pipeline rejects
-        them.
-        """
+        """Call `draw` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
@@ -429,10 +400,7 @@ class Rollout:
     def _pictured(
         self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
     ) -> T:
-        """Call `draw` with `call` and the condition images of the samples.
-
-        Some pipelines take a batch's image once, others once per prompt: if one form fails, the other is tried.
-        """
+        """Call `draw` with the condition images: per batch or, if that fails (pipelines differ), per prompt."""
         count, prompt = len(samples), samples[0].prompt
         if not prompt.metadata:
             return draw(call)
@@ -463,11 +431,7 @@ def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:
 
 
 def to_uint8(output: BaseOutput) -> np.ndarray:
-    """Convert a pipeline output with `output_type="np"` to images `[B, H, W, 3]` or videos `[B, F, H, W, 3]` of uint8.
-
-    Rounds as diffusers does. A video of one frame becomes an image; the sound of a video is left out. Raises
-    `ModelError` if the output has no images, or several candidates.
-    """
+    """Convert a pipeline's output to images or videos `[B, (F,) H, W, 3]` uint8; raises `ModelError` for others."""
     pixels = find_images(output)
     if pixels.ndim == 5 and pixels.shape[1] == 1:
         pixels = pixels[:, 0]

@@ -36,10 +36,7 @@ from gerl.workers.collective import Ranks
 
 
 def check_start(config: Config, device: str) -> None:
-    """Raise `ModelError` or `ConfigError` if the model of `config` cannot be loaded or trained on `device`.
-
-    Fetches a Hub pipeline into the cache. Raises `ClusterError` if torch cannot compute on the device.
-    """
+    """Fetch the model of `config`; raises `ModelError`, `ConfigError` or `ClusterError` if `device` cannot train it."""
     start_device(device)
     check_quantisation(config.model, device)
     if config.model.attention is not None:
@@ -65,10 +62,7 @@ def encoded_folder(config: Config, device: str) -> Path | None:
 
 
 def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Policy:
-    """Load the policy on `device`; `ranks`: those in lockstep with this one.
-
-    Ranks with sharded text encoders have to call them equally often, so their encoded prompts are not cached.
-    """
+    """Load the policy on `device`; sharded text encoders must be called equally often, so prompts are not cached."""
     model, data = config.model, config.data
     mesh = None if ranks is None or model.shard == "none" else ranks.mesh
     context = None if ranks is None else ranks.context
@@ -112,10 +106,7 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
 
 
 def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
-    """Set the differentiable reward of `algorithm`, if it needs one; `functions`: scorers of the driver by name.
-
-    Scorers load their models on first use.
-    """
+    """Set the differentiable reward of `algorithm`, if needed; `functions`: scorers of the driver by name."""
     if not isinstance(algorithm, RewardGradient):
         return
     offer(functions)

@@ -50,10 +50,7 @@ def checkpoint_files(worker: PolicyWorker, step: int) -> State:
 
 
 def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState) -> None:
-    """Resume from the bytes of `state.safetensors`, or from the folder of a checkpoint of full fine-tuning.
-
-    Raises `CheckpointError`, before anything is changed, unless it matches these weights and averages exactly.
-    """
+    """Resume from `state.safetensors` or a checkpoint's folder; raises `CheckpointError`, unchanged, unless it fits."""
     worker.snapshots = snapshots_of(worker.actor)
     if isinstance(source, Path):
         _load_parts(worker.actor, source, numbers)

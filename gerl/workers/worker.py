@@ -175,11 +175,7 @@ class PolicyWorker:
         groups: Groups = None,
         kl: KLWeight | None = None,
     ) -> UpdateStats:
-        """Add the gradient of this worker's tasks among those in `credit`, task id -> `[B, T]`.
-
-        `pooled`: group sums from the `pool` of all workers, if the algorithm uses them. `groups`: lockstep groups.
-        Measures the gradient of the update's first task with a signal by denoising step.
-        """
+        """Add the gradient of tasks in `credit`, id -> `[B, T]`, with the sums `pooled` and lockstep `groups`."""
         first = next((i for i, v in credit.items() if v.nan_to_num().any()), None)
         own = self.batches(credit, groups, pooled, kl)
         self.algorithm.set_kl_weight(kl)
@@ -191,10 +187,7 @@ class PolicyWorker:
         return stats if self.leads else UpdateStats()
 
     def step(self, finished: int, together: bool = False, last: bool = False, resets: bool = False) -> StepResult:
-        """Take an optimizer step with the accumulated gradient; `finished`: the last finished trainer step.
-
-        `together`: use the sum of all workers' gradients, a collective call. `last`: then call `finish_step`.
-        """
+        """Take an optimizer step, `together` with the sum of all workers' gradients; `last`: then `finish_step`."""
         self.snapshots.take(finished)
         if together:
             self.reduce_gradient()
@@ -202,10 +195,7 @@ class PolicyWorker:
         return self.finish_step(finished + 1, resets, result) if last else result
 
     def finish_step(self, step: int, resets: bool = False, result: StepResult = NO_UPDATE) -> StepResult:
-        """End trainer step `step`: update averages and drop trajectories; `resets`: also move the reference.
-
-        `result`: of the last optimizer step, to which the report is added.
-        """
+        """End trainer step `step` and return `result` with its report; `resets`: also move the reference."""
         self.snapshots.take(step - 1)
         self.actor.finish_step(step, resets)
         self.ended = step
@@ -237,19 +227,13 @@ class PolicyWorker:
     # --- State
 
     def checkpoint(self, step: int) -> State:
-        """Return the checkpoint of a LoRA after trainer step `step`, the last that all finished; equal on all workers.
-
-        Files: the exact state, and the averaged LoRA for plain diffusers. Raises `ClusterError` if it is not here.
-        """
+        """Return a LoRA's checkpoint after `step`: exact state, averaged LoRA. Raises `ClusterError` if it is gone."""
         from gerl.workers.state import checkpoint_files  # imported lazily, as in `setup`
 
         return checkpoint_files(self, step)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
-        """Resume from the state after trainer step `step`: bytes of a LoRA's state, or the folder of a checkpoint.
-
-        Raises `CheckpointError` if it does not fit.
-        """
+        """Resume from the state after `step`: bytes of a LoRA's, or a checkpoint. Raises `CheckpointError` if unfit."""
         from gerl.workers.state import load_state  # imported lazily, as in `setup`
 
         self.ended = None

@@ -70,13 +70,7 @@ def asks_people(name: str) -> bool:
 
 
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """Build the scorer `name`: the custom function if `config.path` is given, else a built-in scorer.
-
-    Checks everything that does not require scoring, and loads no model weights.
-
-    Raises:
-        RewardError: unknown scorer, package not installed, wrong kwargs, or a missing file or function.
-    """
+    """Build the scorer `name`, custom if `config.path` is given, without weights; raises `RewardError` if it cannot."""
     key = f"reward.scorers.{name}"
     if config.path is not None and config.path.startswith(PREFIX):
         return FunctionScorer(key, config.path, config.kwargs)
@@ -100,10 +94,7 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
-    """Build a scorer in a process that does not score and may lack the packages of `config.env`.
-
-    Returns a `RemoteOnlyScorer` if a package is missing here and the scorer has an environment.
-    """
+    """Build a scorer outside its processes: a `RemoteOnlyScorer` if a package of its environment is missing here."""
     try:
         return build_scorer(name, config)
     except RewardError as error:

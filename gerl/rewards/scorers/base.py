@@ -55,17 +55,11 @@ class Scorer(ABC):
         """
 
     def tensor_scores(self, images: "torch.Tensor", prompts: list[str], metadata: list[Metadata]) -> "torch.Tensor":
-        """Return differentiable scores `[B]` of images `[B, 3, H, W]`, fp32 in [0, 1], on their device.
-
-        If `takes_frames`, also of videos `[B, F, 3, H, W]`. Only defined if `differentiable`.
-        """
+        """Return differentiable scores `[B]` of images `[B, 3, H, W]` in [0, 1] (or videos, if `takes_frames`)."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
     def place(self, error: BaseException | None = None) -> str:
-        """Return ` (FILE, line N: code)` of the user code that raised `error`, or without one of the called function.
-
-        Empty for built-in scorers, and if the error did not pass through the user's file.
-        """
+        """Return ` (FILE, line N: code)` of the user code that raised `error`, or of the function; else ""."""
         return ""
 
     def check_prompts(self, prompts: list[Prompt]) -> None:
@@ -90,10 +84,7 @@ class PeopleScorer(Scorer):
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """Return the scores `[B]` of a group's `images`; before an answer "", or the problem with the service.
-
-        Does not block. Raises `RewardError` for a problem that waiting does not solve.
-        """
+        """Return the scores `[B]` of a group, at once; before an answer "" or the problem. May raise `RewardError`."""
 
     @abstractmethod
     def reach(self) -> str:
@@ -104,11 +95,7 @@ class PeopleScorer(Scorer):
 
 
 class RemoteOnlyScorer(Scorer):
-    """Placeholder for a scorer that can be built only in its own environment; `kind` is its built-in class, if any.
-
-    Prompts are checked when they are scored. A custom function counts as neither groupwise nor taking frames, which its
-    process checks.
-    """
+    """Placeholder for a scorer of built-in class `kind` (or custom) that can be built only in its own environment."""
 
     def __init__(self, kind: type[Scorer] = Scorer) -> None:
         self.groupwise, self.takes_frames = kind.groupwise, kind.takes_frames
@@ -138,10 +125,7 @@ Reference: TypeAlias = Path | Image.Image
 
 
 def reference_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> Reference:
-    """Return the single image in the row's `column`: the path of a file, or a PIL image.
-
-    Raises `DataError`, naming prompt and `scorer`, if there is none or more than one.
-    """
+    """Return the only image in the row's `column`, a path or PIL image; raises `DataError` for none or several."""
     found = references_of(scorer, prompt, metadata, column)
     if len(found) > 1:
         raise DataError(

@@ -91,7 +91,8 @@ class Call:
         _check_kind(key, name, function)
         try:
             # torch modules accept anything and pass it to their forward
-            signature = inspect.signature(function if inspect.isroutine(function) else _forward(function))
+            routine = function if inspect.isroutine(function) else getattr(function, "forward", function)
+            signature = inspect.signature(routine)
         except (TypeError, ValueError):  # of a builtin
             self.positional, self.named = list(GIVEN), dict[str, str]()
             return
@@ -113,11 +114,6 @@ class Call:
         return self.function(*(given[what] for what in self.positional), **named, **self.kwargs)
 
 
-def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(function, "forward", function)
-    return found
-
-
 def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
     """Raise `RewardError` for a class instead of an instance, and for an async function."""
     if inspect.isclass(function):
@@ -134,11 +130,7 @@ def _check_kind(key: str, name: str, function: Callable[..., Any]) -> None:
 def _assigned(
     key: str, name: str, signature: inspect.Signature, kwargs: Mapping[str, object]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the positional arguments, and a mapping of parameters passed by keyword.
-
-    Parameters with known names receive the named argument; others without a default receive the remaining ones, in the
-    order of `GIVEN`.
-    """
+    """Return positional arguments and keywords: by known names, then the parameters without default as in `GIVEN`."""
     parameters = [p for p in signature.parameters.values() if p.name not in kwargs]
     if foreign := next((p.name for p in parameters if p.name in OF_TRL), None):
         raise RewardError(
@@ -165,10 +157,7 @@ def _assigned(
 
 
 class UserScorer(Scorer):
-    """Scorer that calls a custom function and reads its attributes.
-
-    `groupwise` and `takes_frames` are as in `Scorer`; with `takes_tensors` the function receives tensors.
-    """
+    """Scorer that calls a custom function, with its attributes; with `takes_tensors` the function gets tensors."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -189,14 +178,7 @@ class UserScorer(Scorer):
 
 
 class CustomScorer(UserScorer):
-    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
-
-    Calls `function` of the Python file `path`; relative paths are from the current directory. `key` is the
-    configuration key of the scorer, for error messages.
-
-    Raises:
-        RewardError: the file or function is missing, the file fails, or the function does not take these arguments.
-    """
+    """Scorer that calls `function` of the file `path` (see `Call`); raises `RewardError`, with `key`, if it cannot."""
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
         self.path = path
@@ -236,10 +218,7 @@ def _function(key: str, path: str, function: str) -> Callable[..., object]:
 
 
 class FunctionScorer(UserScorer):
-    """Scorer that calls a function of images, prompts and metadata `[B]`, or of some of these, and kwargs; see `Call`.
-
-    Raises `RewardError` if the function is missing here, or does not take these arguments.
-    """
+    """Scorer that calls a program's function, see `Call`; raises `RewardError` if it is missing or does not fit."""
 
     def __init__(self, key: str, path: str, kwargs: dict[str, object]) -> None:
         found = function(path)

@@ -27,10 +27,7 @@ STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds
 
 
 def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return the doubt `[B]` of each image from rewards `[B]` and the other scores `[B, K]`, NaN where one is missing.
-
-    NaN if all other scores of an image are missing.
-    """
+    """Return the doubt `[B]` of images by rewards `[B]` and other scores `[B, K]`, NaN where all of these are NaN."""
     known = ~others.isnan()
     rates = torch.full_like(others, torch.nan, dtype=torch.float64)
     for k in range(others.shape[1]):

@@ -96,11 +96,7 @@ class LiveImage:
 def save_live(
     run_dir: Path, step: int, prompts: Sequence[str], images: Sequence[LiveImage], pixels: Sequence[np.ndarray], of: int
 ) -> None:
-    """Write `live/step_N.json` and its sheet, and remove those of later and of most earlier steps.
-
-    prompts: one per group. pixels: `[H, W, 3]` uint8, or videos, one per image. of: number of images of the step.
-    Raises `GerlError` if they cannot be written.
-    """
+    """Write `live/step_N.json` and its sheet of `pixels`, a prompt per group; remove later and most earlier ones."""
     tiles = [_small(still(image) if image.ndim == 4 else image) for image in pixels]
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
     columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
