@@ -15,7 +15,7 @@ logger = logging.getLogger("gerl")
 #
 # A call starts when it is submitted and the worker is free, and ends when the driver notices its end.
 
-What = Literal["draw", "score", "update", "validate", "save", "load"]
+What = Literal["sample", "score", "update", "validate", "save", "load"]
 MAX_SPANS = 256  # spans per step: with more, consecutive ones of a worker are joined
 DRIVER = "run"  # the lane of the run as a whole
 
@@ -116,7 +116,7 @@ def joined(spans: list[Span]) -> list[Span]:
     return spans
 
 
-PHASES: dict[str, What] = {"rollout": "draw", "reward_wait": "score", "update": "update", "validation": "validate"}
+PHASES: dict[str, What] = {"rollout": "sample", "reward_wait": "score", "update": "update", "validation": "validate"}
 
 
 class Stopwatch:
@@ -137,10 +137,6 @@ class Stopwatch:
         finally:
             key = f"timing/{name}_s"
             self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
-
-    def restarted(self) -> "Stopwatch":
-        """Return a new stopwatch with the same timeline."""
-        return Stopwatch(self.timeline)
 
 
 # --- A bar on a terminal, lines in the log elsewhere, and lines about what a command waits for

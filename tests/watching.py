@@ -70,7 +70,7 @@ def make_run(folder: Path, steps: int = 20) -> Path:
     for step in range(0, steps + 1, 10):
         add_validation(folder, step)
     add_live(folder, steps)
-    spans = [Span("run", "draw", 20, 100.0, 101.0), Span("worker 0", "draw", 20, 100.0, 100.9)]
+    spans = [Span("run", "sample", 20, 100.0, 101.0), Span("worker 0", "sample", 20, 100.0, 100.9)]
     append_spans(folder, [*spans, Span("scorer ocr, process 0", "score", 20, 100.5, 101.0)])
     (folder / "log.txt").write_text("2024-05-01T10:00:00Z INFO gerl: run folder: x\n")
     return folder

@@ -44,5 +44,5 @@ def per_sample(values: torch.Tensor) -> torch.Tensor:
 def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) -> torch.Tensor:
     """Return standard normal noise as `like` [B, ...], with a seed per sample, independent of the micro-batch."""
     shape = (len(like) // len(seeds), *like.shape[1:])
-    drawn = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
-    return torch.cat(drawn).to(like.device)
+    noise = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
+    return torch.cat(noise).to(like.device)

@@ -74,8 +74,8 @@ class DRaFT(RewardGradient):
     settings: DRaFTConfig
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
-        total, draw = self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step)
-        length = sampled_length(self.settings.last, self.settings.last_std, total, draw)
+        total, rng = self.config.sampling.num_inference_steps, generator(self.config.trainer.seed, step)
+        length = sampled_length(self.settings.last, self.settings.last_std, total, rng)
         return tuple(range(total - length, total))
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
@@ -116,10 +116,10 @@ class ReFL(RewardGradient):
         return [RewardEvaluation((hop,), at=hop)]
 
 
-def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator) -> int:
+def sampled_length(mean: int, std: float, total: int, rng: np.random.Generator) -> int:
     """Sample a number of steps from a normal distribution around `mean`, truncated to 1 to `total`; `mean` at std 0."""
     while std > 0:
-        length = round(draw.normal(mean, std))
+        length = round(rng.normal(mean, std))
         if 1 <= length <= total:
             return length
     return min(mean, total)
@@ -128,8 +128,8 @@ def sampled_length(mean: int, std: float, total: int, draw: np.random.Generator)
 def late_step(algorithm: RewardGradient, last: int, step: int) -> int:
     """Sample one of the last steps for trainer step `step`."""
     total = algorithm.config.sampling.num_inference_steps
-    draw = generator(algorithm.config.trainer.seed, step)
-    return int(draw.integers(total - min(last, total), total))
+    rng = generator(algorithm.config.trainer.seed, step)
+    return int(rng.integers(total - min(last, total), total))
 
 
 # --- A weighted sum of a policy gradient and a reward gradient in one update.

@@ -206,8 +206,8 @@ class ForwardProcess(Algorithm):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels, seed = range(*self.config.sampling.steps_range), self.config.trainer.seed
         count = min(self.settings.timesteps or len(levels), len(levels))
-        drawn = {"spread": sampled_steps, "step": any_steps}.get(self.settings.timesteps_drawn)
-        return tuple(levels) if drawn is None else drawn(levels, count, seed, step)  # `credit` leaves out others
+        choose = {"spread": sampled_steps, "step": any_steps}.get(self.settings.timesteps_drawn)
+        return choose(levels, count, seed, step) if choose else tuple(levels)  # then `credit` leaves out levels
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         values = super().credit(rewards)

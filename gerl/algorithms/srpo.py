@@ -115,8 +115,8 @@ class SRPO(RewardGradient):
         noise = tape.steps[0].x
         if tape.steps[0].rule.sigma < PURE:  # image-to-image: the first latents are not noise
             noise = sampled_noise(finished, [("srpo", s.seed) for s in samples])
-        draw = generator(self.config.trainer.seed, step, "words")
-        wanted, unwanted = (str(draw.choice(words)) for words in (settings.positive, settings.negative))
+        rng = generator(self.config.trainer.seed, step, "words")
+        wanted, unwanted = (str(rng.choice(words)) for words in (settings.positive, settings.negative))
         evaluations = []
         for k, strength, words in (
             (above, settings.strength, (wanted, unwanted)),

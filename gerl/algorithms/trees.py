@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from gerl.algorithms.base import NormalisedConfig, Rewards, group_ids
 from gerl.algorithms.common import requires
 from gerl.algorithms.core_algos import tree_advantages
-from gerl.algorithms.flow_grpo import (
-    PolicyGradient,
-    PolicyGradientConfig,
-    TrajectoryClipConfig,
-    WeightedConfig,
-)
+from gerl.algorithms.flow_grpo import PolicyGradient, PolicyGradientConfig, TrajectoryClipConfig, WeightedConfig
 from gerl.algorithms.lazily import torch
 from gerl.algorithms.planning import micro_batches, sde_window
 from gerl.config.blocks import NodeStdKind, SamplingConfig

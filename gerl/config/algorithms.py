@@ -183,9 +183,7 @@ class AlgorithmConfig(Block):
     )
     kl_doubters: list[str] = key([], "the watched scorers that algorithm.kl_share consults; []: all with weight 0")
     kl_reset_every: int = key(
-        0,
-        "trainer steps after which the current weights replace the base model in the KL (GARDO: 15); 0: never",
-        low=0,
+        0, "trainer steps after which the current weights replace the base model in the KL (GARDO: 15); 0: never", low=0
     )
     kl_reset_above: float | None = key(
         None,

@@ -35,7 +35,7 @@ LevelDraw = Literal["spread", "step", "sample"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Offload = Literal["none", "encoders", "blocks"]
 Quantisation = Literal["none", "int8", "fp8", "nf4"]
-DrawingPrecision = Literal["none", "int8", "fp8"]
+RolloutPrecision = Literal["none", "int8", "fp8"]
 Optimizer = Literal["adamw", "adamw8bit"]
 LrSchedule = Literal["constant", "linear", "cosine"]
 RewardNormalisation = Literal["none", "group", "batch", "rank"]
@@ -220,7 +220,7 @@ class RolloutConfig(Block):
     prompts_per_step: int = main_key(8, "prompts (groups) sampled per trainer step", low=1)
     n: int = main_key(12, "images per prompt; the rewards of such a group are compared", low=1)
     micro_batch_size: int = main_key(16, "images denoised together on one worker", low=1)
-    quantize: DrawingPrecision = key(
+    quantize: RolloutPrecision = key(
         "none",
         "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
         "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
@@ -519,8 +519,7 @@ class ClusterConfig(Block):
 @dataclass(frozen=True)
 class LoggerConfig(Block):
     trackers: list[TrackerName] = key(
-        ["tensorboard"],
-        "where metrics, images and settings are logged in addition to the run folder; [] for nowhere",
+        ["tensorboard"], "where metrics, images and settings are logged in addition to the run folder; [] for nowhere"
     )
     tensorboard: bool = key(True, "false removes tensorboard from logger.trackers")
     project: str | None = key(

@@ -118,7 +118,7 @@ def _of_step_batch(config: "Config") -> str | None:
     return None
 
 
-def _of_drawing(config: "Config") -> str | None:
+def _quantized_rollout(config: "Config") -> str | None:
     if config.rollout.quantize == "none":
         return None
     algorithm, model = config.algorithm, config.model
@@ -145,7 +145,7 @@ SAVINGS = (
     Saving("sampling.solver", "dpm2", "images", "steps: better images for the same number"),
     Saving("sampling.compression", "0.5", "images", "steps after the noisy ones"),
     Saving("sampling.cache", "first_block", "images", "denoiser blocks at steps without noise", _of_cache),
-    Saving("rollout.quantize", "int8", "policy", "time per call in the rollout: 8-bit products", _of_drawing),
+    Saving("rollout.quantize", "int8", "policy", "time per call in the rollout: 8-bit products", _quantized_rollout),
     Saving("algorithm.cfg", "detach_uncond", "gradient", "backward pass of the unconditional half of guidance"),
     Saving("algorithm.train_share", "0.5", "gradient", "the update of images with small advantages"),
 )

@@ -963,11 +963,7 @@ def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], inde
 
 
 def record_structure(
-    pipe: DiffusionPipeline,
-    tape: Tape,
-    index: Sequence[int],
-    changed: Mapping[str, object],
-    steps: int | None = None,
+    pipe: DiffusionPipeline, tape: Tape, index: Sequence[int], changed: Mapping[str, object], steps: int | None = None
 ) -> Tape:
     """Record the call of `tape` for its samples `index` with `changed` arguments, such as another guidance.
 
@@ -1058,13 +1054,13 @@ class Recorder:
             self.tape.answers.append(Answer(name, detached_copy(value)))
         return value
 
-    def _spread(self, common: object, draw: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Mix `common`, sampled by the pipeline with `draw`, with noise of the step generators."""
-        bound = inspect.signature(draw).bind(*args, **kwargs).arguments
+    def _spread(self, common: object, sampler: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Mix `common`, sampled by the pipeline with `sampler`, with noise of the step generators."""
+        bound = inspect.signature(sampler).bind(*args, **kwargs).arguments
         given = bound.get("generator")
         if given is None or self.generators is None:
             return common
-        own = draw(**bound | {"generator": list(self.generators) if isinstance(given, list) else self.generators[0]})
+        own = sampler(**bound | {"generator": list(self.generators) if isinstance(given, list) else self.generators[0]})
         assert torch.is_tensor(common) and torch.is_tensor(own)
         self.mixed = True
         return math.sqrt(1 - self.init_spread**2) * common + self.init_spread * own

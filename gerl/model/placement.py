@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
-from gerl.config.blocks import DrawingPrecision, Offload
+from gerl.config.blocks import Offload, RolloutPrecision
 from gerl.engine.record import Arguments
 from gerl.errors import ConfigError, ModelError
 from gerl.model.quantization import quantisation_config, text_encoders
@@ -165,7 +165,7 @@ MULTIPLE = 16  # 8-bit kernels need layer widths that are multiples of this
 class QuantizedRollout:
     """8-bit copies of frozen linear weights in repeated blocks. Raises `ModelError` if there are none."""
 
-    def __init__(self, denoisers: Mapping[str, ModelMixin], kind: DrawingPrecision) -> None:
+    def __init__(self, denoisers: Mapping[str, ModelMixin], kind: RolloutPrecision) -> None:
         layers = {
             id(layer): layer
             for denoiser in denoisers.values()
@@ -196,7 +196,7 @@ class QuantizedRollout:
                 layer.weight = weight
 
 
-def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dtype) -> None:
+def check_quantized_rollout(kind: RolloutPrecision, device: str, dtype: torch.dtype) -> None:
     """Raise `ConfigError` if the package for `kind` is missing, or if `device` cannot compute in this format."""
     weight = torch.eye(2 * MULTIPLE, dtype=dtype, device=device)
     try:
@@ -209,7 +209,7 @@ def check_quantized_rollout(kind: DrawingPrecision, device: str, dtype: torch.dt
         ) from error
 
 
-def quantised(weight: torch.Tensor, kind: DrawingPrecision) -> torch.nn.Parameter:
+def quantised(weight: torch.Tensor, kind: RolloutPrecision) -> torch.nn.Parameter:
     """Return an 8-bit copy of a linear layer's `weight`, with a scale for each row and each input vector."""
     try:
         from torchao import quantization  # an optional package
@@ -253,13 +253,13 @@ def check_attention(name: str, device: str, dtype: torch.dtype) -> None:
     if name not in known:
         raise ConfigError(f"{given}: diffusers has no such attention backend, only {', '.join(known)}")
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 128, 2, 64, generator=generator).to(device, dtype) for _ in range(4)]
+    values = [torch.randn(1, 128, 2, 64, generator=generator).to(device, dtype) for _ in range(4)]
 
     def computed(backend: str) -> list[torch.Tensor]:
-        inputs = [v.clone().requires_grad_() for v in drawn[:3]]
+        inputs = [v.clone().requires_grad_() for v in values[:3]]
         with attention_backend(backend):
             output = dispatch_attention_fn(*inputs)
-        return [output, *torch.autograd.grad(output, inputs, drawn[3])]
+        return [output, *torch.autograd.grad(output, inputs, values[3])]
 
     try:
         found, expected = computed(name), computed("native")

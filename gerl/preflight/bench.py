@@ -87,10 +87,10 @@ class Bench:
         credit[1::2] = -1.0
         trained = [segment for segment in task.segments if segment.trained]
         self.trained_steps = tuple(sorted({k for segment in trained for k in segment.trained}))
-        drawn, parts = rows_of(task.segments), min(actor, rows_of(trained))
-        logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), drawn, parts)
+        sampled, parts = rows_of(task.segments), min(actor, rows_of(trained))
+        logger.info("%d images: rollout in micro-batches of %d, update of %d", len(task.samples), sampled, parts)
         try:
-            images, rolled = attempt("rollout", drawn, worker.device, lambda: worker.sample(task))
+            images, rolled = attempt("rollout", sampled, worker.device, lambda: worker.sample(task))
             held = worker.trajectories[task.id].nbytes
             pairs = count_pairs([(task, credit)])
             stats, updated = attempt("update", parts, worker.device, lambda: update(worker, task, credit, pairs))
@@ -100,7 +100,7 @@ class Bench:
             worker.clear()
         count, unit = len(task.samples), "video" if images.pixels.ndim == 5 else "image"
         seconds, ratio = stepped.seconds, stats.ratio_deviation
-        return Run(count, drawn, parts, rolled, updated, seconds, held, ratio, result.applied, gradients, unit)
+        return Run(count, sampled, parts, rolled, updated, seconds, held, ratio, result.applied, gradients, unit)
 
     def plain_task(self, algorithm: Algorithm, rollout: int) -> RolloutTask:
         """Return a micro-batch of at most `rollout` images without branches."""
@@ -203,12 +203,12 @@ def further_runs(bench: Bench, first: Run, report: Report) -> list[Run]:
     if config.model.compile or worker.device.startswith("cuda"):
         run = bench.run(rollout, actor)  # the first run also selects or compiles kernels
     larger = 2 * actor if run.trained == first.trained else actor
-    drawn = max(larger, 2 * rollout if run.drawn == first.drawn else rollout)
+    sampled = max(larger, 2 * rollout if run.sampled == first.sampled else rollout)
     room, peak = capacity(worker.device), max(run.rollout.peak or 0, run.update.peak or 0)
     # a full GPU raises an error, but a process that runs out of main memory is killed
-    if (drawn, larger) == (rollout, actor) or (worker.device == "cpu" and (room is None or room < 2 * peak)):
+    if (sampled, larger) == (rollout, actor) or (worker.device == "cpu" and (room is None or room < 2 * peak)):
         return [run]
     try:
-        return [run, bench.run(drawn, larger)]
+        return [run, bench.run(sampled, larger)]
     except TooLarge:
         return [run]

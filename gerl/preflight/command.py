@@ -65,7 +65,7 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     runs += further_runs(bench, runs[0], report)
     report.run = runs[1]
     if config.algorithm.needs.ratio and config.algorithm.cfg != "off":
-        report.probe = bench.probe(report.run.drawn)
+        report.probe = bench.probe(report.run.sampled)
         report.clip = nearer_bound(config.algorithm, report.probe)
     report.stock_difference, report.parts_difference = bench.compare(COMPARED)
     judge_faithful(report, config, half)

@@ -114,7 +114,7 @@ class Run:
     """Measurements of a micro-batch that was sampled and trained on."""
 
     images: int
-    drawn: int  # rows denoised together
+    sampled: int  # rows denoised together
     trained: int  # rows of a forward and backward pass
     rollout: Usage
     update: Usage
@@ -177,10 +177,10 @@ def forecast_seconds(config: Config, tasks: Sequence[RolloutTask], workers: int,
     """Forecast the time of a step of `tasks` on `workers` at the speed of `run`; `share`: of the images trained on."""
     actor, whole_groups = config.actor, config.algorithm.needs.whole_groups
     parts = update_parts(tasks, actor.updates_per_step, whole_groups) * actor.epochs
-    drawn, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
-    rollout = drawn * run.rollout.seconds / run.images
+    sampled, trained = busiest(tasks, workers), sum(busiest(part, workers) for part in parts)
+    rollout = sampled * run.rollout.seconds / run.images
     update = trained * share * run.update.seconds / run.images + len(parts) * run.step_seconds
-    return Seconds(sum(len(task.samples) for task in tasks), drawn, rollout, update)
+    return Seconds(sum(len(task.samples) for task in tasks), sampled, rollout, update)
 
 
 def forecast_memory(
@@ -192,9 +192,9 @@ def forecast_memory(
     """
     held = configured.trajectories / configured.images
     # without the trajectories of the measured micro-batch, which are added for a whole step below
-    drawing = {r.drawn: r.rollout.peak - r.trajectories for r in runs if r.rollout.peak is not None}
+    sampling = {r.sampled: r.rollout.peak - r.trajectories for r in runs if r.rollout.peak is not None}
     training = {r.trained: r.update.peak - r.trajectories for r in runs if r.update.peak is not None}
-    lines = through(drawing), through(training)
+    lines = through(sampling), through(training)
     limit = None if capacity is None else (1 - SPARE) * capacity - held * images
 
     def largest(line: Line | None) -> int | None:
@@ -208,7 +208,7 @@ def forecast_memory(
     validation = None
     if lines[0] is not None and config.validation.data is not None:
         validation = lines[0](config.validation.micro_batch_size)
-    rollout, update = needed(drawing, configured.drawn), needed(training, configured.trained)
+    rollout, update = needed(sampling, configured.sampled), needed(training, configured.trained)
     return Memory(capacity, held * images, rollout, update, largest(lines[0]), largest(lines[1]), validation)
 
 

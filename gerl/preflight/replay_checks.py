@@ -34,7 +34,7 @@ def stock_difference(rollout: Rollout, samples: Sequence[Sample]) -> float:
             images = []
             for stock in (True, False):
                 generators = sample_generators([sample.seed for sample in part])
-                with torch.random.fork_rng():  # for random numbers drawn without a generator
+                with torch.random.fork_rng():  # for random numbers sampled without a generator
                     torch.manual_seed(0)
                     if stock:
                         given = generators[0] if form.text else generators

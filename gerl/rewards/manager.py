@@ -575,7 +575,7 @@ class PendingRollout:
         `held_out`: votes of people are not requested. `progress`: called with the number of sampled images.
         """
         self.hang_after, self.silent, self.progressed = hang_after, 0.0, progress
-        self.what: Literal["draw", "validate"] = "validate" if held_out else "draw"
+        self.what: Literal["sample", "validate"] = "validate" if held_out else "sample"
         self.manager, self.dispatch, self.count = manager, dispatch, len(samples)
         self.processes = dispatch.processes
         self.sizes = [len(batch) for batch in samples]

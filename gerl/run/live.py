@@ -17,7 +17,7 @@ def live_steps(run_dir: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-# --- `timeline.jsonl`: a line per span of a worker (draw, score, update, validate, save, load)
+# --- `timeline.jsonl`: a line per span of a worker (sample, score, update, validate, save, load)
 
 TIMELINE = "timeline.jsonl"
 Row = Mapping[str, Any]

@@ -131,7 +131,7 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
     )
     lines += [f"report: {written}", trained, ""]
     if code := usage(run_dir, asdict(config), validations):
-        drawn = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
-        lines += [f"sample {'the first held-out image of the report' if drawn else 'with it'} in plain diffusers:"]
+        sampled = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
+        lines += [f"sample {'the first held-out image of the report' if sampled else 'with it'} in plain diffusers:"]
         lines += [f"    {line}".rstrip() for line in code.splitlines()]
     return "\n".join([*lines, ""])

@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def without_overlong(
-    config: Config,
-    fleet: LocalFleet,
-    ranks: int,
-    prompts: Sequence[Prompt],
-    held_out: Sequence[Prompt],
+    config: Config, fleet: LocalFleet, ranks: int, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Log truncated prompts; return those that `data.overlong` keeps, or raise `DataError`. `ranks`: in lockstep."""
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))

@@ -164,7 +164,7 @@ def roll_back(run: Run, directive: RollBack) -> None:
         run.set_kl_coef(directive.kl_coef)
         run.save()  # so that a resumed run knows of the rollback
         run.writer.finish()
-        set_aside(run.run_dir, checkpoint.step, drawn_too=True)
+        set_aside(run.run_dir, checkpoint.step, with_images=True)
         run.reopen_log(kept=run.state.step - bool(run.state.unlogged))
         run.notify("rolled_back", directive)
         run.remember()

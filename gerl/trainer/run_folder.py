@@ -13,14 +13,7 @@ from types import TracebackType
 
 import yaml
 
-from gerl.commandline.composition import (
-    Composed,
-    ParsedCommand,
-    asked_for,
-    compose_changes,
-    compose_run,
-    path_or_copy,
-)
+from gerl.commandline.composition import Composed, ParsedCommand, asked_for, compose_changes, compose_run, path_or_copy
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,
@@ -161,15 +154,15 @@ def configuration_at(run_dir: Path, step: int) -> Path:
     return run_dir / (f"config.step_{min(later)}.yaml" if later else CURRENT)
 
 
-def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
-    """Move files of steps after `step` to `abandoned/after_step_N`; if only drawn, remove them unless `drawn_too`."""
+def set_aside(run_dir: Path, step: int, with_images: bool = False) -> None:
+    """Move files of steps after `step` to `abandoned/after_step_N`; images alone are removed unless `with_images`."""
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
     configurations = (f"config.step_{number}.yaml" for number in _replaced(run_dir) if number > step)
     moved |= {name: run_dir / name for name in configurations}
-    drawn = [path for name in ("validation", "samples") for path in (run_dir / name).glob("*") if _step(path) > step]
-    if not moved and not (drawn_too and drawn):
-        for path in drawn:
+    images = [path for name in ("validation", "samples") for path in (run_dir / name).glob("*") if _step(path) > step]
+    if not moved and not (with_images and images):
+        for path in images:
             path.unlink()
         return
     place, number = run_dir / "abandoned" / f"after_step_{step}", 1
@@ -178,7 +171,7 @@ def set_aside(run_dir: Path, step: int, drawn_too: bool = False) -> None:
         place = place.with_name(f"after_step_{step}_{number}")
     for name in ("checkpoints", "validation", "samples"):
         (place / name).mkdir(parents=True)
-    for name, path in {**moved, **{str(path.relative_to(run_dir)): path for path in drawn}}.items():
+    for name, path in {**moved, **{str(path.relative_to(run_dir)): path for path in images}}.items():
         path.rename(place / name)
     for name in (CURRENT, "metrics.jsonl", "guard.jsonl"):
         if (run_dir / name).exists():

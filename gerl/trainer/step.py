@@ -60,7 +60,7 @@ class Step:
     def restart(self) -> None:
         """Reset the step to be repeated, unless its update is finished."""
         if not self.taken:
-            self.__dict__ = Step(self.number, self.watch.restarted()).__dict__
+            self.__dict__ = Step(self.number, type(self.watch)(self.watch.timeline)).__dict__
 
 
 # --- Metrics of the scores

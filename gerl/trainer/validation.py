@@ -64,11 +64,7 @@ def validate(run: "Run", step: Step) -> None:
 
 
 def _conclude(
-    run: "Run",
-    step: Step,
-    scores: Scores,
-    images: Sequence[Pending[Images]],
-    batches: Sequence[Sequence[Sample]],
+    run: "Run", step: Step, scores: Scores, images: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]]
 ) -> None:
     """Save and log the validation after a step, and notify the extensions."""
     config, folder = run.config, run.run_dir
@@ -111,13 +107,13 @@ def shown_images(count: int, validation: ValidationConfig) -> list[int]:
 
 
 def chosen_pixels(
-    drawn: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
+    sampled: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]], shown: Sequence[int]
 ) -> tuple[list[np.ndarray], Looks]:
     """Return the uint8 pixels of the images `shown` (ascending), and the statistics of all sampled images."""
     found: list[np.ndarray] = []
     looks: list[Looks] = []
     start = 0
-    for pending, batch in zip(drawn, batches, strict=True):
+    for pending, batch in zip(sampled, batches, strict=True):
         images = pending.result()
         first, last = bisect_left(shown, start), bisect_left(shown, start + len(batch))
         found += [np.array(images.pixels[i - start]) for i in shown[first:last]]  # copies
@@ -138,10 +134,10 @@ def keep_images(
 ) -> tuple[Validation, Image.Image]:
     """Write a validation with the `pixels` of the images `shown`; returns it without images, and a sheet of them."""
     texts = [sample.prompt.text for sample in scores.samples]
-    drawn = [scores.samples[i] for i in shown]
-    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in drawn]
+    chosen = [scores.samples[i] for i in shown]
+    given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in chosen]
     drawing = SamplingRecord(
-        [sample.seed for sample in drawn], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
+        [sample.seed for sample in chosen], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
     )
     stills = [still(image) for image in pixels]
     ids = [sample.prompt.id for sample in scores.samples]

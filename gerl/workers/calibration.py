@@ -59,6 +59,6 @@ def rounded_otherwise(step: ReplayedStep, dtype: torch.dtype) -> ReplayedStep:
     """Return `step` with an output perturbed by two roundings to `dtype`, each up to half a unit in the last place."""
     output = step.model_output
     unit = torch.finfo(dtype).eps * torch.exp2(output.abs().clamp_min(torch.finfo(dtype).tiny).log2().floor())
-    draw = torch.Generator().manual_seed(0)
-    errors = [torch.rand(output.shape, generator=draw).to(output.device) - 0.5 for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    errors = [torch.rand(output.shape, generator=generator).to(output.device) - 0.5 for _ in range(2)]
     return replace(step, model_output=output + unit * (errors[0] - errors[1]))

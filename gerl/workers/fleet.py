@@ -274,10 +274,10 @@ class Sampling(Dispatch):
         self.fleet, self.tasks = fleet, tasks
         self.patterns = [call_pattern(task) for task in tasks] if fleet.lockstep else [None] * len(tasks)
         self.placement = fleet.place(self.patterns, len(fleet.samplers.workers))
-        super().__init__(self.draw, self.placement.processes)
+        super().__init__(self.sample_batch, self.placement.processes)
         self.others: list[Pending[None]] = []  # copies in lockstep
 
-    def draw(self, number: int) -> Pending[Images]:
+    def sample_batch(self, number: int) -> Pending[Images]:
         samplers, tasks = self.fleet.samplers, self.tasks
         images = samplers.submit(self.processes[number], PolicyWorker.sample, tasks[number])
         for k, process, padding in self.placement.copies_after(number):
@@ -377,8 +377,8 @@ class Transfer(Sampling):
         self.released: dict[int, Pending[Trajectory]] = {}
         self.received: list[Pending[None]] = []
 
-    def draw(self, number: int) -> Pending[Images]:
-        images = super().draw(number)
+    def sample_batch(self, number: int) -> Pending[Images]:
+        images = super().sample_batch(number)
         process = self.processes[number]
         self.released[number] = self.fleet.samplers.submit(process, release, self.tasks[number].id)
         return images

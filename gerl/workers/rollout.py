@@ -224,7 +224,7 @@ class Rollout:
     ) -> tuple[np.ndarray, list[Tape], RolloutTask]:
         """Sample `task` (`old` policy, `divisible` if memory is full): images, a tape per segment, actual task."""
 
-        def drawn(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
+        def sample_as(form: CallFormat) -> tuple[np.ndarray, list[Tape], RolloutTask]:
             tapes: list[Tape] = []
             images: list[np.ndarray] = []
             parts = divided(task, form.most)
@@ -240,7 +240,7 @@ class Rollout:
         most = max(len(segment.seeds) for segment in task.segments)
         smaller = half if len(task.segments) == 1 else lambda size: 1  # trees are divided into single rows
         with self.policy.as_sampler(old, task.lag):
-            return self.format.attempt("rollout", most, drawn, smaller if divisible else None)
+            return self.format.attempt("rollout", most, sample_as, smaller if divisible else None)
 
     def _sample_segment(
         self, task: RolloutTask, segment: Segment, tapes: list[Tape], form: CallFormat
@@ -321,7 +321,7 @@ class Rollout:
         names = ("height", "width", "num_inference_steps", "guidance_scale")
         overrides = {name: getattr(self.validation, name) for name in names}
 
-        def drawn(form: CallFormat) -> np.ndarray:
+        def sample_as(form: CallFormat) -> np.ndarray:
             def images(part: Sequence[Sample]) -> np.ndarray:
                 # seeds as in the report, so that plain diffusers samples the same images
                 generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
@@ -339,20 +339,20 @@ class Rollout:
             return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)])
 
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
-            return self.format.attempt("validation", len(samples), drawn)
+            return self.format.attempt("validation", len(samples), sample_as)
 
     def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
         """Warn once if images `[B, H, W, 3]` do not have the requested size; None: the rollout's size."""
         wanted = height or self.sampling.height, width or self.sampling.width
-        drawn = images.shape[-3], images.shape[-2]
-        if all(w in (None, d) for w, d in zip(wanted, drawn, strict=True)) or wanted in self._sizes:
+        size = images.shape[-3], images.shape[-2]
+        if all(w in (None, d) for w, d in zip(wanted, size, strict=True)) or wanted in self._sizes:
             return
         self._sizes.add(wanted)
         logger.warning(
             "images of %s x %s pixels (height x width) were requested, but %s samples %d x %d: set sampling.height "
             "to %d and sampling.width to %d, or their counterparts in validation, so that the run's record is "
             "correct",
-            *(*("its default" if w is None else w for w in wanted), type(self.policy.pipe).__name__, *drawn, *drawn),
+            *(*("its default" if w is None else w for w in wanted), type(self.policy.pipe).__name__, *size, *size),
         )
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
@@ -378,18 +378,18 @@ class Rollout:
 
     def called(
         self,
-        draw: Callable[[dict[str, object]], T],
+        run: Callable[[dict[str, object]], T],
         samples: Sequence[Sample],
         form: CallFormat,
         block: str = "sampling",
         **overrides: object,
     ) -> T:
-        """Call `draw` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
+        """Call `run` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
         prompts = [sample.prompt.text for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
         try:
-            return self._pictured(draw, call, samples)
+            return self._pictured(run, call, samples)
         except PIPELINE_ERRORS as error:
             keys = {name: f"sampling.{name}" for name in call if name not in ("prompt", "output_type")}
             keys |= {name: f"sampling.call.{name}" for name in sampling.call if name in call}  # nulls are not passed
@@ -397,24 +397,22 @@ class Rollout:
             raise_refusal(error, pipe, {key: call[name] for name, key in keys.items()})
             raise
 
-    def _pictured(
-        self, draw: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]
-    ) -> T:
-        """Call `draw` with the condition images: per batch or, if that fails (pipelines differ), per prompt."""
+    def _pictured(self, run: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]) -> T:
+        """Call `run` with the condition images: per batch or, if that fails (pipelines differ), per prompt."""
         count, prompt = len(samples), samples[0].prompt
         if not prompt.metadata:
-            return draw(call)
+            return run(call)
         given = picture_arguments(self.policy.pipe, prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}
         if count == 1 or not each or self._picture_each:
-            return draw(call | given | (each if count > 1 else {}))
+            return run(call | given | (each if count > 1 else {}))
         try:
-            return draw(call | given)
+            return run(call | given)
         except (ValueError, RuntimeError, IndexError) as error:
             with contextlib.suppress(ValueError, RuntimeError, IndexError):
-                drawn = draw(call | given | each)
+                found = run(call | given | each)
                 self._picture_each = True
-                return drawn
+                return found
             raise error
 
 

@@ -43,7 +43,7 @@ def test_a_run_is_looked_at_without_rewards_and_prompts(preflight: Preflight, tm
     assert "transformer_blocks.*.attn.to_q" in transformer["targets"]
     assert {c["name"] for c in found["components"] if not c["lora_modules"]} >= {"vae", "text_encoder"}
     run = found["run"]
-    assert (run["images"], run["drawn"], run["trained"]) == (4, 4, 4)
+    assert (run["images"], run["sampled"], run["trained"]) == (4, 4, 4)
     assert run["deviation"] == 0 and run["finite"] and run["gradients"]["transformer"] > 10
     assert found["probe"]["log_ratio_noise"] < 1e-5 and found["max_ratio_deviation"] == 1e-3
     assert found["clip"] == pytest.approx(3.2)  # 0.2 is for 65536 latent dimensions, here there are 256

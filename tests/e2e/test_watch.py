@@ -86,7 +86,7 @@ def test_a_watched_run_saves_validates_and_stops_when_it_is_told_to(
         order = sorted(zip(totals[members], advantages[members], strict=True))
         assert [advantage for _, advantage in order] == sorted(advantages[members]) and order[0][1] < 0 < order[-1][1]
     assert {(row["worker"], row["what"]) for row in timeline["spans"]} >= {
-        ("run", "draw"), ("run", "update"), ("worker 0", "draw"), ("worker 0", "update"),
+        ("run", "sample"), ("run", "update"), ("worker 0", "sample"), ("worker 0", "update"),
     }  # fmt: skip
     said = "\n".join(caplog.messages)
     for name in ("saving a checkpoint", "validating"):

@@ -22,7 +22,7 @@ def test_calls_of_a_worker_follow_each_other() -> None:
     timeline.step = 3
     start = time.perf_counter()
     for call in remote:  # both are given to the worker at once
-        timeline.submitted(call, "draw", start)
+        timeline.submitted(call, "sample", start)
     here = Pending("worker 0", value=1)
     timeline.submitted(here, "validate", start)
     for call in remote:
@@ -45,7 +45,7 @@ def test_calls_that_are_given_up_leave_no_span() -> None:
 
 
 def test_a_step_has_a_bounded_number_of_spans_that_cover_the_same_time() -> None:
-    spans = [Span(f"worker {i % 2}", "draw", 1, float(i // 2), i // 2 + 0.9) for i in range(6000)]
+    spans = [Span(f"worker {i % 2}", "sample", 1, float(i // 2), i // 2 + 0.9) for i in range(6000)]
     few = joined(spans)
     assert len(few) <= MAX_SPANS and {span.worker for span in few} == {"worker 0", "worker 1"}
     assert min(span.start for span in few) == 0 and max(span.end for span in few) == 2999.9
@@ -54,7 +54,7 @@ def test_a_step_has_a_bounded_number_of_spans_that_cover_the_same_time() -> None
 
 def test_the_file_and_the_chrome_trace(tmp_path: Path) -> None:
     spans = [Span("scorer ocr, process 10", "score", 1, 5.0, 6.0), Span("scorer ocr, process 2", "score", 1, 5.5, 6.0)]
-    append_spans(tmp_path, [*spans, Span("worker 10", "draw", 1, 4.0, 5.0)])
+    append_spans(tmp_path, [*spans, Span("worker 10", "sample", 1, 4.0, 5.0)])
     append_spans(tmp_path, [Span("run", "update", 1, 6.00004, 7.5), Span("worker 2", "update", 1, 6.0, 7.5)])
     lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
     rows = read_spans([*lines, "{", '{"step": 1}', '{"worker": "w", "what": "x", "step": 1, "start": "a", "end": 2}'])

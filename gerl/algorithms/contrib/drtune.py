@@ -39,8 +39,8 @@ class DRTune(RewardGradient):
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
         stop = self._stop(step)
-        draw = generator(self.config.trainer.seed, step, "spread")
-        return tuple(evenly_spread(stop + 1, self.settings.active, draw))
+        rng = generator(self.config.trainer.seed, step, "spread")
+        return tuple(evenly_spread(stop + 1, self.settings.active, rng))
 
     def _stop(self, step: int) -> int:
         return late_step(self, self.settings.late, step)
@@ -61,9 +61,9 @@ class DRTune(RewardGradient):
         return [RewardEvaluation((at, *earlier) if stop in active else earlier, at=at)]
 
 
-def evenly_spread(total: int, count: int, draw: np.random.Generator) -> list[int]:
+def evenly_spread(total: int, count: int, rng: np.random.Generator) -> list[int]:
     """Return `count` of the first `total` steps at equal distances, with a random first step."""
     count = min(count, total)
     stride = total // count
-    first = int(draw.integers(total - (count - 1) * stride))
+    first = int(rng.integers(total - (count - 1) * stride))
     return [first + i * stride for i in range(count)]

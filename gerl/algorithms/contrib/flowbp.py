@@ -113,8 +113,8 @@ class FlowBPSparse(RewardGradient):
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total = self.config.sampling.num_inference_steps
-        draw = generator(self.config.trainer.seed, step)
-        return tuple(late_biased(range(total), self.settings.active, self.settings.bias, draw))
+        rng = generator(self.config.trainer.seed, step)
+        return tuple(late_biased(range(total), self.settings.active, self.settings.bias, rng))
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
         scaled = self.scaled(tape, trained)
@@ -139,10 +139,10 @@ class FlowBPBridge(FlowBPSparse):
 
     def differentiated_steps(self, step: int) -> tuple[int, ...]:
         total, j = self.config.sampling.num_inference_steps, self._bridge(step)
-        draw, settings = generator(self.config.trainer.seed, step, "sides"), self.settings
+        rng, settings = generator(self.config.trainer.seed, step, "sides"), self.settings
         before, after = split_count(settings.active, j, total - j)
-        early = late_biased(range(j), before, settings.bias, draw)
-        late = late_biased(range(j + 1, total), after - 1, settings.bias, draw) if j + 1 < total else []
+        early = late_biased(range(j), before, settings.bias, rng)
+        late = late_biased(range(j + 1, total), after - 1, settings.bias, rng) if j + 1 < total else []
         return (*early, j, *late)
 
     def evaluations(self, tape: Tape, trained: tuple[int, ...], samples: Sequence[Sample]) -> list[RewardEvaluation]:
@@ -212,26 +212,26 @@ def leap_weights(tape: Tape, j: int, arrived: Sequence[torch.Tensor], tau: float
     return 1 / (distances[0] + distances[1])
 
 
-def late_biased(steps: range, count: int, bias: float, draw: np.random.Generator) -> list[int]:
+def late_biased(steps: range, count: int, bias: float, rng: np.random.Generator) -> list[int]:
     """Sample `count` distinct `steps`, in order; the i-th step (from 1) has weight `i ** bias`."""
     count = min(count, len(steps))
     weights = np.arange(1, len(steps) + 1, dtype=np.float64) ** bias
-    chosen = draw.choice(len(steps), count, replace=False, p=weights / weights.sum())
+    chosen = rng.choice(len(steps), count, replace=False, p=weights / weights.sum())
     return sorted(steps[int(i)] for i in chosen)
 
 
-def two_steps(total: int, draw: np.random.Generator) -> tuple[int, int]:
+def two_steps(total: int, rng: np.random.Generator) -> tuple[int, int]:
     """Sample two distinct steps of `total`, in order, uniformly over pairs."""
-    k, j = sorted(draw.choice(total, 2, replace=False).tolist())
+    k, j = sorted(rng.choice(total, 2, replace=False).tolist())
     return k, j
 
 
-def parted_steps(total: int, parts: Sequence[float], latest: int | None, draw: np.random.Generator) -> tuple[int, int]:
+def parted_steps(total: int, parts: Sequence[float], latest: int | None, rng: np.random.Generator) -> tuple[int, int]:
     """Sample steps k < j of `total`; the numbers of steps after j, between, and up to k are Dirichlet distributed.
 
     Each is at least one. j is one of the last `latest` steps; excess steps after it go to the share up to k.
     """
-    shares = draw.dirichlet(parts)
+    shares = rng.dirichlet(parts)
     counts = np.round(shares * total).astype(int)
     counts[shares.argmax()] += total - counts.sum()
     counts = counts.clip(min=1)

@@ -75,7 +75,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
     """Size `config`, with its `facts`, on `gpus` GPUs; `share`: percent of the published peak reached."""
     gpu, images = GPUS[hardware], config.rollout.prompts_per_step * config.rollout.n
     layout = configured(config, facts)
-    batch = Batch(facts.drawn, facts.trained, math.ceil(images / gpus))
+    batch = Batch(facts.sampled, facts.trained, math.ceil(images / gpus))
     smallest = config.algorithm.needs.sampled_images(config.rollout.n)
     return Sizing(
         hardware,

@@ -87,7 +87,7 @@ class Facts:
     dtype: str
     unit: str  # image or video
     images: int  # in the micro-batch
-    drawn: int  # rows denoised together
+    sampled: int  # rows denoised together
     trained: int  # rows of a forward and backward pass
     parts: list[Part]
     lora: int  # trained parameters, of a LoRA or of the denoisers
@@ -151,7 +151,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             begin(number, f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
-    drawn, count = worker.trajectories[task.id], len(task.samples)
+    sampled, count = worker.trajectories[task.id], len(task.samples)
     loras = {teacher.lora for teacher in config.algorithm.needs.teachers}  # assumed to be as large as the trained one
     return Facts(
         config.model.path,
@@ -166,7 +166,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         sum(p.numel() for p in policy.trained.values()),
         len(policy.averages()) + (policy.reference is not None and not policy.reference_moves) + len(loras - {None}),
         policy.sampler is not None or policy.old is not None,
-        drawn.nbytes / count,
+        sampled.nbytes / count,
         stage.tallies["rollout"],
         updates,
     )

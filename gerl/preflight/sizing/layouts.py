@@ -143,7 +143,7 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     activations: dict[str, float] = {}
     for part in facts.parts:
         name = {"encoder": "encode", "denoiser": "rollout", "decoder": "decode"}[part.kind]
-        alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.drawn
+        alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.sampled
         there = layout.fetched(part) + alive + swapped
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
@@ -169,7 +169,7 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
             travelling += calls * layout.size(part) / (layout.ranks if layout.is_sharded(part) else 1) / gpu.bus
         if layout.is_away(part):  # upload and download, once per micro-batch
             waiting += 2 * layout.size(part) / gpu.bus
-    images = facts.images * batch.rollout / facts.drawn  # images covered by the counted calls
+    images = facts.images * batch.rollout / facts.sampled  # images covered by the counted calls
     return max(computing, travelling / images) + waiting / images
 
 

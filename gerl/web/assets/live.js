@@ -4,7 +4,7 @@
 const SVG = ["http:", "", "www.w3.org", "2000", "svg"].join("/");
 const $ = (id) => document.getElementById(id);
 const COLOURS = [0, 1, 2, 3, 4, 5, 6, 7].map((i) => `var(--c${i})`);
-const KINDS = { load: 7, draw: 0, score: 2, update: 1, validate: 3, save: 4 };
+const KINDS = { load: 7, sample: 0, score: 2, update: 1, validate: 3, save: 4 };
 const SIGNALS = [
   ["standard deviation of the step's rewards", "reward/std"],
   ["groups with equal rewards, share (no signal)", "group/zero_std_fraction"],

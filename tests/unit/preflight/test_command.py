@@ -47,7 +47,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(worker: PolicyWorker) -> None
     first = bench.run(1, 1)
     with full(worker, drawing=5, training=2):
         runs = further_runs(bench, first, report)
-    assert [(run.drawn, run.trained) for run in runs] == [(4, 2)]
+    assert [(run.sampled, run.trained) for run in runs] == [(4, 2)]
     (problem,) = report.problems
     assert "rollout.micro_batch_size=8 with actor.micro_batch_size=8: 4 and 2 fit" in problem
     assert not worker.trajectories and all(p.grad is None for p in worker.policy.trained.values())
@@ -68,7 +68,7 @@ def test_memory_of_two_sizes_is_measured_where_the_configured_one_is_the_smalles
     assert len(further_runs(bench, first, Report("tiny", "awm"))) == 1, "the larger one could end the process"
     monkeypatch.setattr(module, "capacity", lambda _: 10**15)
     runs = further_runs(bench, first, Report("tiny", "awm"))
-    assert [(run.drawn, run.trained, run.images) for run in runs] == [(8, 8, 8), (16, 16, 16)]
+    assert [(run.sampled, run.trained, run.images) for run in runs] == [(8, 8, 8), (16, 16, 16)]
     assert runs[1].trajectories == pytest.approx(2 * runs[0].trajectories, rel=0.1)
 
 

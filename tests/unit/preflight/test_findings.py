@@ -154,7 +154,7 @@ def test_the_worker_with_most_images_decides() -> None:
 )
 def test_the_largest_micro_batch(capacity: int | None, rollout: int | None, update: int | None) -> None:
     c = replace(config("flow_grpo"), validation=ValidationConfig(micro_batch_size=32))
-    small = replace(RUN, images=1, drawn=1, trained=1, rollout=Usage(2, 1100), update=Usage(1, 1070), trajectories=10)
+    small = replace(RUN, images=1, sampled=1, trained=1, rollout=Usage(2, 1100), update=Usage(1, 1070), trajectories=10)
     found = forecast_memory(c, [small, RUN], RUN, 20, range(1, 21), capacity)
     assert (found.trajectories, found.rollout, found.update) == (200, 1560, 1360)
     assert (found.largest_rollout, found.largest_update) == (rollout, update)

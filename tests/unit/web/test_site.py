@@ -103,7 +103,11 @@ def test_the_timeline_is_exported_as_a_chrome_trace(url: str) -> None:
     assert "attachment" in answer.headers["content-disposition"]
     events = answer.json()["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [("draw", 0, 1e6), ("draw", 0, 9e5), ("score", 5e5, 5e5)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        ("sample", 0, 1e6),
+        ("sample", 0, 9e5),
+        ("score", 5e5, 5e5),
+    ]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names[spans[2]["tid"]] == "scorer ocr, process 0"
 
