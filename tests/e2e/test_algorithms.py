@@ -16,6 +16,7 @@ import drills
 import pytest
 import tiny
 import torch
+from drills import more
 from schedules import sd3_sigmas
 from zoo import samplers
 
@@ -178,6 +179,7 @@ def test_a_variant_follows_its_sign_too(
     assert change[1] > 0.001 and change[-1] < -0.001, change
 
 
+@more
 def test_a_differentiated_brightness_whitens_the_signs_in_a_few_steps(train: Train, tmp_path: Path) -> None:
     settings = """
     algorithm=draft model.path=signs model.lora_rank=16 model.lora_alpha=32 sampling.height=32 sampling.width=96
@@ -189,6 +191,7 @@ def test_a_differentiated_brightness_whitens_the_signs_in_a_few_steps(train: Tra
     assert run.column("actor/tensor_reward") == pytest.approx(bright, abs=1e-3)
 
 
+@more
 def test_an_interrupted_run_carries_its_old_policies_on(train: Train, tmp_path: Path) -> None:
     settings = """
     algorithm=diffusion_nft algorithm.old_decay=[0,0.6,0,0.6] algorithm.rollout_decay=[0,0.3,0.1,0.9]
@@ -216,6 +219,7 @@ def compute_score(images, prompts, metadata):
 """
 
 
+@more
 def test_dynamic_sampling_draws_further_prompts_for_dull_groups(train: Train, workplace: Path, tmp_path: Path) -> None:
     (workplace / "dull.py").write_text(DULL)  # four of the six prompts always get the same reward
     keys = {"scorer": "dull.py", "trainer__steps": 3, "data__shuffle": "false", "rollout__n": 3}

@@ -93,6 +93,7 @@ OF_RAY = ("raylet/raylet", *(["gcs_server"] if ALL else []))
 KILLS = (("gcs_server", 0, 0.0), *([("raylet/raylet", 0, 0.0), ("ray::PolicyWorker", 1, 0.3)] if ALL else []))
 
 
+@more
 def test_a_run_survives_the_death_of_each_of_its_processes(
     begin: Begin, train: Callable[..., Any], whole: Any, run_of: Any, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_run_carries_on_exactly(alone: Any, fit: Callable[..., Any]) -> None:
     assert again.untimed() == alone.untimed()
 
 
+@more
 def test_two_ranks_train_as_one_process(alone: Any, divided: Any) -> None:
     assert len(list((divided.checkpoint(3) / PARTS).iterdir())) == 2
     assert_close(divided, alone)

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import tiny
 import torch
+from drills import more
 
 from gerl.run.health import PATIENCE
 
@@ -45,6 +46,7 @@ def test_a_constant_reward_is_said(
     assert re.search(r"<h2>Warnings.*step 7: bright gave .* the last 7 steps", report(run), re.DOTALL)
 
 
+@more
 def test_groups_without_a_difference_are_said_and_a_resumed_run_says_the_same(
     train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from drills import more
 from hub_server import TOKEN, Server, serving
 from PIL import Image
 from safetensors import safe_open
@@ -169,6 +170,7 @@ def test_the_hub_receives_the_folder(finished: Any, folder: Path, hub: Server, t
     assert code == 0 and contents(hub.root / "owner/mine") == received, said
 
 
+@more
 def test_what_keeps_an_upload_from_working_is_said_before_anything_is_made(
     finished: Any, hub: Server, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def begin(
     return run
 
 
+@more
 def test_a_run_outlives_a_node(
     nodes: tuple[str, Callable[[str], None]],
     train: Callable[..., Any],

@@ -9,6 +9,7 @@ from typing import Any
 import drills
 import nbformat
 import pytest
+from drills import more
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return last
 
 
+@more
 @pytest.mark.parametrize("name", RUN)
 def test_a_notebook_runs(name: str, executed: dict[str, list[Any]]) -> None:
     outputs = {cell.id: cell.get("outputs", []) for cell in executed[name]}

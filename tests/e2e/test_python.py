@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from diffusers import DiffusionPipeline
+from drills import more
 from PIL import Image
 
 import gerl
@@ -95,6 +96,7 @@ def test_a_loop_that_is_left_has_a_checkpoint_and_goes_on_exactly(model: Path, t
     assert gerl.train(reward=reward, resume=tmp_path / "half", **{"trainer.steps": 4}).metrics[-1]["step"] == 4
 
 
+@more
 def test_closures_go_to_the_processes_of_ray(model: Path, tmp_path: Path) -> None:
     offset, many = 3.0, {"trainer.seed": 1}
 

@@ -26,6 +26,7 @@ trainer.steps=3
 """.split()
 
 
+@more
 def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
     train: Callable[..., Any], workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

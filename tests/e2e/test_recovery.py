@@ -68,6 +68,7 @@ if ALL:
 STANDS_STILL = "checkpoint.0.4"
 
 
+@more
 def test_workers_may_die_or_hang_in_every_phase(
     disturbed: Disturbed, undisturbed: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from drills import more
 
 from gerl.algorithms.planning import plan_validation
 from gerl.commandline.composition import compose_run
@@ -317,6 +318,7 @@ def test_an_earlier_checkpoint_sets_the_later_ones_aside(resume: Resume, stopped
     assert all(torch.equal(value, later[name]) for name, value in aside.state(3).items())
 
 
+@more
 def test_two_runs_never_write_into_one_folder(
     command: Arguments, start: Any, run_of: Any, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

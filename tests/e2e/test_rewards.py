@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drills import more
 
 # Brightness; the n-th call of all processes together may fail, and one prompt always kills the process that scores it.
 FAULTY = """
@@ -55,6 +56,7 @@ def run(train: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return start
 
 
+@more
 def test_processes_that_die_or_hang_cost_time_but_no_scores(
     run: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_scorer_that_ends_or_holds_this_process_is_found_before_the_model_is_l
     assert [path.name for path in (tmp_path / "run").glob("*")] in ([], ["config.yaml"])
 
 
+@more
 def test_scorers_that_end_or_hold_their_process_are_found_before_the_model_is_loaded(
     refused: Callable[..., str], unloadable: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,6 +225,7 @@ def test_a_scorer_that_fails_in_validation_may_stop_the_run(refused: Callable[..
     assert re.search("mine has no score for held-out 'seven': OSError: lost .*partly.py, line 7: raise", message)
 
 
+@more
 def test_prompts_with_typographic_quotes_train_as_with_straight_ones(train: Callable[..., Any], tmp_path: Path) -> None:
     texts = {"straight": '"{}"', "curly": "“{}”", "german": "„{}“"}
     runs = []

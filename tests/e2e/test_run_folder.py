@@ -74,6 +74,7 @@ def test_a_run_folder_that_is_deleted(refused: Refused, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir()  # what was trained is not lost
 
 
+@more
 def test_a_full_disk_in_the_middle_of_a_run(arguments: Any, start: Any, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     own = {"scorer": tmp_path / "full.py", "reward.scorers.bright.kwargs.run": tmp_path / "run", **UNTRIED}
@@ -104,6 +105,7 @@ def test_what_a_library_raises_is_a_sentence_with_the_key(
     assert not (tmp_path / "run").exists()
 
 
+@more
 def test_over_ray_the_traceback_of_the_worker_is_in_the_log(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()  # a folder that was there stays, and with it the log
     message = refused(sampling__height=33, cluster__launcher="ray", cluster__num_workers=1)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from drills import more
 
 Train = Callable[..., Any]
 FAST = ("algorithm=flow_grpo_fast", "sampling.window_size=1", "sampling.window_range=[1,2]", "actor.lr=0.01")
@@ -25,6 +26,7 @@ def test_a_run_with_a_feature_cache_is_exact_where_it_trains(
     assert max(cached.column("actor/ratio_deviation")) == 0.0 and min(cached.column("actor/grad_norm")) > 0
 
 
+@more
 @pytest.mark.parametrize("decoupled", ["false", "true"])
 def test_8_bit_rollouts_are_corrected_by_the_ratio(
     decoupled: str, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -39,6 +41,7 @@ def test_8_bit_rollouts_are_corrected_by_the_ratio(
     assert float((run.lora(2) - train(tmp_path / "plain", actor__lr=0.01).lora(2)).abs().max()) > 0
 
 
+@more
 def test_a_resumed_run_with_them_goes_on_exactly(train: Train, tmp_path: Path) -> None:
     keys = [*FAST, "sampling.cache=taylorseer", "rollout.quantize=int8", "checkpoint.every=1", "checkpoint.keep=9"]
     whole = train(tmp_path / "whole", *keys, trainer__steps=2)
@@ -47,6 +50,7 @@ def test_a_resumed_run_with_them_goes_on_exactly(train: Train, tmp_path: Path) -
     resumed.assert_same(whole, 2)
 
 
+@more
 def test_kernels_of_the_denoiser_and_the_vae(train: Train, tmp_path: Path) -> None:
     flux = tiny.flux()
     flux.save_pretrained(tmp_path / "flux")

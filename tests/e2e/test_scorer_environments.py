@@ -61,6 +61,7 @@ def score(tmp_path_factory: pytest.TempPathFactory) -> Score:
     return run
 
 
+@more
 def test_a_scorer_uses_packages_that_only_its_environment_has(score: Any) -> None:
     kind = "uv" if importlib.util.find_spec("uv") is not None else "pip"  # which takes twice as long
     done = score(f"{{{kind}: ['--no-index', '--find-links WHEELS', tinypackage]}}", kind)
@@ -79,6 +80,7 @@ def test_an_environment_that_cannot_be_made_is_a_sentence(score: Any) -> None:
     assert "no-such-package" in line and "correct reward.scorers.NAME.env" in line
 
 
+@more
 def test_an_environment_that_is_there_is_used_and_tried_on_grey_images(tmp_path: Path) -> None:
     python = thin_environment(tmp_path / "environment")
     packages = tmp_path / "environment/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}/site-packages"

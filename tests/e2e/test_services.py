@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from drills import more
 from PIL import Image
 
 from gerl.config import ScorerConfig
@@ -150,6 +151,7 @@ def brightness(images: list[Image.Image]) -> list[float]:
     return [float(np.asarray(image).mean()) / 255 * 2 for image in images]
 
 
+@more
 def test_scores_do_not_depend_on_requests_batches_or_replicas(remote: Callable[..., RemoteScorer]) -> None:
     batches: set[float] = set()
     pids: set[float] = set()
@@ -197,6 +199,7 @@ def test_refusals_reach_the_client(
     assert "gerl_reward_images_total" in requests.get(f"{service.url()}/metrics", timeout=5).text
 
 
+@more
 def test_the_memory_of_large_images_is_given_back(remote: Callable[..., RemoteScorer]) -> None:
     def resident(pid: int) -> int:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -213,6 +216,7 @@ def test_the_memory_of_large_images_is_given_back(remote: Callable[..., RemoteSc
         time.sleep(0.1)
 
 
+@more
 def test_replicas_that_die_are_replaced_and_what_they_were_scoring_is_asked_again(
     remote: Callable[..., RemoteScorer],
 ) -> None:
@@ -227,6 +231,7 @@ def test_replicas_that_die_are_replaced_and_what_they_were_scoring_is_asked_agai
     assert not both_pids(remote) & victims
 
 
+@more
 def test_a_run_trains_on_a_service_as_on_a_function_and_outlives_its_end(
     service: Service,
     remote: Callable[..., RemoteScorer],
@@ -259,6 +264,7 @@ def test_a_run_trains_on_a_service_as_on_a_function_and_outlives_its_end(
     assert "Traceback" not in service.log.read_text()
 
 
+@more
 def test_a_scorer_that_cannot_start_ends_the_service_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def compute_score(images, prompts, metadata):\n    raise OSError('no weights')\n")
     done = subprocess.run(

@@ -10,6 +10,7 @@ from typing import Any
 
 import drills
 import pytest
+from drills import more
 from ranks import run_ranks, worst
 from zoo.entries import BY_NAME
 
@@ -38,6 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {case.partition(" ")[2]: row for case, row in rows.items()}
 
 
+@more
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_in_parts_draws_and_trains_as_the_whole(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert found[name]["off"] <= (1e-5 if name.startswith(CONVOLUTIONS) else 0)
@@ -50,6 +52,7 @@ def test_parts_that_are_quantised_compiled_or_on_the_cpu(keys: str, found: dict[
     assert (found[keys]["compiled"] > 0) == ("compile" in keys)
 
 
+@more
 def test_a_pipeline_among_four_ranks(tmp_path: Path) -> None:
     (row,) = worst(run_ranks("sharded_ranks", tmp_path, 4, "draw flux")).values()
     assert row["off"] == 0 and 0.25 <= row["share"] < 0.45  # what does not divide by four is padded

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drills import ALL
+from drills import ALL, more
 
 STEPS = 24 if ALL else 12
 OVER_RAY = {1: 18, 2: 2} if ALL else {2: 1}  # signals by number of workers: with two a start costs half as much again
@@ -147,6 +147,7 @@ def drills(
     return build
 
 
+@more
 @pytest.mark.parametrize("workers", OVER_RAY)
 def test_signals_at_random_moments(drills: Any, run_whole: Callable[..., Any], tmp_path: Path, workers: int) -> None:
     launchers = ["ray"] * OVER_RAY[workers] + ["local"] * (workers == 2)
@@ -162,6 +163,7 @@ def test_signals_at_random_moments(drills: Any, run_whole: Callable[..., Any], t
             break
 
 
+@more
 def test_a_terminal_that_is_closed_ends_a_run_in_order(
     arguments: Callable[..., list[str]], run_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

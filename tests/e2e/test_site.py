@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from drills import more
 from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
@@ -103,6 +104,7 @@ def relative(links: list[str]) -> Iterator[str]:
     yield from (link for link in links if not link.startswith(("http:", "https:", "mailto:", "data:", "javascript:")))
 
 
+@more
 def test_every_page_of_the_repository_is_in_the_site(site: dict[str, Page]) -> None:
     there = {path.relative_to(ROOT).with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert there | {START, "CHANGELOG.html", "benchmarks/index.html"} <= set(site)

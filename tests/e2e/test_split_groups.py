@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drills import more
 
 Train = Callable[..., Any]
 
 
+@more
 @pytest.mark.parametrize("name", ["dgpo", "crd"])
 def test_runs_with_split_groups_are_those_with_whole_ones(name: str, train: Train, tmp_path: Path) -> None:
     """Two updates a step, two workers, each with some images of every group."""

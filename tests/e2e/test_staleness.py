@@ -40,6 +40,7 @@ def test_steps_are_drawn_with_the_weights_there_were_so_many_steps_ago(
     assert whole.column("actor/off_policy/log_ratio_abs")[2] > on_time.column("actor/off_policy/log_ratio_abs")[2]
 
 
+@more
 @pytest.mark.parametrize(
     ("algorithm", "own"),
     [

@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from drills import more
 
 from gerl.api.commands import evaluate
 from gerl.export.command import main as export
@@ -25,6 +26,7 @@ def first(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.T
     return train(tmp_path_factory.mktemp("first") / "run", *KEYS, validation__data=workplace / "val.txt")
 
 
+@more
 def test_a_run_goes_on_from_another_ones_lora(first: Any, train: Callable[..., Any], tmp_path: Path) -> None:
     """Its first validation is the other's last; resumed, it does not need the file and ends with the same weights."""
     shutil.copytree(first.checkpoint(2) / "lora", tmp_path / "start")

@@ -46,6 +46,7 @@ def swept(arguments: Callable[..., list[str]], workplace: Path) -> Callable[...,
     return build
 
 
+@more
 def test_a_run_that_fails_ends_no_other_and_the_sweep_is_carried_on(
     swept: Callable[..., list[str]],
     run_of: Any,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from apart import find_trackers
+from drills import more
 from http_service import Answer, HttpService
 
 from gerl.run.health import PATIENCE
@@ -22,6 +23,7 @@ TINY = (
 )
 
 
+@more
 def test_a_run_and_the_run_that_carries_it_on(
     train: Train, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

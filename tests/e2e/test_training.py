@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from drills import more
 from transformers import PreTrainedModel
 
 Train = Callable[..., Any]
@@ -88,6 +89,7 @@ def test_the_run_folder(rising: Any) -> None:
     assert 'src="data:image' in (folder / "report.html").read_text()
 
 
+@more
 def test_the_actor_micro_batch_changes_nothing(train: Train, tmp_path: Path) -> None:
     runs = [train(tmp_path / str(size), actor__micro_batch_size=size, actor__lr=0.01) for size in (1, 3, "null")]
     weights = [run.lora(2) for run in runs]
@@ -163,6 +165,7 @@ def test_a_constant_reward_takes_no_optimizer_step(train: Train, workplace: Path
     assert not any(name.startswith("optimizer/") for name in run.state(2))
 
 
+@more
 def test_checkpointing_and_compiling_compute_the_same(train: Train, tmp_path: Path) -> None:
     small = {"model__path": tmp_path / "model", "trainer__steps": 1, "rollout__prompts_per_step": 1}
     tiny.sd3(layers=1).save_pretrained(tmp_path / "model")
@@ -189,6 +192,7 @@ def test_the_screen_says_where_everything_lies(
     assert (run.checkpoint(1) / "lora").is_dir()
 
 
+@more
 def test_a_run_that_finds_its_prompts_encoded_reads_no_text_encoder(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

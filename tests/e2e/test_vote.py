@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 import requests
+from drills import more
 from voting import Voter, service
 
 from reward_models.votes.ballots import Journal
@@ -43,6 +44,7 @@ def scorer(url: str) -> str:
     return f"reward.scorers={{vote: {{kwargs: {{url: '{url}'}}}}}}"
 
 
+@more
 def test_a_voter_who_prefers_red_raises_held_out_redness(
     train: Train, watched: str, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +77,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@more
 def test_nothing_is_lost_when_trainer_and_service_are_killed_in_the_middle_of_votes(
     arguments: Callable[..., list[str]], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +123,7 @@ def test_nothing_is_lost_when_trainer_and_service_are_killed_in_the_middle_of_vo
     assert [row["voter"] for row in table] == ["anna"] * 4 and all(row["used"] for row in table)
 
 
+@more
 def test_one_ctrl_c_ends_service_and_run_with_a_checkpoint(arguments: Callable[..., list[str]], tmp_path: Path) -> None:
     """As a terminal sends it, to the whole group of processes; the page is told."""
     folder, port = tmp_path / "run", free_port()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drills import more
 
 import gerl
 
@@ -62,6 +63,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@more
 def test_it_trains_from_another_folder(
     installed: Path, arguments: Callable[..., list[str]], run_of: Any, tmp_path: Path
 ) -> None:

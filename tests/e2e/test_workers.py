@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from drills import more
 
 from gerl.cluster import Cluster, Pending, wait_all
 from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
@@ -112,6 +113,7 @@ def meeting_class() -> type[Any]:
     return Meeting
 
 
+@more
 def test_all_workers_compute_distances_to_the_base_model_at_once(tmp_path: Path) -> None:
     """One after the other, each would wait in vain for its colleague."""
 
@@ -159,6 +161,7 @@ def cluster() -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     process.kill()
 
 
+@more
 def test_a_ray_cluster_is_joined_and_left_running(
     over_ray: Callable[..., Any], two: Any, cluster: tuple[str, "subprocess.Popen[str]"]
 ) -> None:
@@ -213,6 +216,7 @@ print("ran", ray.get(ray.remote(lambda: 42).remote()))
 """
 
 
+@more
 def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     embedded = subprocess.Popen(
@@ -253,6 +257,7 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
     assert not Path(session).exists()
 
 
+@more
 def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_death() -> None:
     packed, downloaded = [], iter(["1 GB", "2 GB", "2 GB"])
 
@@ -277,6 +282,7 @@ def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_dea
     assert next(downloaded, None) is None
 
 
+@more
 def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def compute_score(images, prompts, metadata):\n    return [row['value'] for row in metadata]\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drills import more
 
 from gerl.algorithms import ALGORITHMS, build_algorithm
 from gerl.commandline.composition import compose_run
@@ -40,6 +41,7 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / f"checkpoints/step_{step}/lora/pytorch_lora_weights.safetensors")
 
 
+@more
 def test_it_trains_over_ray_as_in_process_and_is_resumed(arguments: Arguments, own: Path, tmp_path: Path) -> None:
     path = f"algorithm.path={own}"
     local, ray, part = tmp_path / "local", tmp_path / "ray", tmp_path / "part"
