@@ -113,7 +113,7 @@ def one_step(run: Run, ledger: Ledger) -> Record:
         "messages": dict(ledger.messages),
         "waits": ledger.waits,
         "awaited": ledger.awaited,
-        "timing": dict(step.watch.seconds),
+        "timing": {k.removeprefix("timing/").removesuffix("_s"): v for k, v in step.watch.metrics.items()},
         "calls": merged(reports),
         "sent": sum(ledger.sent.values()),
         "received": sum(ledger.received.values()),

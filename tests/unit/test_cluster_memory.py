@@ -34,6 +34,7 @@ except WorkerDied as error:
 """
 
 
+@more
 @pytest.mark.parametrize(
     ("call", "environment", "named"),
     [

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import training
+from drills import more
 
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.base import DownSampledConfig
@@ -115,6 +116,7 @@ def test_the_table_names_keys_that_there_are() -> None:
     assert "\n".join(rows) in (ROOT / "docs" / "performance.md").read_text()
 
 
+@more
 @pytest.mark.parametrize("name", CALLING)  # what a prompt is encoded to does not depend on the algorithm
 def test_exact(name: str, tmp_path: Path) -> None:
     c = config(name)
@@ -128,6 +130,7 @@ def test_exact(name: str, tmp_path: Path) -> None:
     assert found[0].is_like(plain(name))
 
 
+@more
 @pytest.mark.parametrize("name", CALLING)
 def test_rounding(name: str, compiled: Policy) -> None:
     c = config(name)

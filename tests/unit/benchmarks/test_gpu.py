@@ -10,6 +10,7 @@ import gpu
 import gpu_cases
 import pytest
 import torch
+from drills import more
 
 from gerl.commandline.composition import experiments
 from gerl.preflight.sizing.hardware import GPUS
@@ -28,6 +29,7 @@ def measured(case: gpu_cases.Case, *names: str, setting: gpu.Setting = ON_CPU) -
     return rows
 
 
+@more
 def test_a_variant_that_runs_has_all_figures_and_one_that_fails_a_reason() -> None:
     setting = replace(ON_CPU, peak=1e12)
     names = ("plain", "all-reduce", "sampling.cache=first_block", "model.attention=flash", "rollout.quantize=fp8")
@@ -49,6 +51,7 @@ def test_a_variant_that_runs_has_all_figures_and_one_that_fails_a_reason() -> No
         assert row["recipe"] == "flux1_dev_pickscore" and row["date"] and row["device"] == "a CPU"
 
 
+@more
 def test_in_half_precision_as_on_a_gpu() -> None:
     case = replace(SD3, keys=(*SD3.keys, "model.dtype=bfloat16"))
     (row,) = measured(case, "plain")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import scale
 import scale_report as report
+from drills import more
 from scale_model import FREE, Fit, Network, Work, fit, fit_collective, least_squares, predicted, step_seconds
 from scale_standin import PHASES, importable
 from sections import with_section
@@ -107,6 +108,7 @@ def test_the_readme_has_the_table_of_the_results() -> None:
     assert text == with_section(text, report.BEGIN, report.END, content)
 
 
+@more
 def test_workers_that_compute_nothing_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "SHAPES", ((2, 4),))
     monkeypatch.setattr(scale, "REPETITIONS", 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drills import more
 
 from gerl.commandline.command import WhenRead, importing
 from gerl.progress import duration, waiting
@@ -49,6 +50,7 @@ def test_distributions_are_those_that_are_installed() -> None:
     assert dict(found) == dict(importlib.metadata.packages_distributions())
 
 
+@more
 def test_diffusers_looks_through_no_installed_package() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

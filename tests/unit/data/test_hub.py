@@ -11,6 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from drills import more
 from hub_server import Server, serving
 from PIL import Image
 
@@ -176,6 +177,7 @@ def read(hub: Server, home: Path, *wanted: tuple[str, int | None], **environment
     return done.stdout.splitlines()
 
 
+@more
 def test_data_sets_of_the_hub_and_of_the_cache_without_it(hub: Server, tmp_path: Path) -> None:
     names = ["[train]", "[dev]", "/other[train]", "@other[train]", "@main[train]"]
     others = [("hf:owner/gated[train]", None), ("hf:owner/none[train]", None), ("hf:owner/code[train]", None)]
@@ -194,6 +196,7 @@ def test_data_sets_of_the_hub_and_of_the_cache_without_it(hub: Server, tmp_path:
     assert cached == "3" and "127.0.0.1:9 cannot be reached" in none and "Connection refused" in none
 
 
+@more
 def test_a_stream_downloads_nothing_else(hub: Server, tmp_path: Path) -> None:
     hub.requests.clear()
     assert read(hub, tmp_path, ("hf:owner/signs[train]", 2)) == ["2"]

@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 from diffusers.models.autoencoders import vae as vae_module
+from drills import more
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying import (
@@ -987,6 +988,7 @@ def replay_elsewhere(folder: Path) -> None:
         torch.save([train(), train(index=[2, 0])], file.with_suffix(".pt"))
 
 
+@more
 def test_trajectories_are_replayed_in_another_process(tmp_path: Path) -> None:
     sent = {name: trajectory(recorded(name, True), (0, 2)) for name in ("sd3", "z_image")}
     for name, value in sent.items():

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import tiny
 import torch
+from drills import more
 from hypothesis import given
 from replaying import (
     EACH,
@@ -242,6 +243,7 @@ def test_half_precision_base_with_a_full_precision_tape(name: str) -> None:
     assert gradients(r, steps=[1])[1] == 0.0
 
 
+@more
 def test_a_compiled_denoiser_replays_exactly() -> None:
     r = fresh("flux")
     plain, plain_one, output = gradients(r)[0], gradients(r, steps=[1])[0], r.output

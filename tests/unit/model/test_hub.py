@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from drills import more
 from huggingface_hub import constants
 
 from gerl.model.hub import Downloads
@@ -120,6 +121,7 @@ def read(home: Path, hub: ThreadingHTTPServer, *paths: str, **environment: str) 
     return done.stdout.splitlines(), done.stderr
 
 
+@more
 def test_pipelines_and_loras_are_fetched_with_bars_and_read_again_without_the_hub(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import tiny
 import torch
+from drills import more
 from ranks import MEASURED, run_ranks, worst
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -152,6 +153,7 @@ def large(folder: Path) -> int:
     return sum(2 * p.numel() for p in transformer.parameters())
 
 
+@more
 def test_no_rank_ever_has_the_whole_model(tmp_path: Path) -> None:
     size = large(tmp_path / "model")
     (found,) = worst(run_ranks("sharded_ranks", tmp_path, 2, f"read {tmp_path / 'model'}", **MEASURED)).values()

@@ -11,6 +11,7 @@ import tiny
 import torch
 from diffusers import ModelMixin
 from diffusers.hooks import HookRegistry
+from drills import more
 from ranks import run_ranks
 
 from gerl.config import ModelConfig, SamplingConfig
@@ -35,6 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return {name: [row["off"] for row in rows if row["case"] == name] for name in (*CASES, *FAILING)}
 
 
+@more
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_tokens_draw_and_train_as_one(name: str, way: str, found: Found) -> None:

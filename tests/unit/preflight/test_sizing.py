@@ -11,6 +11,7 @@ import tiny
 import torch
 import transformers
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
+from drills import more
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
@@ -41,6 +42,7 @@ from gerl.preflight.sizing.shape_simulator import PLACE, Ledger, Picture, Tally,
 ROOT = Path(__file__).parents[3]
 
 
+@more
 def test_bytes_and_operations_are_those_of_a_real_run(tmp_path: Path) -> None:
     """A denoiser of 100 M weights, drawn and trained on shapes and for real, without and with checkpointing."""
     config = sizing.config_of_check(sizing.wide(tmp_path / "wide", 1280))
@@ -54,6 +56,7 @@ def test_bytes_and_operations_are_those_of_a_real_run(tmp_path: Path) -> None:
     assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
 
 
+@more
 def test_training_all_weights_takes_what_a_real_run_does(tmp_path: Path) -> None:
     config = sizing.config_of_check(sizing.wide(tmp_path / "wide", 640))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, train="full", lora_targets=None))
@@ -268,6 +271,7 @@ def test_pages_and_recipes_say_what_was_recorded() -> None:
         assert sizing.comment(recipe, facts) in head, "python benchmarks/sizing.py pages writes it"
 
 
+@more
 def test_an_unchanged_recipe_is_answered_from_the_record() -> None:
     """Whatever its prompts, rewards, images per step and layout; not with another size, rank or algorithm."""
     base = ["experiment=sd35_medium_ocr"]
@@ -284,6 +288,7 @@ def test_the_page_names_every_gpu() -> None:
     assert not [name for name in GPUS if f"`{name}`" not in (sizing.DOCS / "memory.md").read_text(encoding="utf-8")]
 
 
+@more
 def test_the_keys_for_one_gpu_are_those_of_a_configuration_that_fits() -> None:
     fitting = 0
     for recipe, facts in sizing.recorded().items():
@@ -322,6 +327,7 @@ def test_an_80_gb_gpu_holds_every_recipe_as_it_is() -> None:
         assert found.choice is not None and found.choice.seconds <= found.seconds
 
 
+@more
 def test_teachers_take_memory(tmp_path: Path) -> None:
     for name, layers in (("student", 2), ("teacher", 1)):
         tiny.sd3(layers).save_pretrained(tmp_path / name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drills import more
 
 from gerl.config import GuardConfig
 from gerl.errors import ConfigError
@@ -58,6 +59,7 @@ def test_a_reward_that_rises_alone_is_no_signal() -> None:
     assert keys(risen()) == [] and keys(FIRST) == []
 
 
+@more
 def test_other_images_of_the_same_kind_are_no_signal() -> None:
     """Chance alone: validations that are no better and no worse, each compared with another one."""
     pairs = [(validation(0, seed), validation(5, 1000 + seed)) for seed in range(100)]

@@ -11,6 +11,7 @@ from diffusers.pipelines.kandinsky5.pipeline_output import KandinskyImagePipelin
 from diffusers.pipelines.ltx2.pipeline_output import LTX2PipelineOutput
 from diffusers.pipelines.pipeline_utils import AudioPipelineOutput, ImagePipelineOutput
 from diffusers.utils import BaseOutput
+from drills import more
 from replaying import randomise
 from zoo import text_to_image
 from zoo.base import Entry
@@ -36,6 +37,7 @@ LITE = next(e for e in text_to_image.ENTRIES if e.name == "DreamLitePipeline")
 CALLS = {"PRXPipeline": {"use_resolution_binning": False}, "DreamLitePipeline": {"max_sequence_length": 16}}
 
 
+@more
 @pytest.mark.parametrize("preset", KEPT)
 def test_a_trajectory_is_smaller_than_the_recording_and_trains_the_same(preset: str) -> None:
     config = compose_run([f"algorithm={preset}", "rollout.micro_batch_size=4"]).config

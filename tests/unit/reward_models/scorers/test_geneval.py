@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drills import more
 from PIL import Image
 from tiny_clip import pictures, whole_model
 
@@ -233,6 +234,7 @@ def test_scorer_counts_what_the_detector_finds(detr: str, build: Callable[..., G
     assert few([image], ["cats"], [row({"class": "cat", "count": 3})])["geneval_strict"] == [1]
 
 
+@more
 @pytest.mark.parametrize("kind", ["detr", "mask2former"])
 def test_scorer_names_colours_as_clip_does(
     kind: str, clip: str, build: Callable[..., GenEvalScorer], request: pytest.FixtureRequest

@@ -154,6 +154,7 @@ def test_wandbs_service_has_written_the_end_of_a_run_when_it_closes(tracked: Tra
     assert tracked.left == []
 
 
+@more
 def test_wandb(tracked: Tracked) -> None:
     run_id, rewards, pictures, loras = tracked.id("wandb"), {}, {}, {}
     parts = sorted((tracked.folder / "wandb").glob(f"offline-run-*-{run_id}"))
@@ -286,6 +287,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> dict[str, list[str]]:
     return {name: [message for message in messages if message.startswith(name)] for name in REMOTE}
 
 
+@more
 def test_a_server_that_cannot_be_reached_costs_a_warning_and_seconds(
     online: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +308,7 @@ def test_a_server_that_cannot_be_reached_costs_a_warning_and_seconds(
     assert not (tmp_path / "trackers.json").exists()
 
 
+@more
 def test_a_server_that_fails_in_every_call_costs_a_warning(
     online: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

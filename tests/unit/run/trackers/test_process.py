@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drills import more
 from PIL import Image
 from tracked import TrackedLog
 
@@ -211,6 +212,7 @@ time.sleep(60)
 """
 
 
+@more
 def test_a_run_that_is_killed_still_closes_its_trackers(package: Package) -> None:
     folder = package("pass")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
