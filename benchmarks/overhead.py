@@ -17,9 +17,9 @@ from gerl.algorithms import Batch, build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, SamplingConfig
 from gerl.engine import record, record_batch_probe
-from gerl.model.prompts import pipeline_call
 from gerl.model.loading import load_policy
 from gerl.model.policy import Policy
+from gerl.model.prompts import pipeline_call
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators
 from gerl.workers.actor import Actor

@@ -47,7 +47,7 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-CASES = 4  # of a parametrised test that run locally
+CASES = 2  # of a parametrised test that run locally
 settings.register_profile("gerl", deadline=None, derandomize=True)
 settings.register_profile("local", settings.get_profile("gerl"), max_examples=25)
 settings.load_profile("gerl" if ALL else "local")

@@ -139,11 +139,13 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     assert any("resumed" in m and str(stopped.checkpoint(2)) in m for m in caplog.messages)
 
 
+@more
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_in_its_folder(resume: Resume, stopped: Any) -> None:
     shutil.rmtree(stopped.folder / "checkpoints")
     resume("auto")
 
 
+@more
 @pytest.mark.parametrize(
     ("call", "kept"),
     [(6, 1), (5, 1), (17 + 4, 5)],
@@ -166,6 +168,7 @@ def test_sigterm_leaves_a_checkpoint_and_auto_carries_on(
     assert "resumed with changes" not in caplog.text
 
 
+@more
 @pytest.mark.parametrize(("call", "left"), [(1, False), (3, True)], ids=["first validation", "first rollout"])
 def test_sigterm_before_the_first_step_ends_leaves_no_checkpoint(
     command: Arguments, run_of: Any, whole: Any, tmp_path: Path, call: int, left: bool
@@ -177,6 +180,7 @@ def test_sigterm_before_the_first_step_ends_leaves_no_checkpoint(
     assert_same_end(second, whole)
 
 
+@more
 def test_a_run_stopped_before_and_after_it_logged_a_step_logs_it_once(
     command: Arguments, run_of: Any, whole: Any, tmp_path: Path
 ) -> None:
@@ -291,6 +295,7 @@ def test_a_checkpoint_of_something_else_is_a_sentence_and_leaves_the_run_as_it_w
     assert files() == before
 
 
+@more
 def test_the_bare_command_carries_on_the_same_run_and_a_change_takes_effect(
     command: Arguments, stopped: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,6 +316,7 @@ def test_the_bare_command_carries_on_the_same_run_and_a_change_takes_effect(
     assert main([resume]) == 0
 
 
+@more
 def test_an_earlier_checkpoint_sets_the_later_ones_aside(resume: Resume, stopped: Any, run_of: Any) -> None:
     later = stopped.state(3)
     resume(stopped.checkpoint(1))
