@@ -12,19 +12,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from drills import ALL
 from safetensors.torch import load_file
 
 from gerl.trainer.main_flowgrpo import main
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
-# runs of these files are left to CI, unless a file is named
-IN_CI = """
-data distillation endings evaluate export full given guard health hub_export layout quantised recipes rewards run_folder
-savings services sharded_zoo signal site split_groups staleness start_lora suites sweep wheel workers
-"""
-collect_ignore = [] if ALL else [f"test_{name}.py" for name in IN_CI.split()]
 SMALL = """
 experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
