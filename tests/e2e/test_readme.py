@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from drills import more
 
 from gerl.commandline.composition import compose_run, hydra_options
 from gerl.errors import GerlError
@@ -93,6 +94,7 @@ def test_the_numbers_of_the_demo_are_on_record() -> None:
     assert f"exactly read signs {exact}" in said
 
 
+@more
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
 @pytest.mark.usefixtures("one_core")
 def test_python_blocks_run(
