@@ -1,4 +1,4 @@
-"""The exceptions gerl raises: each message is one sentence that says what was expected, what came and what to do."""
+"""Exceptions of gerl: each message is one sentence with what was expected, what was found and what to do."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Progress of a command: spans and durations of its parts, a bar on a terminal, and lines about what it waits for."""
+"""Progress of a command: spans and durations of its parts, a progress bar, and log lines during long waits."""
 
 import contextlib
 import logging

@@ -145,7 +145,7 @@ class Algorithm(ABC):
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     settings: AlgorithmConfig
     all_samples = False  # train on samples with advantage 0 too
-    pulls_all = False  # the same while there is a KL to the base model
+    kl_on_all = False  # the same while there is a KL to the base model
     regulariser: Algorithm | None = None  # imitates the images of `data.regularise`, if any
 
     def __init_subclass__(cls) -> None:
@@ -253,7 +253,7 @@ class Algorithm(ABC):
     @property
     def needs_all_samples(self) -> bool:
         """Whether samples with advantage 0 are trained on too, for example for the KL to the base model."""
-        return self.all_samples or (self.pulls_all and self.kl_coef > 0)
+        return self.all_samples or (self.kl_on_all and self.kl_coef > 0)
 
     def pool(self, policy: Policy, batch: Batch, rows: list[int]) -> Pooled:
         """Return what `rows` of `batch` contribute to the losses of the other samples of their groups."""

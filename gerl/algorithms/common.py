@@ -1,4 +1,4 @@
-"""What several algorithms declare and compute: needs, values of replayed steps, noise and means."""
+"""Helpers shared by several algorithms: declared needs, values of replayed steps, noise and means."""
 
 from __future__ import annotations  # torch is imported lazily
 
@@ -15,7 +15,7 @@ C = TypeVar("C", bound=AlgorithmConfig)
 
 
 def requires(**fields: Any) -> Callable[[type[C]], type[C]]:
-    """Decorate the keys of an algorithm that has these `fields` of `Needs`, beside those of the base classes."""
+    """Decorate a configuration class: its algorithm has these `fields` of `Needs` in addition to those of its bases."""
 
     def declared(cls: type[C]) -> type[C]:
         cls.needs = property(lambda self: replace(super(cls, self).needs, **fields))  # type: ignore[assignment]

@@ -62,7 +62,7 @@ class DGPO(ForwardProcess):
 
     names = "dgpo"
     settings: DGPOConfig
-    pulls_all = True
+    kl_on_all = True
     compared_with_old: tuple[str, ...] = ("stopped_fraction",)
     shared_noise = True
 

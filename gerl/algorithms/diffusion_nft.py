@@ -52,7 +52,7 @@ def nft_loss(
     mix: float,
     clip: float,
 ) -> torch.Tensor:
-    """Return L of the module docstring, `[B]`; `mix`: b; `clean` converts an output [B, ...] to x0.
+    """Return the loss L `[B]` defined in the module docstring; `mix`: b; `clean` converts an output [B, ...] to x0.
 
     `clean` is affine (unless the scheduler clips x0), so that mixing outputs is mixing clean latents.
     """

@@ -118,12 +118,12 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.pulls_all = not self.settings.subtracts_kl  # otherwise the KL is in the reward
+        self.kl_on_all = not self.settings.subtracts_kl  # otherwise the KL is in the reward
 
     @property
     def adds_kl(self) -> bool:
         """Whether the KL to the base model is in the loss."""
-        return self.pulls_all and self.kl_coef > 0
+        return self.kl_on_all and self.kl_coef > 0
 
     def log_ratio(self, step: ReplayedStep) -> torch.Tensor:
         # without guidance the recorded log-probability belongs to another (the guided) policy

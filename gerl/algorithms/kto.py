@@ -52,7 +52,7 @@ class KTO(ForwardProcess):
         return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
 
     def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return L of the module docstring; reports `preference_margin`, the mean of y g, and `fit_margin`, z."""
+        """Return the loss L of the module docstring, `preference_margin` (the mean of y g) and `fit_margin` (z)."""
         better = self._better(s)
         mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0

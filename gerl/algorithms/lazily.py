@@ -1,4 +1,4 @@
-"""What algorithms import on first use, so that a wrong key is reported without importing torch."""
+"""Lazy imports of the algorithms, so that a wrong key is reported without importing torch."""
 
 from typing import TYPE_CHECKING, Any
 

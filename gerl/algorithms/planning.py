@@ -179,7 +179,7 @@ def sde_window(config: Config, step: int, group: Group | None = None) -> tuple[i
 
 
 def _moving_start(sampling: SamplingConfig, step: int) -> int:
-    """Return the start of a window that moves by its stride from the first step to the last, then again."""
+    """Return the start of a window that moves by its stride from the first step to the last, and then starts over."""
     first, end = sampling.steps_range
     size, every = sampling.trained_steps, sampling.window_every
     stride = size if sampling.window_stride is None else sampling.window_stride

@@ -129,7 +129,7 @@ class SRPO(RewardGradient):
         return evaluations
 
     def _relative(self, counts: float, first: str, second: str) -> Score:
-        """Return `counts` times the reward with the one word before the prompt, less that with the other."""
+        """Return `counts` times the reward with the word `first` before the prompt minus that with `second`."""
 
         def score(images: torch.Tensor, prompts: Sequence[Prompt]) -> torch.Tensor:
             one, other = ([replace(p, text=f"{word}. {p.text}") for p in prompts] for word in (first, second))

@@ -38,7 +38,7 @@ def key(
 
 
 def typed(option: Option, hint: object, text: str) -> object:
-    """The value of a key of type `hint` from a text; raises `ValueError` saying what it must be."""
+    """Convert a text to the value of a key of type `hint`; raises `ValueError` with the expected type."""
     kind = next((part for part in get_args(hint) if type(None) in get_args(hint)), hint)  # X of X | None
     choices = get_args(kind) if get_origin(kind) is Literal else ("false", "true") if kind is bool else ()
     text = option.metadata["also"].get(text, text)

@@ -328,7 +328,7 @@ class Tape:
         return select_call(self.call, range(self.batch_size))
 
     def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
-        """Record a component's call after the steps so far."""
+        """Record a component's call at the current denoising step."""
         kept, elements = detached_copy(output), num_elements(output)
         self.component_calls.append(ComponentCall(len(self.steps), component, kept, shapes(inputs), elements))
 

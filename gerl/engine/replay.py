@@ -221,8 +221,8 @@ def replay(
     conditional output `c` and the unconditional `u`. detach_uncond: the same values, but `u` is computed without
     gradient, which saves a quarter of the time or more. off: only `c` is computed, and is the model output (CFG
     distillation). `step_batch`: number of trained steps in one forward and backward pass of the denoiser; memory grows
-    with it, results are equal up to rounding. `meter`: measures what each step adds to
-    the gradients, with `step_batch` 1.
+    with it, results are equal up to rounding. `meter`: measures what each step
+    adds to the gradients, with `step_batch` 1.
 
     Raises `ReplayError` if the pipeline deviates from the rollout, or guides in a way that only `cfg` joint supports.
     """

@@ -83,7 +83,7 @@ def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
 
 @torch.no_grad()
 def encoded(pipe: DiffusionPipeline, image: np.ndarray, dimensions: int, generator: torch.Generator) -> torch.Tensor:
-    """Encode an image `[H, W, 3]` uint8 to what the pipeline passes to its decoder; `dimensions`: 5 for video VAEs."""
+    """Encode an image `[H, W, 3]` uint8 to latents as the pipeline decodes them; `dimensions`: 5 for video VAEs."""
     vae = pipe.vae
     encoder = getattr(vae, "encoder", None)
     dtype = next((p.dtype for p in encoder.parameters()), vae.dtype) if encoder is not None else vae.dtype

@@ -301,7 +301,7 @@ def _layout(whole: Tree, parts: Sequence[Tree]) -> Layout:
 
 
 def _opened(tree: Tree) -> tuple[list[Tree], TreeSpec]:
-    """Return what a list, tuple or dictionary holds, and how to rebuild it."""
+    """Flatten one level of a list, tuple or dictionary."""
     return tree_flatten(tree, is_leaf=lambda node: node is not tree)
 
 

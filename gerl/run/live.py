@@ -1,4 +1,4 @@
-"""Reading of what a run shows while it trains: images of the latest steps, and the timeline of its workers."""
+"""Read the files of a live run: images of the latest steps, and the timeline of its workers."""
 
 import json
 import re

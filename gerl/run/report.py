@@ -98,7 +98,7 @@ def _words(value: Any) -> str:
 
 
 def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
-    """Return the figures at the top: what was measured, before, after, the gain with its interval, the best step."""
+    """Return the figures at the top: the measured reward before and after, its gain with an interval, the best step."""
     found: dict[str, Any] = dict.fromkeys(("before", "after", "change", "counts")) | {"label": "held-out reward"}
     if compared is not None and compared.last is not None:
         first, last, best = compared.first, compared.last, best_step(rows)

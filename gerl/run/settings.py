@@ -1,4 +1,4 @@
-"""The configuration of a run for its readers: differences from the defaults, and what the curves show."""
+"""Describe the configuration of a run: differences from the defaults, and the labels of its curves."""
 
 import dataclasses
 import logging

@@ -32,7 +32,7 @@ def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation
 
 
 def trained_weights(checkpoint: Path) -> Path | None:
-    """Return the folder with the LoRA or the trained denoisers for plain diffusers; None if there is none."""
+    """Return the folder with the LoRA or trained denoisers, as plain diffusers loads them; None if it is missing."""
     if (checkpoint / "lora").is_dir():
         return checkpoint / "lora"
     return checkpoint if models_in(checkpoint) else None

@@ -104,7 +104,7 @@ def explained(why: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
-    """Start the cluster, logging what the start waits for."""
+    """Start the cluster, and log a line if that takes a while."""
     with contextlib.ExitStack() as stack:
         with waiting("starting Ray" if machines.remote else "preparing the devices"):
             stack.enter_context(machines)

@@ -217,7 +217,7 @@ def _save_from_any(run: Run) -> str:
 
 @contextlib.contextmanager
 def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
-    """Add to an interruption before the first or after the last of `steps` what the run folder contains."""
+    """Add the contents of the run folder to an interruption before the first or after the last of `steps`."""
     try:
         yield
     except Interrupted as error:

@@ -1,4 +1,4 @@
-"""Create the run folder or open the one to resume, and compare what both runs must have in common."""
+"""Create the run folder, or open the one to resume and check that its configuration and data agree."""
 
 import contextlib
 import hashlib

@@ -15,12 +15,12 @@ from gerl.algorithms.base import ShapedConfig, group_ids
 from gerl.algorithms.core_algos import batch_advantages, group_advantages, group_ranks, zero_std_fraction
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
+from gerl.progress import Stopwatch
 from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats
 from gerl.rewards.total import applies, rescaled
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending
-    from gerl.progress import Stopwatch
     from gerl.protocol import Images
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
@@ -60,7 +60,7 @@ class Step:
     def restart(self) -> None:
         """Reset the step to be repeated, unless its update is finished."""
         if not self.taken:
-            self.__dict__ = Step(self.number, type(self.watch)(self.watch.timeline)).__dict__
+            self.__dict__ = Step(self.number, Stopwatch(self.watch.timeline)).__dict__
 
 
 # --- Metrics of the scores

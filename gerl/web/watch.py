@@ -80,7 +80,7 @@ def serve(request: Request, stop: threading.Event) -> None:
 
 
 def opened(host: str, port: int | None) -> socket.socket:
-    """Listen at `host:port`, by default at the usual port or a free one; raises `ConfigError` if that fails."""
+    """Bind `host:port`; without a port, the default one or else a free one. Raises `ConfigError` on failure."""
     if port is None:
         with contextlib.suppress(ConfigError):
             return listen(host, PAGE)

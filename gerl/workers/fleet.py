@@ -438,7 +438,7 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Start to write after the previous one; `check`, called `every` so many seconds, raises if writers hang."""
+        """Start to write after the previous one; `check`, called every `every` seconds, raises if writers hang."""
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 

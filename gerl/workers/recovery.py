@@ -169,7 +169,7 @@ class Recovery:
         return self.workers.submit(index, PolicyWorker.leave)
 
     def admit(self, ask: bool = True) -> list[int]:
-        """Let workers left out join if there is room; return those to be set up. `ask`: request room first."""
+        """Admit missing workers if Ray can place them; return those to be set up. `ask`: request resources first."""
         if ask:
             for number in [number for number, late in self._late.items() if late is None]:
                 self._late[number] = self.workers.start_beside(number, PolicyWorker.leave)

@@ -87,7 +87,7 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
 
 
 def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
-    """Hold this rank's shards of the checkpoint of `step`, to write while training goes on; return the counters."""
+    """Hold this rank's shards of the checkpoint of `step`, written while training continues; return the counters."""
     check_has(worker, step)
     assert isinstance(worker.snapshots, PartSnapshots)
     parts, numbers = worker.snapshots.take(step)
@@ -111,7 +111,7 @@ def written(worker: PolicyWorker) -> bool:
 
 
 class Writing:
-    """Checkpoint that this process writes while training goes on; `parts`: copies of its shards of the state."""
+    """Checkpoint that this process writes while training continues; `parts`: copies of its shards of the state."""
 
     def __init__(self, policy: Policy, parts: dict[str, Part]) -> None:
         self._parts, self._frozen = parts, frozen_parts(policy)

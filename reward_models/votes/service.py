@@ -95,7 +95,7 @@ class Tokens:
         return {name: f"{url}/vote/{name}/{token}/" for name, token in self.voters.items()}
 
     def admit(self, request: Request) -> Visit | Response:
-        """Admit the run by its token, and voters by their links, whose remainder is the path of the page."""
+        """Admit the run by its token, and voters by the secret in the path of their links."""
         path: str = request.scope["path"]
         if path.startswith("/v1/"):
             if self.run is None or is_token(bearer(request.headers), self.run):

@@ -32,7 +32,7 @@ class DRTuneConfig(ReFLConfig):
 
 
 class DRTune(RewardGradient):
-    """DRTune (arXiv 2405.00760): as ReFL, through a few earlier steps, by their rules: denoiser inputs are detached."""
+    """DRTune: ReFL with gradients through the rules of a few earlier steps; the inputs of the denoiser are detached."""
 
     names = "drtune"
     settings: DRTuneConfig

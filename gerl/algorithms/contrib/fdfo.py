@@ -60,7 +60,7 @@ class FDFO(Algorithm):
 
     names = "fdfo"
     settings: FDFOConfig
-    pulls_all = True  # pairs without a difference too
+    kl_on_all = True  # pairs without a difference too
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

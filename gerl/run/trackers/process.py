@@ -41,7 +41,7 @@ class TrackedRun:
 
 
 class Logger(Protocol):
-    """What a sink and a tracker receive alike.
+    """Methods that sinks and trackers share.
 
     `log`: the metrics of a step, all finite. `image`: an image file of the run folder, under a name such as
     `samples/train`. `alert`: a warning about the run.
@@ -53,7 +53,7 @@ class Logger(Protocol):
 
 
 class Sink(Logger, Protocol):
-    """Receiver of what a run logs, besides `metrics.jsonl`.
+    """Receiver of metrics, images and LoRAs in addition to `metrics.jsonl`.
 
     `lora`: the LoRA of a checkpoint, its files by name. `close`: flush and end, as failed or finished; may be called
     twice.

@@ -34,7 +34,7 @@ MAX_IMAGES = 64  # images
 
 
 class TrainingImages(Extension):
-    """A sheet of the first micro-batch as often as there is a validation, and the live images of each step."""
+    """Save a sheet of the first micro-batch at each validation step, and the live images of every step."""
 
     failed = False  # to write live images, which is logged once
 
