@@ -1,4 +1,4 @@
-# make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (a minute or two on two cores)
+# make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (about three minutes on two cores)
 # make test    the test suite; with GERL_DRILLS=all also the rest of the signals and kills, which CI sends
 # make test-lowest  some unit tests with the lowest versions that pyproject.toml allows, in an environment of their own
 # make check   lint, formatting, types, the links of the documentation

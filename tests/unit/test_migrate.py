@@ -66,21 +66,21 @@ def test_every_row_is_there_once() -> None:
     assert [row.row for row in ROWS] == expected and len(ROWS) == 178
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.row)
-def test_a_row_has_a_status_and_something_that_shows_it(row: Item) -> None:
-    assert row.item and row.status in STATUSES
-    if row.status in ("in part", "does not apply", "not there"):
-        assert len(row.here) > 30, "it needs a reason"
-    shown = CODE.findall(row.shown)
-    if not shown:
-        assert row.shown == "-" and row.status in ("does not apply", "not there")
-    for place in shown:
-        path, _, function = place.partition("::")
-        if path.startswith("tests/"):
-            assert (ROOT / path).is_file(), place
-            assert not function or function in functions(ROOT / path), place
-        else:
-            check_command(place)
+def test_every_row_has_a_status_and_something_that_shows_it() -> None:  # one test: all rows are read locally too
+    for row in ROWS:
+        assert row.item and row.status in STATUSES, row
+        if row.status in ("in part", "does not apply", "not there"):
+            assert len(row.here) > 30, f"{row}: it needs a reason"
+        shown = CODE.findall(row.shown)
+        if not shown:
+            assert row.shown == "-" and row.status in ("does not apply", "not there"), row
+        for place in shown:
+            path, _, function = place.partition("::")
+            if path.startswith("tests/"):
+                assert (ROOT / path).is_file(), place
+                assert not function or function in functions(ROOT / path), place
+            else:
+                check_command(place)
 
 
 def check_command(line: str) -> None:
