@@ -2,7 +2,7 @@
 # Stable Diffusion 1.5 learns to please (LAION's aesthetic predictor) by DDPO.
 # Data: Pick-a-Pic's prompts, and PartiPrompts held out, from the hub (`pip install 'gerl[hub]'`); or TRAIN=FILE
 #   HELD_OUT=FILE, one prompt per line.
-# GPUs: 8, 256 images a step as published, for as many. One, with fewer images a step:
+# GPUs: 8, 256 images per step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/sd15_aesthetic.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 2.2 GB, LoRA of 0.8 M parameters with
 #   its optimizer 0.02 GB, trajectories 0.1 GB, about 9 GB at the peak, while images are decoded; scorers on the same

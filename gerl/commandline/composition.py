@@ -233,7 +233,9 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
         values["algorithm"] = {k: v for k, v in block if k not in unread or f"algorithm.{k}" in found.given}
         preset = preset if values["algorithm"].get("path") else name
     config = _config(values, [*below, *overrides])
-    return Composed(config, found.experiment, found.run_dir, preset, _kept(config, found.experiment, overrides))
+    return Composed(
+        config, found.experiment, found.run_dir, preset, _other_scorers(config, found.experiment, overrides)
+    )
 
 
 def asked_for(overrides: Sequence[str]) -> ParsedCommand:
@@ -346,7 +348,7 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     return from_mapping(values)
 
 
-def _kept(config: Config, experiment: str, overrides: Sequence[str]) -> str:
+def _other_scorers(config: Config, experiment: str, overrides: Sequence[str]) -> str:
     """Return the sentence about scorers of the default experiment that stay beside the named ones."""
     keys = [key_of(override) for override in overrides if not override.startswith("~")]
     named = [key.split(".")[2] for key in keys if key.startswith(f"{WHOLE}.")]

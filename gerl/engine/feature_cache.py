@@ -82,7 +82,7 @@ class CachedDenoisers:
 
 
 @dataclass
-class _Kept:
+class _BlockOutputs:
     """Block outputs at the last step that computed them, for one kind of call."""
 
     first: Tree = None  # the first block's output
@@ -105,8 +105,8 @@ class _FirstBlock:
         blocks = self.choices.pop(0) if self.choices else []
         if len(blocks) < 2:
             raise _refused(self.cache, self.model, "the output of its last block does not extend that of the first one")
-        self.kept: dict[str, _Kept] = {}
-        self.now = _Kept()  # of the current call
+        self.kept: dict[str, _BlockOutputs] = {}
+        self.now = _BlockOutputs()  # of the current call
         self.first: Tree = None  # output of the first block in a call that skips the others
         self.position, self.skips = 0, False
         for block in blocks:
@@ -122,7 +122,7 @@ class _FirstBlock:
         self.patched = []
 
     def call(self, kind: str, forward: Callable[[], object]) -> object:
-        self.now, self.position, self.skips = self.kept.setdefault(kind, _Kept()), 0, False
+        self.now, self.position, self.skips = self.kept.setdefault(kind, _BlockOutputs()), 0, False
         output = forward()
         now = self.now
         if not self.skips:

@@ -357,7 +357,7 @@ class Replayer(TapeHead):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
         self.live_at = tape.live_at(self.trained)
         super().__init__(tape)
-        check_kept(tape, self.trained, latents, cfg)
+        check_compacted(tape, self.trained, latents, cfg)
         for k, given in latents.items():
             if given.shape != tape.steps[k].x.shape:
                 raise ReplayError(
@@ -533,7 +533,7 @@ class Replayer(TapeHead):
             torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
 
 
-def check_kept(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:
+def check_compacted(tape: Tape, trained: set[int], latents: Mapping[int, torch.Tensor], cfg: CfgMode) -> None:
     """Raise `ReplayError` if a compacted tape lacks what this replay needs."""
     reads = tape.reads
     if reads is None:

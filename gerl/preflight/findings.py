@@ -360,7 +360,7 @@ def judge_memory(report: Report, config: Config) -> None:
     memory = report.memory
     if memory is None or memory.capacity is None:
         return
-    ways = {
+    remedies = {
         "rollout": "lower rollout.micro_batch_size or rollout.prompts_per_step, or use model.offload=encoders",
         "update": "lower actor.micro_batch_size or rollout.prompts_per_step, or use model.gradient_checkpointing=true",
     }
@@ -368,7 +368,7 @@ def judge_memory(report: Report, config: Config) -> None:
         if needed is not None and needed > memory.capacity:
             report.problems.append(
                 f"the {phase} of a step needs about {size(needed)} with its trajectories, but a worker has "
-                f"{size(memory.capacity)}: {ways[phase]}"
+                f"{size(memory.capacity)}: {remedies[phase]}"
             )
     if memory.validation is not None and memory.validation > memory.capacity:
         report.warnings.append(

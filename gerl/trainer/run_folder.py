@@ -299,7 +299,7 @@ def _resumed(
     _refuse(found, checkpoint.path, state.identity, digests)
     check_identity(checkpoint, digests)
     if asked.given & {"experiment", "algorithm"}:
-        _say_what_is_kept(config, asked)
+        _log_kept_values(config, asked)
     old = yaml.safe_dump({"experiment": experiment, "preset": preset, **before}, sort_keys=False, allow_unicode=True)
     return RunFolder(Composed(config, experiment, run_dir, preset), lock, checkpoint, found, old)
 
@@ -387,7 +387,7 @@ def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
     logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, steps, more)
 
 
-def _say_what_is_kept(config: Config, asked: ParsedCommand) -> None:
+def _log_kept_values(config: Config, asked: ParsedCommand) -> None:
     """Log the values of the run that differ from its experiment or preset given again."""
     own, values = settings_of(config), asked.values
     if not values["reward"]["scorers"]:  # it names none

@@ -96,7 +96,7 @@ def sweep(arguments: Sequence[str]) -> Path:
         signals.answered()
         if read_jobs(folder):
             write_table(folder)
-            error.add_note(f"the table of the sweep is {folder / 'sweep.csv'}; {_carry_on(folder)}")
+            error.add_note(f"the table of the sweep is {folder / 'sweep.csv'}; {_how_to_resume(folder)}")
         raise
     except GerlError:
         if not any(job["code"] for job in read_jobs(folder)):
@@ -128,10 +128,10 @@ def _end(folder: Path, before: float) -> None:
     logger.info("\n%s\n%s", table(jobs), folder / "sweep.csv")
     if failed := [job for job in jobs if job["code"] and job["at"] >= before]:
         names = ", ".join(Path(job["folder"]).name for job in failed)
-        raise TrainingError(f"{len(failed)} of {len(jobs)} runs of the sweep failed: {names}; {_carry_on(folder)}")
+        raise TrainingError(f"{len(failed)} of {len(jobs)} runs of the sweep failed: {names}; {_how_to_resume(folder)}")
 
 
-def _carry_on(folder: Path) -> str:
+def _how_to_resume(folder: Path) -> str:
     again = typed({"checkpoint.resume": "auto", "hydra.sweep.dir": str(folder)})
     return f"the same command with {again} resumes it"
 

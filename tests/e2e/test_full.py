@@ -100,7 +100,7 @@ def test_one_process_carries_on_what_two_ranks_began(divided: Any, fit: Callable
 
 
 @more
-def test_two_ranks_carry_on_what_one_process_began(alone: Any, fit: Callable[..., Any]) -> None:
+def test_two_ranks_resume_what_one_process_began(alone: Any, fit: Callable[..., Any]) -> None:
     assert_close(fit(*RANKS, of=alone), alone)
 
 

@@ -133,10 +133,12 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         task = Bench(worker, prompt).task(worker.algorithm)
         stage.phase = "rollout"
         able = all(getattr(d, "_supports_gradient_checkpointing", False) for d in policy.denoisers.values())
-        ways = [False, True][: 1 + able] if both else [config.model.gradient_checkpointing]
+        checkpointing = [False, True][: 1 + able] if both else [config.model.gradient_checkpointing]
 
         def begin(number: int, what: str) -> None:  # each pass takes seconds to minutes
-            logger.info("%d of %d: %s (%.0f s so far)", number, 2 + len(ways), what, time.perf_counter() - start)
+            logger.info(
+                "%d of %d: %s (%.0f s so far)", number, 2 + len(checkpointing), what, time.perf_counter() - start
+            )
 
         begin(1, "rollout, to find the structure of the pipeline")
         worker.sample(task)
@@ -147,7 +149,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             p.grad = torch.zeros_like(p)
             stage.ledger.leave_out(p.grad)
         updates = {}
-        for number, on in enumerate(ways, 3):
+        for number, on in enumerate(checkpointing, 3):
             begin(number, f"update, {'with' if on else 'without'} gradient checkpointing")
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]

@@ -39,7 +39,7 @@ def test_a_folder_that_is_named_is_the_only_one_that_is_looked_at(made: Made, tm
     assert later.path == b
 
 
-def test_auto_starts_anew_where_there_is_nothing_to_carry_on(
+def test_auto_starts_anew_where_there_is_nothing_to_resume(
     made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
