@@ -183,7 +183,10 @@ def _attempt(name: str, scorer: Scorer, items: list[Item]) -> list[dict[str, flo
         return Refusal(500, f"the scorer {name} failed: {' '.join(what.split())[:SHOWN]}")
     for column, values in lists.items():
         if len(values) != len(items):
-            return Refusal(500, f"the scorer {name} returned {len(values)} scores for {len(items)} images in {column}")
+            return Refusal(
+                500,
+                f"the scorer {name} returned a list of length {len(values)} for {len(items)} images in {column}",
+            )
     rows: list[dict[str, float]] = [{} for _ in items]
     for column, values in lists.items():
         for item, row, value in zip(items, rows, values, strict=True):

@@ -113,7 +113,7 @@ class DMDRConfig(FlowGRPOConfig):
 #
 # Flow-OPD's first form (`reward_mode` kl_only) uses -KL as the advantage of a policy gradient: the same gradient plus
 # noise. Its `gkd` is the form here. Several teachers, selected by `data_source`, combine specialists into one model. A
-# teacher may be the base model with another guidance scale (guidance distillation). Rewards are only watched.
+# teacher may be the base model with another guidance scale (guidance distillation). Rewards are logged, not optimised.
 
 
 class OPD(Algorithm):

@@ -149,7 +149,7 @@ class Noised:
         return self._mapped(lambda values: values[index], "advantages", "groups", "gate")
 
 
-# what to do at noise level k with the rows that have a credit there, and their samples; returns their loss, if any
+# called for each noise level k with the rows that have credit there, and their samples; returns a loss or None
 OnLevel = Callable[[int, Noised, list[Sample]], "torch.Tensor | None"]
 
 

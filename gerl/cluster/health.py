@@ -59,7 +59,7 @@ def lives() -> bool:
 
 @contextlib.contextmanager
 def rescuing() -> Iterator[None]:
-    """Limit `check` in the block to services whose end ends workers, which outlive the control service for a while."""
+    """Exclude the control service from `check` in the block: workers outlive it long enough to be saved from."""
     global _watched
     kept = _watched
     if kept is not None:

@@ -255,7 +255,7 @@ def asked_for(overrides: Sequence[str]) -> ParsedCommand:
 
 
 def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    """Apply `overrides` to the configuration of an existing run, except experiment, algorithm and folder."""
+    """Apply `overrides` to the configuration of an existing run, without those of experiment, preset and folder."""
     overrides = normal(overrides)
     check_arguments(overrides)
     left_out = (*CHOICES, RUN_DIR, "checkpoint.resume")

@@ -81,7 +81,7 @@ def _lines(name: str, value: Any, given: Given, found: Answer) -> dict[str, Any]
         if reason and isinstance(meant, str) and not _unfit(key, meant.lower(), f):
             meant, reason = meant.lower(), ""  # other programs may use capitals
         if reason:
-            translated |= _open(name, meant, Why(f"{OPEN} is {reason}, and {name} is {_text(meant)}", key), found)
+            translated |= _open(name, meant, Why(f"{OPEN} must be {reason}, but {name} is {_text(meant)}", key), found)
         else:
             translated[key] = meant
     return translated

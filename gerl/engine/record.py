@@ -355,7 +355,7 @@ class Tape:
         return inside | set(first[-1:]) if inside else set(first)
 
     def live_at(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps at which the denoiser runs to train `steps`: two streams may share the last call before."""
+        """Return the steps of the denoiser calls that training `steps` needs: of each, the last at it or before."""
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
@@ -818,7 +818,7 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Let the guiders of `pipe` return the conditional output: some divide by a distance that is then 0."""
+    """Let the guiders of `pipe` return the conditional output; some would divide by a distance of 0."""
     # imported lazily: the driver of a run does not need diffusers
     from diffusers.guiders import BaseGuidance
     from diffusers.guiders.guider_utils import GuiderOutput

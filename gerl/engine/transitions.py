@@ -756,7 +756,7 @@ def take_step(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> int:
 
 
 def advance(scheduler: SchedulerMixin, timestep: torch.Tensor | float) -> None:
-    """Let `scheduler` pass a step at `timestep`; inpainting looks up its next sigma by the step index."""
+    """Move the step index of `scheduler` past `timestep`; inpainting reads the next sigma at that index."""
     if family(scheduler) in COUNTS_STEPS:
         scheduler._step_index = step_index(scheduler, timestep) + 1
 

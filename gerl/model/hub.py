@@ -89,7 +89,7 @@ def fetch_lora(source: str) -> Path:
 
 @contextlib.contextmanager
 def _readable(path: str, unreached: Exception | None, key: str) -> Iterator[None]:
-    """Convert errors of a download into `ModelError`; `unreached`: that of reaching the Hub, if any."""
+    """Convert errors of a download into `ModelError`; `unreached`: the error of a first request to the Hub, if any."""
     try:
         yield
     except GerlError:

@@ -45,7 +45,7 @@ Parameters = dict[str, torch.nn.Parameter]  # by name
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
     """Return the names of the attention and feed-forward linear layers in the repeated blocks of `denoiser`.
 
-    Those are entries of a `ModuleList` that contain a module with "attention" in its class name, else all entries.
+    Blocks: entries of a `ModuleList` that contain a module with "attention" in its class name, else all entries.
     """
     modules = dict(denoiser.named_modules())
     entries = {name for name in modules if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.ModuleList)}

@@ -119,7 +119,7 @@ class Pool:
         return {pending: start for pending, start in self.starting.items() if start.until is not None}
 
     def check_room(self) -> None:
-        """Continue without processes not placed in time, which join later; raises `RewardError` if none was placed."""
+        """Stop waiting for processes not placed in time; they join later. Raises `RewardError` if none was placed."""
         if not self.starting:
             return
         now, late, count = time.perf_counter(), self.without_room, len(self.workers)

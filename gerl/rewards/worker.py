@@ -196,7 +196,9 @@ def _by_image(
 ) -> list[float | ScorerFailure]:
     """Return one value per image: the score, the mean over its frames, or the failure."""
     if len(scores) != len(owners):
-        reason = f"returned {len(scores)} scores for {len(owners)} images, expected one per image{scorer.place()}"
+        reason = (
+            f"returned a list of length {len(scores)} for {len(owners)} images, expected one score each{scorer.place()}"
+        )
         return [ScorerFailure(name, reason)] * count
     values: list[list[float | ScorerFailure]] = [[] for _ in range(count)]
     for owner, score in zip(owners, scores, strict=True):

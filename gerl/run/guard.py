@@ -42,7 +42,7 @@ class Signal:
     value: float
     threshold: float
     text: str
-    shown: list[int]  # rows of the validation that show it best
+    shown: list[int]  # rows of the validation where it is most visible
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
 
     @property

@@ -188,7 +188,7 @@ def save_last_step(run: Run) -> str:
 
 
 def _save_from_any(run: Run) -> str:
-    """Save from the first worker that answers, as one may wait for a failed one; returns why none could, else ''."""
+    """Save from the first worker that answers; others may hang in a collective. Returns why none could, else ''."""
     trainers, reasons = run.fleet.trainers, list[str]()
     # dropping the rollouts frees memory: an out-of-memory error may have ended the run
     asked = {trainers.submit(worker, PolicyWorker.clear): worker for worker in range(len(trainers))}
@@ -217,7 +217,7 @@ def _save_from_any(run: Run) -> str:
 
 @contextlib.contextmanager
 def interruption_logged(run_dir: Path, steps: int) -> Iterator[None]:
-    """Add the contents of the run folder to an interruption before the first or after the last of `steps`."""
+    """Add how to resume the run to an interruption before its first or after its last step."""
     try:
         yield
     except Interrupted as error:

@@ -166,7 +166,7 @@ class Actor:
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
     ) -> None:
-        """Build optimizer and averages; `ranks`: in lockstep; `group`: that share weights; `staleness`: steps."""
+        """Build optimizer and averages. `ranks`: in lockstep; `group`: shares the weights; `staleness`: in steps."""
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
@@ -221,7 +221,7 @@ class Actor:
         return self.retry_on_oom(list(chain(*tasks.values())), work)
 
     def retry_on_oom(self, batches: Sequence[Batch], work: Callable[[], T]) -> T:
-        """Run `work` on the `batches` of an update; retry from no gradient with half as many rows if out of memory."""
+        """Run `work`; if it runs out of memory, zero the gradient, halve `batches` and retry."""
         while True:
             try:
                 return work()

@@ -30,7 +30,7 @@ def calibrate(worker: PolicyWorker, task: RolloutTask) -> SamplingProbe:
 def probe(
     pipe: DiffusionPipeline, trajectory: Trajectory, algorithm: Algorithm, dtype: torch.dtype = torch.float32
 ) -> SamplingProbe:
-    """Replay half of a micro-batch just sampled: ratio (1) and weights of steps. `dtype`: of the denoiser's output."""
+    """Replay half of a micro-batch just sampled; measure its ratio, which must be 1, and its step weights."""
     segment, tape = trajectory.task.segments[0], trajectory.tapes[0]
     half = None if tape.batch_size == 1 else list(range(-(-tape.batch_size // 2)))
     found: list[torch.Tensor] = []

@@ -184,7 +184,7 @@ class LocalFleet:
         """Handle the end of sampling for `step`."""
 
     def sync(self, step: int, earlier: bool = False) -> None:
-        """Give separate samplers the weights of `step`; `earlier`: in any case, with those of earlier steps."""
+        """Send separate samplers the weights of `step` unless they have them; `earlier`: always, with earlier ones."""
 
     def forget_sync(self) -> None:
         """Note that all workers start again with the same weights."""
@@ -438,7 +438,7 @@ class CheckpointWriter:
         self._every: float | None = None
 
     def start(self, write: Callable[[], None], check: Callable[[], object], every: float | None) -> None:
-        """Start to write after the previous one; `check`, called every `every` seconds, raises if writers hang."""
+        """Write after the previous checkpoint is written; `check`, called every `every` s, raises if writers hang."""
         self.finish()
         self._last, self._check, self._every = self._executor.submit(write), check, every
 

@@ -113,7 +113,7 @@ def checked_columns(client: Client, answer: JSON, size: int) -> Columns:
                 f"{client.url} returned a column with the name {name!r:.80}, which cannot be shown: correct it there"
             )
         if not isinstance(values, list) or len(values) != size:
-            count = f"{len(values)} scores" if isinstance(values, list) else f"a {type(values).__name__}"
+            count = f"a list of length {len(values)}" if isinstance(values, list) else f"a {type(values).__name__}"
             raise RewardError(
                 f"{client.url} returned {count} for {size} images in column {name}: correct the scorer there"
             )

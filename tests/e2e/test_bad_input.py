@@ -38,7 +38,7 @@ FAILING = {
         "raise RuntimeError('out of\\nmemory')",
         "RuntimeError: out of memory .*failing.py, line 9: raise RuntimeError",
     ),
-    "count": ("return [0.5] * (len(prompts) + 1)", "5 scores for 4 images, expected one per image"),
+    "count": ("return [0.5] * (len(prompts) + 1)", "length 5 for 4 images, expected one score each"),
     "nothing": ("return None", "returned None, expected a list with one number per image, .*failing.py, line 4"),
     "text": ("return ['good'] * len(prompts)", "'good'"),
 }

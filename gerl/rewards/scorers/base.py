@@ -84,7 +84,7 @@ class PeopleScorer(Scorer):
     def ask(
         self, images: Callable[[], Sequence[Any]], prompt: str, metadata: Metadata, occasion: FeedbackRequest
     ) -> list[float] | str:
-        """Return the scores `[B]` of a group, at once; before an answer "" or the problem. May raise `RewardError`."""
+        """Return the scores `[B]` of a group, or without waiting "" or the problem. May raise `RewardError`."""
 
     @abstractmethod
     def reach(self) -> str:

@@ -27,7 +27,7 @@ STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds
 
 
 def doubts(rewards: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return the doubt `[B]` of images by rewards `[B]` and other scores `[B, K]`, NaN where all of these are NaN."""
+    """Return win rate by reward `[B]` minus mean win rate by other scores `[B, K]`; NaN where these are all NaN."""
     known = ~others.isnan()
     rates = torch.full_like(others, torch.nan, dtype=torch.float64)
     for k in range(others.shape[1]):

@@ -30,7 +30,7 @@ def test_requests_that_share_a_batch_do_not_share_failures() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([1.0], "returned 1 scores for 2 images"),
+        ([1.0], "returned a list of length 1 for 2 images"),
         ("ab", "expected a list with one number"),
         ({}, "expected a list with one number"),
         ({"a": "xy"}, "expected a list with one number"),

@@ -344,7 +344,7 @@ WRONG = {
     "return {0.1, 0.2, 0.3, 0.4, 0.5}": "returned a set, expected a list",
     'return "0.5"': "returned a str, expected a list with one number per image",
     'return ["0.5"] * len(images)': "returned '0.5', which is not a number",
-    "return [0.5]": "returned 1 scores for 5 images, expected one per image",
+    "return [0.5]": "returned a list of length 1 for 5 images, expected one score each",
     "return np.ones((len(images), 1))": "returned a ndarray of shape [5, 1], expected a list",
     "return np.float64(1)": "returned a float64 of shape [], expected a list",
     "return {}": "returned an empty dict",

@@ -73,8 +73,8 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ([1.0], "returned 1 scores for 2 images"),
-        ([1.0, 2.0, 3.0], "returned 3 scores for 2 images"),
+        ([1.0], "returned a list of length 1 for 2 images"),
+        ([1.0, 2.0, 3.0], "returned a list of length 3 for 2 images"),
         (0.5, "returned 0.5, expected a list with one number per image"),
         (None, "returned None, expected a list with one number per image"),
         ({"a": 1.0, "b": 2.0}, "returned 1.0 as 'a', expected a list"),
@@ -88,7 +88,7 @@ def test_numbers_of_any_kind_become_floats(answer: Any) -> None:
         (torch.ones(()), "returned a Tensor of shape [], expected a list"),
         (SystemExit(3), "it called sys.exit(3)"),
         ({}, "returned an empty dict"),
-        ({"score": [1.0], "detail": [1.0, 2.0]}, "returned 1 scores for 2 images"),
+        ({"score": [1.0], "detail": [1.0, 2.0]}, "returned a list of length 1 for 2 images"),
         (ValueError("no\nmodel"), "ValueError: no model"),
     ],
 )

@@ -61,9 +61,9 @@ def test_requests_of_a_batch_run_in_parallel() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (scores(red=[1.0]), "returned 1 scores for 5 images in column red"),
-        (scores(red=[1.0] * 6), "returned 6 scores for 5 images"),
-        (scores(red=[1.0] * 5, length=[1.0] * 4), "returned 4 scores for 5 images in column length"),
+        (scores(red=[1.0]), "returned a list of length 1 for 5 images in column red"),
+        (scores(red=[1.0] * 6), "returned a list of length 6 for 5 images"),
+        (scores(red=[1.0] * 5, length=[1.0] * 4), "returned a list of length 4 for 5 images in column length"),
         (scores(red=1.0), "returned a float for 5 images"),
         (scores(red=[1.0, 1.0, math.nan, 1.0, 1.0]), r"returned 'NaN' for image 2 of 5 in column red"),
         (scores(red=[math.inf] * 5), "returned 'Infinity' for image 0"),
