@@ -373,7 +373,7 @@ SCORERS = [
     *(row(f"scorer returns {name}", "small " + MINE % name, "mine", remedy, 1, loads=True)
       for name, remedy in {"nothing": "list", "float": "list", "pair": "images are a list", "flow": "return only the scores", "exits": "", "raises": r"raises\.py.*line 2"}.items()),
     *(row(f"scorer returns {name}", "small " + MINE % name, "mine", remedy, 1, loads=True)
-      for name, remedy in {"column": "number", "texts": "number", "one_number": "1 score"}.items()),
+      for name, remedy in {"column": "number", "texts": "number", "one_number": "length 1"}.items()),
     row("scorer that never changes", "small trainer.steps=6 " + MINE % "constant", "to every image of the last 5 steps", "", None, loads=True,
         works=True),
 ]  # fmt: skip

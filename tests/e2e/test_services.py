@@ -28,6 +28,8 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers import build_scorer
+from gerl.trainer import run as training
+from gerl.trainer.step import Step
 from reward_models.scorers.http import png_base64
 from reward_models.scorers.remote import RemoteScorer
 
@@ -235,31 +237,30 @@ def test_replicas_that_die_are_replaced_and_what_they_were_scoring_is_asked_agai
 def test_a_run_trains_on_a_service_as_on_a_function_and_outlives_its_end(
     service: Service,
     remote: Callable[..., RemoteScorer],
-    arguments: Any,
     train: Callable[..., Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = train(tmp_path / "plain")
-    metrics = tmp_path / "served" / "metrics.jsonl"
-
-    def kill_and_start() -> None:
-        service.wait(lambda: metrics.exists() and bool(metrics.read_text()))
-        service.end(signal.SIGKILL)
-        time.sleep(1)
-        service.start()
-
-    operator = threading.Thread(target=kill_and_start)
-    operator.start()
     kwargs = f"{{url: '{remote().url}', scorer: mean, token_env: GERL_TEST_SERVICE_TOKEN, retries: 60, backoff: 0.5}}"
+    log, operator = training.Run.log, threading.Timer(1, service.start)
+
+    def log_and_kill(run: training.Run, step: Step) -> None:  # here, so that the second step finds no service
+        log(run, step)
+        if step.number == 1:
+            service.end(signal.SIGKILL)
+            operator.start()
+
+    monkeypatch.setattr(training.Run, "log", log_and_kill)
     served = train(tmp_path / "served", f"+reward.scorers.remote={{weight: 0.5, kwargs: {kwargs}}}", scorer="")
     operator.join(120)
     assert served.column("reward/mean") == pytest.approx(plain.column("reward/mean"), rel=1e-6)
     assert served.column("reward/mean")[0] > 0 and not any(served.column("reward/failures"))
     assert (served.lora(2) - plain.lora(2)).abs().max() < 1e-6 and served.lora(2).abs().max() > 0
-    before, after = served.column("scorer/remote/latency_s")
-    assert after > 1 > before  # it waited for the service
-    assert served.column("scorer/remote/warnings")[1] > 0 and "attempt 1; next in" in caplog.text
+    assert served.column("scorer/remote/latency_s")[1] > 1  # it waited for the service
+    before, after = served.column("scorer/remote/warnings")
+    assert before == 0 < after and "attempt 1; next in" in caplog.text
     assert service.end(signal.SIGTERM) == 0  # and that ends in peace
     assert "Traceback" not in service.log.read_text()
 
