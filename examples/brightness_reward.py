@@ -1,6 +1,6 @@
 """A reward of your own, in one function.
 
-Alone, in place of the experiment's scorers, and beside them (the signs demo's is ocr):
+Alone, in place of the experiment's scorers, which stay watched, and beside them (the signs demo's is ocr):
 
 python -m gerl.trainer.main_flowgrpo 'reward.scorers={bright: {path: examples/brightness_reward.py}}'
 python -m gerl.trainer.main_flowgrpo '+reward.scorers.bright={path: examples/brightness_reward.py, weight: 0.1}'

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
 
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
@@ -39,8 +40,11 @@ PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}
 ENDLESS = "a value has endlessly nested mappings or lists: use fewer"
 
 
-def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfig:
-    """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`."""
+def compose_files(chosen: Sequence[str], given: Sequence[Override], replacing: bool = True) -> DictConfig:
+    """Compose the `chosen` files with the Hydra settings in `given`; raises `ConfigError`.
+
+    `replacing`: the scorers of a file of the user replace those of its `defaults`; else they are merged.
+    """
     for override in filter(is_hydra, given):
         group = override.key_or_group
         if override.is_delete() or group == "hydra":
@@ -50,7 +54,7 @@ def compose_files(chosen: Sequence[str], given: Sequence[Override]) -> DictConfi
             )
         if group.startswith("hydra/") and group.removeprefix("hydra/") not in GROUPS:
             raise ConfigError(f"{group}: there is no such key; there are hydra/{', hydra/'.join(GROUPS)}; {LISTED}")
-    register()
+    register(replacing)
     GlobalHydra.instance().clear()
     with sentences(chosen), initialize_config_dir(str(config_folder()), version_base="1.3"):
         files = [own_file(override).partition("=") for override in chosen]
@@ -70,13 +74,14 @@ def _blocks(composed: DictConfig, names: Sequence[str], resolve: bool) -> dict[s
     return {str(name): value for name, value in values.items()}
 
 
-def register() -> None:
-    """Register the defaults with Hydra as `gerl`."""
+def register(replacing: bool = True) -> None:
+    """Register the defaults with Hydra as `gerl`; `replacing`: as in `compose_files`."""
     schema = OmegaConf.create(defaults())
     for free in FREE:
         OmegaConf.set_struct(OmegaConf.select(schema, free), False)
     ConfigStore.instance().store("gerl", schema)
-    ConfigStore.instance().store(NO_SCORERS, {"reward": {"scorers": None}}, group="experiment", package="_global_")
+    none = {"reward": {"scorers": None} if replacing else {}}
+    ConfigStore.instance().store(NO_SCORERS, none, group="experiment", package="_global_")
 
 
 @functools.cache
@@ -198,6 +203,7 @@ class Composed:
     run_dir: Path
     preset: str = ""  # the `algorithm=NAME` it was composed with; empty: not known
     kept: str = ""  # the sentence about default scorers beside the named ones; may be empty
+    replaced: Mapping[str, ScorerConfig] = field(default_factory=dict)  # of the experiment, replaced by the config's
 
     def yaml(self) -> str:
         """Return the whole configuration as written to `config.yaml`."""
@@ -238,6 +244,44 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
     )
 
 
+def replaced_scorers(overrides: Sequence[str], asked: ParsedCommand) -> dict[str, ScorerConfig]:
+    """Return the scorers of the experiment, and of files in its `defaults`, that others have replaced.
+
+    Without those that `~reward.scorers.NAME`, or the value null, removes. `asked`: the result of `asked_for`.
+    """
+    overrides = normal(overrides)
+    own_file = any(o.endswith(SUFFIXES) for o in overrides if key_of(o) == "experiment")
+    if WHOLE not in map(key_of, overrides) and not own_file:
+        return {}
+    found = {}
+    for name, scorer in _lost(_scorers_of_files(overrides), asked.values, overrides).items():
+        if isinstance(scorer, dict):
+            with contextlib.suppress(ValidationError, ConfigError):  # its value is no longer checked
+                found[name] = TypeAdapter(ScorerConfig).validate_python(scorer)
+    return found
+
+
+def stays_watched(scorer: Mapping[str, Any]) -> bool:
+    """Whether a scorer of a `config.yaml` is kept when the run is resumed with a reward that does not name it."""
+    return scorer.get("weight") == 0 and scorer.get("during") == "validation"
+
+
+def _lost(before: Mapping[str, Any], values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the scorers `before` that are not in `values`, although no override removes them by name."""
+    removed = {key_of(o) for o in overrides if o.startswith("~")}
+    left = values["reward"]["scorers"]
+    if not left or WHOLE in removed:  # no scorers at all
+        return {}
+    return {name: s for name, s in before.items() if name not in left and f"{WHOLE}.{name}" not in removed}
+
+
+def _scorers_of_files(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the scorers of the chosen files merged with those of their `defaults`, by name; None: removed by one."""
+    whole = compose_files([o for o in overrides if key_of(o) in CHOICES], [], replacing=False)
+    register()
+    return dict(_blocks(whole, ["reward"], resolve=False)["reward"]["scorers"] or {})
+
+
 def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     """Read the origin and the folder of the run from a command line; nothing else is checked."""
     given = frozenset(map(key_of, (normal([o])[-1] for o in overrides)))  # not the experiment that is understood
@@ -262,6 +306,9 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
     kept = [override for override in overrides if key_of(override) not in left_out]
     values = deepcopy({block: {**entries, **settings.get(block, {})} for block, entries in defaults().items()})
     set_keys(values, [read(override) for override in kept], again=True)
+    if isinstance(scorers := values["reward"]["scorers"], dict):  # a reward given again leaves what is watched
+        lost = _lost(settings.get("reward", {}).get("scorers", {}), values, kept)
+        scorers |= {name: scorer for name, scorer in lost.items() if stays_watched(scorer)}
     return _config(resolved(values, OmegaConf.create()), kept)
 
 
@@ -314,7 +361,8 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     with sentences(chosen):
         values = _blocks(whole, [str(name) for name in whole if name != "hydra"], resolve=False)
     set_keys(values, [read(o) for o in below])
-    set_keys(values, [o for o in given if not is_hydra(o)])
+    there = _scorers_of_files(overrides) if any(o.startswith(f"~{WHOLE}.") for o in overrides) else ()
+    set_keys(values, [o for o in given if not is_hydra(o)], removable=[f"{WHOLE}.{name}" for name in there])
     values = resolved(values, whole)
     _check_algorithm(values, chosen, overrides)
     values["algorithm"] = with_own_name(values["algorithm"])
@@ -342,6 +390,8 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     reward, model = values.get("reward"), values.get("model")
     if isinstance(reward, dict) and not reward.get("scorers") and not replaced:
         reward["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
+    elif isinstance(reward, dict) and isinstance(scorers := reward.get("scorers"), dict):
+        reward["scorers"] = {name: scorer for name, scorer in scorers.items() if scorer is not None}  # null: removed
     is_lora = not isinstance(model, dict) or model.get("train", "lora") == "lora"
     if isinstance(model, dict) and not is_lora and "model.lora_targets" not in map(key_of, overrides):
         model["lora_targets"] = None  # the experiment's, for a LoRA that there is not
@@ -354,7 +404,7 @@ def _other_scorers(config: Config, experiment: str, overrides: Sequence[str]) ->
     named = [key.split(".")[2] for key in keys if key.startswith(f"{WHOLE}.")]
     named = [name for name in dict.fromkeys(named) if name in config.reward.scorers]
     own = [name for name in named if config.reward.scorers[name].path is not None]
-    others = [name for name in config.reward.scorers if name not in named]
+    others = [name for name, scorer in config.reward.scorers.items() if name not in named and scorer.weight]
     if "experiment" in keys or WHOLE in keys or not own or not others:
         return ""
     default = dataclasses.asdict(ScorerConfig())
@@ -713,8 +763,13 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = False) -> None:
-    """Set, add and delete keys in nested `values`; `again`: they may exist or be missing. Raises `ConfigError`."""
+def set_keys(
+    values: dict[str, Any], given: Sequence[Override], again: bool = False, removable: Sequence[str] = ()
+) -> None:
+    """Set, add and delete keys in nested `values`; raises `ConfigError`.
+
+    `again`: they may exist or be missing. `removable`: keys that may be deleted although they are missing.
+    """
     blocks = list(values)
     for override in given:
         key, value = override.key_or_group, override.value()
@@ -728,7 +783,7 @@ def set_keys(values: dict[str, Any], given: Sequence[Override], again: bool = Fa
                 "values"
             )
         if override.is_delete():
-            _take_away(values, override, again)
+            _take_away(values, override, again or key in removable)
             continue
         place = _place(values, names, key)
         old = place.get(leaf)

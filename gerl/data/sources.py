@@ -10,6 +10,8 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gerl.config import Config, DataConfig, Source, sources
 from gerl.data import tables
 from gerl.data.preferences import merge_duplicates, with_images
@@ -84,6 +86,19 @@ def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]
     if all((per_step * part).denominator == 1 for part in parts):
         return [int(per_step * part) for part in parts]
     return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
+
+
+def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Give each prompt the text of another one as its `contrast`; "" if all texts are equal."""
+    count, order = len(prompts), np.random.default_rng(0).permutation(len(prompts)).tolist()
+    texts = [prompts[i].text for i in order]
+    if len(set(texts)) < 2:
+        return list(prompts)
+    found: dict[int, str] = {}
+    for place, i in enumerate(order):
+        following = (texts[(place + k) % count] for k in range(1, count))
+        found[i] = next(text for text in following if text != texts[place])
+    return [replace(prompt, contrast=found[i]) for i, prompt in enumerate(prompts)]
 
 
 def limit_prompts(prompts: Sequence[Prompt], most: int | None, given: object) -> list[Prompt]:

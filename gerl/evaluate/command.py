@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
 from gerl.evaluate.loras import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.evaluate.selection import Selection, select
 from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.progress import Progress
@@ -50,6 +51,11 @@ class Options:
     )
     suite_prompts: str | None = key("the suite's prompt file, verified by its SHA-256")
     suite_protocol: str | None = key("the suite's protocol; default: that of the model, by its name")
+    split: bool = key(
+        "true or false; whether a run's checkpoint is chosen on other prompts than those reported. false reports all, "
+        "with a gain that is too large on average",
+        True,
+    )
 
 
 PARSER = Parser(
@@ -76,6 +82,8 @@ class Request:
     images: int  # per prompt
     suite: PinnedSuite | None = None
     deviations: tuple[str, ...] = ()  # from the suite
+    runs: dict[str, tuple[Path, str]] = field(default_factory=dict)  # LoRA -> its run, and which checkpoint it is
+    split: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Evaluation:
     results: "Results"  # column -> variant -> `Result`
     complete: bool  # whether all prompts were sampled; else only the finished ones are included, with all variants
     suite: "SuiteResults | None" = None
+    remarks: tuple[str, ...] = ()  # how the checkpoints of runs were chosen, and what several intervals hold for
 
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
@@ -104,13 +113,16 @@ def run(request: Request) -> Evaluation:
     """Validate the request, then sample, score and write; see `gerl.evaluate`."""
     config, out = request.config, request.out
     resolve(config.model.path)
-    prompts = _prompts(request)
+    prescribed = None if request.suite is None else f"suite={request.suite.name} prescribes all its prompts"
+    whole = prescribed if request.split else "split=false"
+    selection = select(request.loras, {n: run for n, (run, _) in request.runs.items()}, _prompts(request), whole)
+    request, prompts = replace(request, loras=selection.loras), selection.prompts
     if out is not None:
         make_folder(out)
     # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.cluster import Cluster
-        from gerl.evaluate.comparison import compare, tasks_of
+        from gerl.evaluate.comparison import compare, joint, tasks_of
         from gerl.evaluate.worker import sample
 
     tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
@@ -126,8 +138,9 @@ def run(request: Request) -> Evaluation:
             ", ".join(config.reward.scorers),
         ),
     )
+    words = {name: text for name, (_, text) in request.runs.items()} | selection.words
     for name, file in request.loras.items():
-        logger.info("%s: %s", name, file)
+        logger.info("%s: %s%s", name, file, f" ({words[name]})" if name in words else "")
     for text in request.deviations:
         logger.warning("suite=%s, not the published protocol: %s", request.suite and request.suite.name, text)
     rows: list[ScoredRow] = []
@@ -139,10 +152,11 @@ def run(request: Request) -> Evaluation:
                 if config.reward.on_error == "stop":
                     stop_at_failure(part)
     finally:
-        found = Evaluation(rows, compare(rows), len(rows) == total, _measured(request, tasks, rows)) if rows else None
-        if found is not None:
-            report(request, found)
-    assert found is not None  # there is at least one prompt
+        if rows:
+            results = compare(rows)
+            remarks = (*selection.remarks, *([together] if (together := joint(results)) else []))
+            found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows), remarks)
+            report(request, found, selection)
     check_any_scored(rows)
     return found
 
@@ -178,7 +192,9 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     if options.images is not None and options.images < 1:
         raise ConfigError(f"images={options.images}: it must be a number of images, at least 1")
     _check_suite(options)
-    files = name_loras([(name, path, find_lora(path)) for name, path in options.lora])
+    found = [(path, *find_lora(path)) for _, path in options.lora]
+    files = name_loras([(name, path, file) for (name, _), (path, file, _) in zip(options.lora, found, strict=True)])
+    runs = {name: (Path(path).expanduser(), w) for name, (path, _, w) in zip(files, found, strict=True) if w}
     chosen = [override.removeprefix("experiment=") for override in overrides if override.startswith("experiment=")]
     if not chosen:
         path = next((o.removeprefix("model.path=") for o in overrides if o.startswith("model.path=")), model)
@@ -198,7 +214,7 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
-    return Request(config, chosen[-1], files, options.out, images, pinned, differing)
+    return Request(config, chosen[-1], files, options.out, images, pinned, differing, runs, options.split)
 
 
 def _check_suite(options: Options) -> None:
@@ -232,14 +248,14 @@ def _compose(options: Options, overrides: Sequence[str]) -> tuple[Config, Pinned
     return config, pinned, tuple(deviations(pinned, plain, config, options.images or pinned.images))
 
 
-def report(request: Request, found: Evaluation) -> None:
+def report(request: Request, found: Evaluation, selection: Selection) -> None:
     """Write the files to `out`, if given, and log the table. Raises `GerlError` if they cannot be written."""
     from gerl.evaluate.comparison import facts as suite_facts
-    from gerl.evaluate.comparison import sheets, table, text, too_few_prompts, write_files  # imports torch
+    from gerl.evaluate.comparison import sheets, table, text, write_files  # imports torch
 
     prompts = len({row.prompt_id for row in found.rows})
     counts = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
-    lines = ["", table(found.results), "", counts, *([few] if (few := too_few_prompts(found.results)) else [])]
+    lines = ["", table(found.results), "", counts, *found.remarks]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(found.rows)} images; {first}")
@@ -251,6 +267,8 @@ def report(request: Request, found: Evaluation) -> None:
             "configuration": request.source,
             "prompts": request.config.validation.data,
             "images": request.images,
+            "prompts_reported": len(selection.prompts),
+            "prompts_of_the_choice": selection.aside,
             "complete": found.complete,
             "variants": {BASE: None, **{name: str(file) for name, file in request.loras.items()}},
         }
@@ -258,5 +276,5 @@ def report(request: Request, found: Evaluation) -> None:
             facts["suite"] = suite_facts(found.suite)
         above = () if found.suite is None else sheets(found.suite)
         title = " and ".join([Path(request.config.model.path).name, *request.loras])
-        lines += map(str, write_files(request.out, title, found.rows, found.results, facts, above))
+        lines += map(str, write_files(request.out, title, found.rows, found.results, facts, above, found.remarks))
     logger.info("%s", "\n".join(lines))

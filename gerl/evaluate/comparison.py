@@ -16,12 +16,20 @@ from gerl.evaluate.loras import BASE, COLUMNS
 from gerl.evaluate.suites import Column, PinnedSuite, Suite
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.total import TOTAL, distinct_columns, score_row
-from gerl.run.validation import CONFIDENCE, RESAMPLES, Estimate, bootstrap_groups, estimate
+from gerl.run.validation import (
+    CONFIDENCE,
+    Estimate,
+    differences,
+    estimate,
+    estimate_gain,
+    gain_ends,
+    known,
+    mean_interval,
+)
 from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
-FEW_PROMPTS = 20  # with fewer, percentile intervals are too narrow
 WIDTH = 384  # maximum width of thumbnails in pixels
 
 
@@ -54,6 +62,7 @@ class Result:
     """Results of a variant in one column: the mean, the difference to the base, and the win rate against it.
 
     Difference and win rate are paired, on the same noise, over prompts scored for both. A tie counts as half a win.
+    With several LoRAs the intervals of their differences, and those of their win rates, hold together (Bonferroni).
     """
 
     mean: Estimate
@@ -95,17 +104,32 @@ def compare(rows: Sequence[ScoredRow]) -> Results:
     places = list(dict.fromkeys((row.prompt_id, row.index) for row in rows))
     ids = [prompt_id for prompt_id, _ in places]
     cells = {(row.variant, row.prompt_id, row.index): row.values for row in rows}
+    sure = together(variants)
     results: Results = {}
     for column in columns(rows):
         scores = {v: [cells.get((v, *place), {}).get(column) for place in places] for v in variants}
+        ends = _ends([value for own in scores.values() for value in known(own)])
         results[column] = {}
         for variant, own in scores.items():
-            pairs = zip(own, scores[BASE], strict=True)
-            gains = [None if a is None or b is None else a - b for a, b in pairs]
+            mean = estimate(ids, own, ends)
+            if variant == BASE:
+                results[column][variant] = Result(mean)
+                continue
+            gains = differences(scores[BASE], own)
             wins = [None if gain is None else 1.0 if gain > 0 else 0.5 if gain == 0 else 0.0 for gain in gains]
-            paired = [] if variant == BASE else [estimate(ids, gains), estimate(ids, wins)]
-            results[column][variant] = Result(estimate(ids, own), *paired)
+            difference = estimate_gain(ids, scores[BASE], own, sure)
+            results[column][variant] = Result(mean, difference, estimate(ids, wins, (0.0, 1.0), sure))
     return results
+
+
+def together(variants: Sequence[str]) -> float:
+    """Return the confidence of each LoRA's interval with which those of all LoRAs hold together (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / max(len(variants) - 1, 1)
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the least and the largest value of a column, None without any."""
+    return (min(values), max(values)) if values else None
 
 
 def columns(rows: Sequence[ScoredRow]) -> list[str]:
@@ -128,14 +152,14 @@ def table(results: Results) -> str:
     return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
 
 
-def too_few_prompts(results: Results) -> str | None:
-    """Return a warning if there are too few prompts for reliable intervals, otherwise None."""
-    count = min(result.mean.count for result in results[TOTAL].values())
-    if count >= FEW_PROMPTS:
+def joint(results: Results) -> str | None:
+    """Return what the intervals of several LoRAs hold for, None for a single one."""
+    count = len(results[TOTAL]) - 1
+    if count < 2:
         return None
     return (
-        f"The intervals are over {count} prompt{'' if count == 1 else 's'}: below {FEW_PROMPTS} they are too "
-        "narrow to be meaningful; use more prompts."
+        f"In each column the {count} intervals of differences to the base hold together with 95 %, and so do those of "
+        f"wins: each has {100 * together(list(results[TOTAL])):.3g} % (Bonferroni)."
     )
 
 
@@ -166,10 +190,12 @@ def write_files(
     results: Results,
     facts: Mapping[str, object],
     sheets: Sequence[Sheet] = (),
+    remarks: Sequence[str] = (),
 ) -> list[Path]:
     """Write `scores.csv`, `summary.json` (`facts` and `results`) and `gallery.html` to `folder`; return their paths.
 
-    sheets: tables at the top of the gallery. Raises `GerlError` if a file cannot be written.
+    sheets: tables at the top of the gallery. remarks: sentences about the results. Raises `GerlError` if a file cannot
+    be written.
     """
     cells: list[dict[str, object]] = [
         {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
@@ -177,18 +203,20 @@ def write_files(
         for row in rows
     ]
     plain = {column: {v: asdict(result) for v, result in variants.items()} for column, variants in results.items()}
-    summary = {**facts, "confidence": CONFIDENCE, "resamples": RESAMPLES, "results": finite(plain)}
+    summary = {**facts, "remarks": list(remarks), "confidence": CONFIDENCE, "results": finite(plain)}
     contents = {
         "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
         "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
-        "gallery.html": page(title, rows, results, sheets),
+        "gallery.html": page(title, rows, results, sheets, remarks),
     }
     for name, content in contents.items():
         write_file(folder / name, content)
     return [folder / name for name in contents]
 
 
-def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequence[Sheet] = ()) -> str:
+def page(
+    title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequence[Sheet] = (), remarks: Sequence[str] = ()
+) -> str:
     """Render the gallery: a row per prompt and image with all variants, sorted by the gain of the first LoRA.
 
     A click on a line of the table sorts by a LoRA's difference to the base, or by the base's scores.
@@ -198,10 +226,10 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
     by_variant: dict[tuple[int, int], dict[str, ScoredRow]] = {}
     for row in rows:
         by_variant.setdefault((row.prompt_id, row.index), {})[row.variant] = row
+    count = f"{len(by_variant)} row{'' if len(by_variant) == 1 else 's'}"
     note = (
-        f"{len(by_variant)} row{'' if len(by_variant) == 1 else 's'}: the same prompt and the same noise for all. "
-        "Click a LoRA to sort by its gain over the base, or the base to sort by its score; click again to reverse the "
-        f"order.{' ' + few if (few := too_few_prompts(results)) else ''}"
+        f"{count}: the same prompt and the same noise for all. Click a LoRA to sort by its gain over the base, or the "
+        "base to sort by its score; click again to reverse the order."
     )
     chosen = min(1, len(results[TOTAL]) - 1)  # the first LoRA's difference, otherwise the base's scores
     lines = [
@@ -211,7 +239,9 @@ def page(title: str, rows: Sequence[ScoredRow], results: Results, sheets: Sequen
         for variant, result in variants.items()
     ]
     cards = [_card(row, places, labels) for row in by_variant.values()]
-    return card_page(title, note, HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets)
+    return card_page(
+        title, " ".join([note, *remarks]), HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets
+    )
 
 
 def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:
@@ -282,20 +312,29 @@ def measure(suite: Suite, tasks: Mapping[int, str], rows: Sequence[ScoredRow]) -
         for row in rows:
             if (value := row.values.get(name)) is not None:
                 scores[row.variant][row.prompt_id, row.index] = value * column.factor
-        if not any(scores.values()):
+        all_scores = [score for own in scores.values() for score in own.values()]
+        if not all_scores:
             continue
         names = suite.tasks.names if suite.tasks and column.over == "tasks" else ()
         for task, variant in product((None, *names), variants):
             own = {place: score for place, score in scores[variant].items() if task in (None, tasks.get(place[0]))}
             gains = {place: score - scores[BASE][place] for place, score in own.items() if place in scores[BASE]}
             if own or task is None:
-                difference = None if variant == BASE else _estimate(gains, column, tasks)
-                found.append(SuiteMean(name, variant, _estimate(own, column, tasks), difference, task))
+                mean = _estimate(own, column, tasks, _ends(all_scores))
+                ends = gain_ends(list(gains.values()), all_scores)
+                difference = None if variant == BASE else _estimate(gains, column, tasks, ends, together(variants))
+                found.append(SuiteMean(name, variant, mean, difference, task))
     return found
 
 
-def _estimate(scores: Mapping[Place, float], column: Column, tasks: Mapping[int, str]) -> Estimate:
-    """Return the mean over prompts, or over task means; the bootstrap resamples prompts within tasks."""
+def _estimate(
+    scores: Mapping[Place, float],
+    column: Column,
+    tasks: Mapping[int, str],
+    ends: tuple[float, float] | None = None,
+    confidence: float = CONFIDENCE,
+) -> Estimate:
+    """Return the mean over prompts, or over task means; without an interval if a task has a single prompt."""
     prompts: dict[int, list[float]] = {}
     for (prompt, _), value in scores.items():
         prompts.setdefault(prompt, []).append(value)
@@ -303,7 +342,8 @@ def _estimate(scores: Mapping[Place, float], column: Column, tasks: Mapping[int,
     for prompt, values in prompts.items():
         by_task.setdefault(tasks[prompt] if column.over == "tasks" else "", []).append(fmean(values))
     groups = [by_task[task] for task in sorted(by_task)]
-    low, high = bootstrap_groups(groups) if any(len(group) > 1 for group in groups) else (math.nan, math.nan)
+    enough = groups and all(len(group) > 1 for group in groups)
+    low, high = mean_interval(groups, ends, confidence) if enough else (math.nan, math.nan)
     return Estimate(fmean(map(fmean, groups)) if groups else math.nan, low, high, len(prompts))
 
 

@@ -1,6 +1,5 @@
 """Files and names of the compared LoRAs, and the columns of the results. Does not import torch."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from gerl.rewards.total import TOTAL
 from gerl.run.checkpoint import MANIFEST, find_checkpoint, models_in
 from gerl.utils.files import reason
 
-logger = logging.getLogger("gerl")
-
 BASE = "base"  # the variant without a LoRA, the reference of the others
 # of scores.csv, in addition to the scorers'
 COLUMNS = ("prompt_id", "image", "seed", "variant", "prompt", TOTAL, "failure")
@@ -24,32 +21,33 @@ LORA = (
 )
 
 
-def find_lora(source: str) -> Path:
+def find_lora(source: str) -> tuple[Path, str]:
     """Return the safetensors file of a LoRA, given the file, its folder, a checkpoint, or a run (best checkpoint).
 
-    For full fine-tuning, return the folder with the denoisers. Raises `ConfigError` if there is no LoRA, or more than
-    one; `CheckpointError` if the checkpoints of a run are damaged; `ModelError` if the file cannot be read.
+    The words say which checkpoint stands for a run; they are empty otherwise. For full fine-tuning, return the folder
+    with the denoisers. Raises `ConfigError` if there is no LoRA, or more than one; `CheckpointError` if the checkpoints
+    of a run are damaged; `ModelError` if the file cannot be read.
     """
     path = Path(source).expanduser()
     if path.is_file():
-        return _readable(path)
+        return _readable(path), ""
     if not path.is_dir():
         raise ConfigError(f"lora={source}: there is no such file or folder; give {LORA}")
+    words = ""
     if (path / "checkpoints").is_dir():
-        _, checkpoint, why = find_checkpoint(path)
-        logger.info("lora=%s: using the checkpoint of %s", source, why)
+        _, checkpoint, words = find_checkpoint(path)
         path = checkpoint.path
     if models_in(path) and not (path / "model_index.json").is_file():  # full fine-tuning
-        return path
+        return path, words
     if (path / MANIFEST).is_file():
         path = path / "lora"
     files = sorted(path.glob("*.safetensors"))
     if path / WEIGHTS in files:
-        return _readable(path / WEIGHTS)
+        return _readable(path / WEIGHTS), words
     if len(files) != 1:
         what = f"{len(files)} .safetensors files, give one of them" if files else f"no {WEIGHTS}; give {LORA}"
         raise ConfigError(f"lora={source}: {path} has {what}")
-    return _readable(files[0])
+    return _readable(files[0]), words
 
 
 def _readable(file: Path) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gerl.algorithms.planning import plan_validation
@@ -27,6 +28,7 @@ from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin
 from gerl.run.checkpoint import models_in
 from gerl.trainer.overlong import sentences
 from gerl.utils.files import capture_logs, pass_on_logs
+from gerl.workers.base_judge import BaseJudge
 from gerl.workers.rollout import Rollout
 
 logger = logging.getLogger("gerl")
@@ -83,7 +85,13 @@ class EvaluationWorker:
         start = time.perf_counter()
         switch(self.rollout.policy.pipe, None if variant == BASE or self.loras[variant].is_dir() else variant)
         self.weights.switch(variant)
-        return Images(task_id, self.rollout.validate(samples), time.perf_counter() - start)
+        pixels, calls = self.rollout.validate(samples)
+        scores: dict[str, np.ndarray] = {}
+        if self.config.reward.by_latents("validation") is not None:
+            self.weights.switch(BASE)
+            judge = BaseJudge.of(self.rollout, self.config)
+            scores = judge.scores(judge(calls))
+        return Images(task_id, pixels, time.perf_counter() - start, scores=scores)
 
 
 def sample(

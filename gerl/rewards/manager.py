@@ -254,6 +254,7 @@ class RewardManager:
         cluster.send_by_value(functions_of(config.scorers).values())
         self.groupwise = {name for name, scorer in scorers.items() if scorer.groupwise}
         self.people = {name for name, scorer in scorers.items() if isinstance(scorer, PeopleScorer)}
+        self.on_worker = {name for name, scorer in scorers.items() if scorer.on_worker}
         by_model = {name: scorer for name, scorer in config.scorers.items() if name not in self.people}
         self.training = active_scorers(config.scorers, "training")
         self.validation = active_scorers(by_model, "validation")  # people are not asked
@@ -438,6 +439,7 @@ class ScoringRound:
         self.images: dict[int, Pending[Images]] = {}  # of the sampled micro-batches
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
         self.left = 0  # calls that have not ended
+        self.left_of: dict[int, int] = {}  # of them by micro-batch, for those sampled
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):
@@ -455,6 +457,7 @@ class ScoringRound:
     def add(self, batch: int, images: Pending[Images]) -> None:
         """Queue the calls that are possible once the `images` of micro-batch `batch` are sampled."""
         self.images[batch] = images
+        self.left_of.setdefault(batch, 0)
         for sample in self.samples[batch]:
             self.missing[sample.group] -= 1
         whole = [g for g in dict.fromkeys(sample.group for sample in self.samples[batch]) if not self.missing[g]]
@@ -466,7 +469,7 @@ class ScoringRound:
                 places = [(i, row) for i, row in part if applies(scorer, self.samples[i][row].prompt)]
                 if places:
                     self.manager.pools[name].queue.append(Job(self, name, places))
-                    self.left += 1
+                    self._count(places, 1)
 
     def finish(self) -> list[Scores]:
         """Wait for the scores of all micro-batches after all were added; raises as `RewardManager.collect`."""
@@ -476,7 +479,20 @@ class ScoringRound:
 
     def scores(self) -> list[Scores]:
         """Return the scores of all micro-batches, in order, after all calls have ended."""
-        return [self._scores(batch, rows) for batch, rows in zip(self.samples, self.rows, strict=True)]
+        return self.scores_of([[(i, row) for row in range(len(batch))] for i, batch in enumerate(self.samples)])
+
+    def is_scored(self, batch: int) -> bool:
+        """Whether all calls of a sampled micro-batch have ended; those of groups begin when all images are sampled."""
+        return self.left_of.get(batch) == 0
+
+    def scores_of(self, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Scores]:
+        """Return the scores of the images at the places (micro-batch, row) of each part."""
+        return [self._scores([self.samples[i][r] for i, r in p], [self.rows[i][r] for i, r in p]) for p in parts]
+
+    def _count(self, places: Sequence[tuple[int, int]], change: int) -> None:
+        self.left += change
+        for batch in {i for i, _ in places}:
+            self.left_of[batch] = self.left_of.get(batch, 0) + change
 
     def score(self, job: Job, workers: WorkerGroup[RewardWorker]) -> Pending[Answer]:
         """Submit the call of `job` to its process of `workers`."""
@@ -494,7 +510,7 @@ class ScoringRound:
 
     def store(self, job: Job, rows: Sequence[Row]) -> None:
         """Store the rows returned by the call of `job`."""
-        self.left -= 1
+        self._count(job.places, -1)
         for (i, row), found in zip(job.places, rows, strict=True):
             self.rows[i][row] |= found
 
@@ -594,10 +610,17 @@ class PendingRollout:
         while len(self.sampled) < self.count:
             advance([self, *others])
 
-    def finish(self, others: Sequence["PendingRollout"] = ()) -> list[Scores]:
-        """Wait for all micro-batches and return their scores in order; raises errors of sampling and scoring."""
+    def finish(
+        self, others: Sequence["PendingRollout"] = (), meanwhile: Callable[[], None] | None = None
+    ) -> list[Scores]:
+        """Wait for all micro-batches and return their scores in order; raises errors of sampling and scoring.
+
+        `meanwhile`: called while scores are missing, after each wait.
+        """
         self.wait_until_sampled(others)
         while self.scoring.left:
+            if meanwhile is not None:
+                meanwhile()
             advance([self, *others])
         return self.scoring.scores()
 
@@ -698,10 +721,11 @@ class Overdue(BaseException):
 
 def try_scorers(
     manager: RewardManager, config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
-) -> None:
-    """Call every scorer once as in training, on grey images with rows of `prompts`; no-op if `reward.trial` is off.
+) -> list[str]:
+    """Call every scorer once as in training, on grey images with rows of `prompts`, and return the columns it scores.
 
-    Scorers used only in validation get rows of `held_out`.
+    Scorers used only in validation get rows of `held_out`. If `reward.trial` is off, none is called, and there are no
+    columns.
 
     The call has a micro-batch of images, or a group for a groupwise scorer; as in training it is repeated
     (`reward.retries`) and checked. A failure of a scorer with weight 0 is only a warning. People are not asked; only
@@ -711,7 +735,7 @@ def try_scorers(
         RewardError: a scorer with a weight has no score for any image, hangs, or ends its process.
     """
     if not config.reward.trial:
-        return
+        return []
     for pool in manager.distinct_pools:
         pool.wait_until_ready(0)
     calls: dict[str, Pending[Answer] | str] = {}
@@ -720,12 +744,14 @@ def try_scorers(
         rows = [prompt for prompt in known if applies(scorer, prompt)]
         if rows and name in manager.people:
             _reach(manager.pools[name], name)
-        elif rows:
+        elif rows and name not in manager.on_worker:
             count = config.rollout.n if name in manager.groupwise else config.rollout.micro_batch_size
             rows = rows[:1] * count if name in manager.groupwise else [rows[i % len(rows)] for i in range(count)]
             calls[name] = _submit(manager.pools[name], name, rows, _grey(config, count))
+    columns: list[str] = []
     for name, call in calls.items():  # calls in one process run one after the other, each with its full time-out
-        _conclude(manager.pools[name], name, config.reward.scorers[name], call)
+        columns += _conclude(manager.pools[name], name, config.reward.scorers[name], call)
+    return columns
 
 
 def _reach(pool: Pool, name: str) -> None:
@@ -757,18 +783,18 @@ def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pe
         return f"no answer within {pool.timeout:g} s{pool.workers.workers[0].scorers[name].place(error)}"
 
 
-def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> None:
-    """Wait for a call; raises `RewardError`, or warns, if it failed."""
+def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> list[str]:
+    """Wait for a call and return its columns; raises `RewardError`, or warns, if it failed."""
     answer = call if isinstance(call, str) else _answer(pool, call)
     if isinstance(answer, str):
-        count, failures = 0, [answer]
+        count, failures, columns = 0, [answer], list[str]()
     else:
         for message in answer.warnings:
             logger.warning("scorer %s: %s", name, message)
-        count = len(answer.rows)
+        count, columns = len(answer.rows), list(dict.fromkeys(column for row in answer.rows for column in row))
         failures = [value.reason for row in answer.rows if isinstance(value := row[name], ScorerFailure)]
     if not failures:
-        return
+        return columns
     problem = (
         f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
         "reward.trial=false if it is only grey images that it cannot score"
@@ -781,6 +807,7 @@ def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer]
         logger.warning("%s; its weight is 0, so the run continues", problem)
         if isinstance(answer, str):
             pool.renew(0)
+    return columns
 
 
 def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:

@@ -207,12 +207,17 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
                 f"step={step}: {folder} has no checkpoint of this step, only of {', '.join(map(str, paths))}"
             )
         return folder, load_checkpoint(paths[step]), f"step {step}, as requested"
-    intact = _intact(paths.values(), logging.WARNING)
+    intact = _intact(paths.values(), logging.WARNING, _verified)
     if not intact:
         raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
     if best := _best(intact):
         return folder, best, f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
     return folder, intact[-1], f"step {intact[-1].step}, the latest"
+
+
+def comparable_checkpoints(run: Path) -> list[Checkpoint]:
+    """Return the checkpoints of a run among which `find_checkpoint` chooses the one with the best held-out reward."""
+    return _comparable(_intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified))
 
 
 def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
@@ -357,13 +362,17 @@ def _intact(
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the largest held-out reward, the newest of equals; None if none was validated.
+    """Return the checkpoint with the largest held-out reward, the newest of equals; None if none was validated."""
+    return max(_comparable(checkpoints), key=lambda c: (_held_out_reward(c), c.step), default=None)
 
-    Only rewards measured like that of the newest count: a resumed run may have changed the validation.
+
+def _comparable(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the validated checkpoints whose reward was measured like that of the newest.
+
+    A resumed run may have changed the validation.
     """
     validated = [c for c in checkpoints if _held_out_reward(c) is not None]
-    validated = [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
-    return max(validated, key=lambda c: (_held_out_reward(c), c.step), default=None)
+    return [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
 
 
 def _held_out_reward(checkpoint: Checkpoint) -> float | None:

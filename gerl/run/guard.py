@@ -14,29 +14,99 @@ import yaml
 
 from gerl.run.health import number
 from gerl.run.settings import get
-from gerl.run.validation import RESAMPLES, Validation, bootstrap, known, mean, paired_gains, share_interval
+from gerl.run.validation import Validation, judged, known, mean, paired_gains
 from gerl.utils.files import finite, write_file, writing
+
+# --- Chance: how often a change as large would come about if nothing had changed
+#
+# Changes are paired: of the same prompt, from the same noise. Without an effect each is as likely to go up as down.
+
+ENUMERATED = 16  # changes up to which all signs are tried
+NEWTON = 50  # most iterations
+
+
+def sign_chance(changes: Sequence[float]) -> float:
+    """Return the probability of as many positive ones among the `changes` that are not 0 (exact sign test)."""
+    risen, count = sum(change > 0 for change in changes), sum(change != 0 for change in changes)
+    return sum(math.comb(count, k) for k in range(risen, count + 1)) / 2**count
+
+
+def mean_chance(changes: Sequence[float]) -> float:
+    """Return the probability of a mean as high if all signs of the `changes` were random (Fisher 1935, section 21).
+
+    All signs are tried for up to 16 changes; more are approximated by a saddlepoint (Lugannani and Rice 1980).
+    """
+    sizes = np.abs([change for change in changes if change != 0])
+    total = float(np.sum(changes))
+    if total <= 0 or len(sizes) == 0:
+        return 1.0
+    if len(sizes) <= ENUMERATED:
+        sums = np.zeros(1)
+        for size in sizes:
+            sums = np.concatenate([sums - size, sums + size])
+        return float((sums >= total - 1e-9 * sizes.sum()).mean())
+    largest = float(sizes.max())
+    sizes, total = sizes / largest, total / largest
+    if total >= sizes.sum() * (1 - 1e-9):
+        return 0.5 ** len(sizes)
+    z, tanh = (
+        0.0,
+        np.zeros(len(sizes)),
+    )  # the saddlepoint: sum(sizes * tanh(z * sizes)) = total, by Newton
+    for _ in range(NEWTON):
+        missing, slope = total - float(sizes @ tanh), float(sizes**2 @ (1 - tanh**2))
+        if missing <= 1e-9 * total or slope < 1e-12:
+            break
+        z += missing / slope
+        tanh = np.tanh(z * sizes)
+    cumulants = float((z * sizes + np.log1p(np.exp(-2 * z * sizes)) - math.log(2)).sum())
+    root = math.sqrt(max(2 * (z * total - cumulants), 0.0))
+    slope = z * math.sqrt(float(sizes**2 @ (1 - tanh**2)))
+    if root < 1e-3:
+        return 0.5
+    density = math.exp(-(root**2) / 2) / math.sqrt(2 * math.pi)
+    return min(1.0, max(math.erfc(root / math.sqrt(2)) / 2 + density * (1 / slope - 1 / root), 0.5 ** len(sizes)))
+
+
+def rise_chance(changes: Sequence[float]) -> float:
+    """Return the probability of a rise as clear by one of the two tests above; twice the smaller one."""
+    return min(1.0, 2 * min(sign_chance(changes), mean_chance(changes)))
+
+
+def share_chance(before: int, of: int, after: int, of_then: int) -> float:
+    """Return the probability of a share `after / of_then` so far above `before / of` (Fisher's exact test)."""
+    marked, ways = before + after, math.comb(of + of_then, before + after)
+    low = max(after, marked - of)
+    return sum(math.comb(of_then, k) * math.comb(of, marked - k) for k in range(low, min(of_then, marked) + 1)) / ways
+
 
 # --- Reward hacking: comparison of held-out images with the first ones.
 #
-# Thresholds are measured on the run's first validation, whose images have the same noise; none is tuned to a model. The
-# guard does not know the intention: it reports how the images changed and which of them to look at.
+# The guard does not know the intention: it reports how the images changed and which of them to look at. The judgement
+# of the base model needs no watched scorer. What a training changes without harm (sharper letters) is below the spread
+# of the first images, by which changes of looks, of diversity and of surprise are measured.
 
 FILE = "guard.jsonl"
-CONFIDENCE = 0.999  # two-sided level of an interval: a run has about ten validations with about ten tests each
-CHANCE = (1 - CONFIDENCE) / 2  # probability of a fall as large by chance alone
-RARE = 0.025  # share of the first images on each side considered unusual
+# drifts beyond these many standard deviations over the first prompts count
+LOST, SURPRISING, DRIFT, ALIKE = 0.25, 2.0, 1.5, 1.0
 SHOWN = 8  # images shown per signal
+QUOTED = 3  # prompts quoted per signal
 FEWEST = 8  # fewest prompts for a test
-WORDS = yaml.safe_load(Path(__file__).with_name("looks.yaml").read_text(encoding="utf-8"))
-LOOKS, UNLIKE = WORDS["looks"], WORDS["unlike"]  # statistic -> words
+ALIGNMENT = "base/alignment"  # key of the signal that needs no watched scorer
+RAREST = 1e-6  # chance below which the figure is not said
+WORDS = yaml.safe_load(Path(__file__).with_name("guard.yaml").read_text(encoding="utf-8"))
+LOOKS, UNLIKE, NEXT = WORDS["looks"], WORDS["unlike"], WORDS["next"]  # statistic -> words; signal -> words
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence."""
+    """A sign of reward hacking or collapse: a `value` beyond its `threshold`, with a sentence.
 
-    name: str  # watched, disagreement, looks, diversity, kl or no_signal
+    chance: probability of such a value by chance, in this validation alone. drift: whether it is a change beyond a
+    multiple of the spread of the first images, not any change.
+    """
+
+    name: str  # base, watched, disagreement, looks, diversity, kl or no_signal
     column: str
     step: int
     value: float
@@ -44,145 +114,241 @@ class Signal:
     text: str
     shown: list[int]  # rows of the validation where it is most visible
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
+    chance: float = 0.0
+    drift: bool = False
 
     @property
     def key(self) -> str:
         """Name in `guard.ignored`."""
         return f"{self.name}/{self.column}"
 
+    @property
+    def sentence(self) -> str:
+        """What was seen, how rare it is by chance, and what to do next."""
+        odds = f"1 in {1 / self.chance:,.0f}" if self.chance > RAREST else f"less than 1 in {1 / RAREST:,.0f}"
+        rare = f" (by chance: {odds})" if self.chance < 0.5 else ""
+        return f"{self.text}{rare}; {NEXT[self.name].format(key=self.key, column=self.column)}"
 
-def signals(
+
+@dataclass(frozen=True)
+class Levels:
+    """Chances up to which the tests of a validation are signals."""
+
+    alignment: float
+    others: float
+    drifts: float
+
+
+def levels(config: Mapping[str, Any], others: int) -> Levels:
+    """Return the levels of the tests in each validation of a run; config: as in config.yaml.
+
+    All tests of all planned validations together have the probability `guard.false_alarms`: each validation an equal
+    share (alpha spending), half of it for `base/alignment`, the other half for the `others`, tests for any change.
+    Drifts beyond a multiple of the spread of the first images need no share: without a change there are none.
+    """
+    steps, every = get(config, "trainer", "steps") or 1, get(config, "validation", "every") or 0
+    validations = max(1, -(-steps // every)) if every else 1
+    share = (get(config, "guard", "false_alarms") or 0.05) / validations
+    return Levels(share / 2, share / 2 / max(others, 1), share)
+
+
+def fewest_changes(config: Mapping[str, Any], watched: int) -> int:
+    """Return the fewest prompts on which one of `watched` columns has to fall to be a signal."""
+    return math.ceil(-math.log2(levels(config, 2 * watched + 2).others))  # with two trends
+
+
+def guard_scope(watched: Sequence[str], action: str, held_out: int, judge: bool, fewest: int) -> str:
+    """Say what the guard can and cannot see.
+
+    watched: the columns that it compares with the reward. action: `guard.action`. held_out: number of held-out prompts,
+    0 without validation. judge: whether the base model judges the held-out images. fewest: see `fewest_changes`.
+    """
+    if action == "off":
+        return "the guard is off (guard.action=off): nothing warns of reward hacking"
+    if held_out < FEWEST:
+        there = f"are only {held_out}" if held_out else "are none"
+        return (
+            f"the guard compares no images: it needs {FEWEST} held-out prompts or more, and there {there} "
+            f"(validation.data{', validation.max_prompts' if held_out else ''})"
+        )
+    compared = watched if held_out >= fewest else ()
+    sees = [f"a fall of {', '.join(compared)} while the reward rises"] if compared else []
+    sees += ["images that no longer match their prompts or that the base model finds unlikely"] if judge else []
+    sees += ["drifts in look and diversity"]
+    listed = ", and ".join(filter(None, (", ".join(sees[:-1]), sees[-1])))
+    whole = "what none of these measures" if compared or judge else "whether images still match their prompts"
+    sentence = f"the guard sees {listed}; it cannot see {whole}"
+    if len(compared) < len(watched):
+        few = f"it needs {fewest} held-out prompts, and there are only {held_out}"
+        return f"{sentence}; to compare {', '.join(watched)} {few} (validation.data, validation.max_prompts)"
+    return sentence if watched else f"no scorer is watched (+reward.scorers.NAME.weight=0): {sentence}"
+
+
+def found_signals(tested: Sequence[Signal], config: Mapping[str, Any]) -> list[Signal]:
+    """Return the results of the tests of a validation that are signals: those too rare by chance (`levels`)."""
+    importance = get(config, "guard", "importance") or 0.0
+    level = levels(config, sum(not signal.drift and signal.key != ALIGNMENT for signal in tested))
+    limits = [level.drifts if s.drift else level.alignment if s.key == ALIGNMENT else level.others for s in tested]
+    rare = [signal for signal, limit in zip(tested, limits, strict=True) if signal.chance <= limit]
+    relevant = [signal for signal in rare if signal.size is None or signal.size >= importance]
+    return list({signal.key: signal for signal in reversed(relevant)}.values())[::-1]  # the first of each key
+
+
+def candidates(
     first: Validation,
     later: Validation,
     config: Mapping[str, Any],
     peaks: Mapping[str, Validation] | None = None,
-    importance: float = 0.0,
+    earlier: int = 1,
 ) -> list[Signal]:
-    """Find the signs of reward hacking or collapse in a validation, compared with the run's first one.
+    """Test a validation against the run's first one; the results are signals if they are rare enough.
 
     config: as in config.yaml. peaks: column -> the validation in which it was highest so far; a watched column is also
-    compared with its peak, since it may rise before it falls. importance: smallest relevant fall of a watched column,
-    in standard deviations over the prompts of the first validation. Validations of other prompts, or of fewer than
-    eight, are not compared.
+    compared with its peak, since it may rise before it falls. earlier: number of earlier validations, from which the
+    peaks are. Validations of other prompts, or of fewer than eight,
+    are not compared.
     """
     if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
         return []
-    found = [*_looks(first, later)]
+    peaks = peaks or {}
+    found = [*_base(first, later, peaks.get(ALIGNMENT, first), earlier), *_looks(first, later)]
     for name in watched_columns(config, list(first.by_scorer)):
-        for before in (first, (peaks or {}).get(name, first)):
-            gain = paired_gains(before, later).get("reward")
-            if gain is None or not gain.low > 0:
-                continue
-            of_prompts = known(first.by_prompt(first.by_scorer[name]))
-            spread = statistics.stdev(of_prompts) if len(of_prompts) > 1 else 0.0
-            fell = [s for s in _falls(before, later, name, spread) if s.size is None or s.size >= importance]
-            found += fell
-            if fell:
-                break
+        peak = peaks.get(name, first)
+        found += _watched(first, later, name, peak, 1 if peak.step == first.step else earlier)
     return found
 
 
-def raise_peaks(peaks: dict[str, Validation], validation: Validation) -> None:
+def raise_peaks(peaks: dict[str, Validation], validation: Validation, first: Validation) -> None:
     """Set `validation` as the peak of the columns that are highest in it."""
-    for name, values in validation.by_scorer.items():
-        if name not in peaks or _mean(values) > _mean(peaks[name].by_scorer[name]):
+    for name, values in (validation.by_scorer | judged(validation, first)).items():
+        before = peaks.get(name)
+        if before is None or _mean(values) > _mean((before.by_scorer | judged(before, first))[name]):
             peaks[name] = validation
 
 
 def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     """Return the columns that do not count in the reward: those of watched scorers, and extra columns of all scorers.
 
-    Excludes a scorer's uncertainty (`sigma`), which is neither good nor bad.
+    Excludes a scorer's uncertainty (`sigma`), which is neither good nor bad, and the surprise of `base_alignment`.
     """
     scorers = get(config, "reward", "scorers") or {}
-    return [c for c in columns if ("/" in c or get(scorers, c, "weight") == 0) and not c.endswith("/sigma")]
+    watched = [c for c in columns if "/" in c or get(scorers, c, "weight") == 0]
+    return [c for c in watched if c.rpartition("/")[2] not in ("sigma", "surprise")]
 
 
-def _falls(first: Validation, later: Validation, name: str, spread: float) -> Iterator[Signal]:
-    """Find significant falls of a watched column while the reward rises: of its mean, and on most of the prompts.
+def _base(first: Validation, later: Validation, peak: Validation, of: int) -> Iterator[Signal]:
+    """Test what the base model sees in the images: their prompt (alignment), and how unlikely they are (surprise).
 
-    The size of the latter is that of the median change: a few large gains do not hide it. spread: standard deviation
-    of the column over the prompts; the size of a fall is unknown (always large) if it is 0.
+    peak: the best of `of` earlier validations in alignment, which rises at first also where a reward is hacked.
     """
-    rewards, values = _changes(first, later, None), _changes(first, later, name)
-    changes = known(values)
-    shown = _largest(first, later, name)
-    if len(changes) >= FEWEST and (mean := statistics.fmean(changes)) < (lowest := _lowest_mean(changes)):
-        before, after = (_mean(one.by_scorer[name]) for one in (first, later))
+    tests = [(first, ALIGNMENT, -1, 0.0, 1), (first, "base/surprise", 1, SURPRISING, 1)]
+    tests += [(peak, ALIGNMENT, -1, LOST, of)] if peak.step > first.step else []
+    new = judged(later, first)
+    for before, column, sign, least, looked_at in tests:
+        old = judged(before, first)
+        spread, changes = _spread(judged(first, first), first, column), _changes(old, new, first, column)
+        moved = [sign * change - least * spread for change in known(changes)]
+        if len(moved) < FEWEST or spread == 0:
+            continue
+        size = statistics.fmean(sign * change for change in known(changes)) / spread
+        order, worse = _order(later, changes, sign), sum(move > 0 for move in moved)
+        what = "sees less of the prompts in" if column == ALIGNMENT else "is more surprised by"
         text = (
-            f"{name}, which is watched, fell from {before:.3f} at step {first.step} to {after:.3f} while the "
-            f"reward rose from {_mean(first.rewards):.3f} to {_mean(later.rewards):.3f} (by chance: {lowest:+.3f})"
+            f"the base model {what} the held-out images than at step {before.step}, on average by {size:.2f} standard "
+            f"deviations of the first ones ({worse} of {len(moved)} prompts), most for {_quoted(later, order)}"
         )
-        size = -mean / spread if spread > 0 else None
-        yield Signal("watched", name, later.step, mean, lowest, text, shown, size)
-    risen = [b for a, b in zip(rewards, values, strict=False) if a is not None and b is not None and a > 0]
-    changed = [b for b in risen if b != 0]
-    fell, enough = sum(b < 0 for b in changed), _enough_falls(len(changed))
-    if len(changed) >= FEWEST and enough is not None and fell >= enough:
-        text = (
-            f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
-            f"{first.step}, {name} fell on {fell} and rose on {len(changed) - fell}"
-        )
-        signs, least = (1 - 2 * count / len(changed) for count in (fell, enough))  # mean signs
-        size = -statistics.median(changed) / spread if spread > 0 else None
-        yield Signal("disagreement", name, later.step, signs, least, text, shown, size)
+        chance, name = min(1.0, looked_at * mean_chance(moved)), column.partition("/")[2]
+        yield Signal("base", name, later.step, sign * size, sign * least, text, order, None, chance, least > 0)
 
 
-def _lowest_mean(changes: Sequence[float]) -> float:
-    """Return the 0.05 % quantile of the mean of `changes` [N] under random signs (Fisher's randomization test).
+def _watched(first: Validation, later: Validation, name: str, peak: Validation, of: int) -> Iterator[Signal]:
+    """Test a watched column for a fall while the reward rises: of its mean, and on most of the prompts.
 
-    A bootstrap of the changes would take their spread for that of chance, which is larger.
+    The size of the latter is that of the median change: a few large gains do not hide it. The size is unknown (always
+    large) if the column was the same on all prompts. peak: the best of several validations, which counts as `of` tests.
     """
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(RESAMPLES, len(changes)))
-    lowest = float(np.quantile(signs @ np.abs(changes) / len(changes), CHANCE))
-    return lowest * (1 + 1e-9)  # tolerance, so that a mean of falls only is not below itself by rounding
-
-
-def _enough_falls(count: int) -> int | None:
-    """Return the fewest falls among `count` changes that the exact sign test needs; None if all are too few."""
-    tail, enough = 0.0, None
-    for falls in range(count, -1, -1):
-        tail += math.comb(count, falls) / 2**count
-        if tail > CHANCE:
-            break
-        enough = falls
-    return enough
+    spread = _spread(first.by_scorer, first, name)
+    fall, disagreement = list[Signal](), list[Signal]()
+    for before, tests in ((first, 1), (peak, of)):
+        gain = paired_gains(before, later).get("reward")
+        if gain is None or not gain.low > 0:
+            continue
+        changes = _changes(before.by_scorer, later.by_scorer, before, name)
+        falls = [-change for change in known(changes)]
+        order = _order(later, changes, -1)
+        if len(falls) >= FEWEST:
+            old, new = (_mean(one.by_scorer[name]) for one in (before, later))
+            text = (
+                f"{name}, which is watched, fell from {old:.3f} at step {before.step} to {new:.3f} while the reward "
+                f"rose from {_mean(before.rewards):.3f} to {_mean(later.rewards):.3f}, most for {_quoted(later, order)}"
+            )
+            chance = min(1.0, tests * mean_chance(falls))
+            size = statistics.fmean(falls) / spread if spread > 0 else None
+            fall.append(Signal("watched", name, later.step, new - old, 0.0, text, order, size, chance))
+        gains = _changes({"": before.rewards}, {"": later.rewards}, before, "")
+        risen = [-b for a, b in zip(gains, changes, strict=True) if a is not None and b is not None and a > 0]
+        if sum(move != 0 for move in risen) >= FEWEST:
+            down, up = sum(move > 0 for move in risen), sum(move < 0 for move in risen)
+            text = (
+                f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
+                f"{before.step}, {name} fell on {down} and rose on {up}, most for {_quoted(later, order)}"
+            )
+            size = statistics.median([move for move in risen if move != 0]) / spread if spread > 0 else None
+            chance, value = min(1.0, tests * sign_chance(risen)), (up - down) / (up + down)
+            disagreement.append(Signal("disagreement", name, later.step, value, 0.0, text, order, size, chance))
+    for results in (fall, disagreement):
+        if results:
+            yield min(results, key=lambda signal: signal.chance)
 
 
 def _looks(first: Validation, later: Validation) -> Iterator[Signal]:
+    """Test statistics of the images for a drift beyond the spread of the first ones, and for a loss of diversity."""
     for name, words in {**LOOKS, **UNLIKE}.items():
-        old, new = known(first.looks.get(name, [])), known(later.looks.get(name, []))
-        if len(old) < FEWEST or len(new) != len(old) or (name in LOOKS and min(old) == max(old)):
+        changes = _changes(first.looks, later.looks, first, name)
+        spread, moves = _spread(first.looks, first, name), known(changes)
+        if len(moves) < FEWEST or spread == 0:
             continue
-        low, high = (float(edge) for edge in np.quantile(old, [RARE, 1 - RARE]))
-        surely = bootstrap(known(later.by_prompt(later.looks[name])), CONFIDENCE)
-        sign = 1 if surely[0] > high and name in LOOKS else -1 if surely[1] < low else 0
-        if sign == 0:
-            continue
-        edge, mean, most = high if sign > 0 else low, statistics.fmean(new), f"{1 - RARE:.1%} of the first images"
+        size, kind = statistics.fmean(moves) / spread, "looks" if name in LOOKS else "diversity"
+        sign, least = (math.copysign(1, size), DRIFT) if name in LOOKS else (-1.0, ALIKE)
+        order = _order(later, changes, sign)
+        old, new = (_mean(one.looks[name]) for one in (first, later))
+        what = "the images have drifted from the first ones: " if kind == "looks" else ""
+        text = (
+            f"{what}{words} went from {old:.3g} to {new:.3g} on average, by {abs(size):.2f} standard deviations of "
+            f"the first ones, most for {_quoted(later, order)}"
+        )
+        chance = mean_chance([sign * move - least * spread for move in moves])
         if name in LOOKS:
-            text = (
-                f"the images have drifted from the first ones: {words} is {mean:.3g} on average, "
-                f"{'above' if sign > 0 else 'below'} {most} ({edge:.3g})"
-            )
-        else:
-            text = f"{words} has fallen from {statistics.fmean(old):.3g} to {mean:.3g}, below {most}"
-        order = sorted(later.shown or range(len(new)), key=lambda i: -sign * new[i])
-        kind = "looks" if name in LOOKS else "diversity"
-        yield Signal(kind, name, later.step, mean, edge, text, order[:SHOWN])
+            chance = min(1.0, 2 * chance)  # up or down
+        yield Signal(kind, name, later.step, size, sign * least, text, order, None, chance, drift=True)
 
 
-def _changes(first: Validation, later: Validation, name: str | None) -> list[float | None]:
-    old, new = (one.rewards if name is None else one.by_scorer.get(name, []) for one in (first, later))
-    before, after = first.by_prompt(old), later.by_prompt(new) if new else []
-    return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=False)]
+Columns = Mapping[str, Sequence[float | None]]
 
 
-def _largest(first: Validation, later: Validation, name: str) -> list[int]:
-    old, new = first.by_scorer[name], later.by_scorer.get(name, [])
-    pairs = {i: (old[i], new[i]) for i in later.shown or range(len(new)) if i < len(new)}
-    changed = {i: b - a for i, (a, b) in pairs.items() if a is not None and b is not None}
-    return sorted(changed, key=lambda i: changed[i])[:SHOWN]
+def _changes(old: Columns, new: Columns, first: Validation, name: str) -> list[float | None]:
+    """Return the changes of a column by prompt: those of the mean over its images."""
+    if name not in old or name not in new:
+        return []
+    before, after = first.by_prompt(old[name]), first.by_prompt(new[name])
+    return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=True)]
+
+
+def _spread(columns: Columns, first: Validation, name: str) -> float:
+    """Return the standard deviation of a column over the first validation's prompts."""
+    values = known(first.by_prompt(columns[name])) if name in columns else []
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _order(later: Validation, changes: Sequence[float | None], sign: float) -> list[int]:
+    """Return the rows of the shown images whose prompts changed most in the direction of `sign`."""
+    by_row = dict(zip(later.first_rows, changes, strict=True))
+    rows = [row for row in by_row if by_row[row] is not None and (not later.shown or row in later.shown)]
+    return sorted(rows, key=lambda row: -sign * (by_row[row] or 0.0))[:SHOWN]
+
+
+def _quoted(later: Validation, rows: Sequence[int]) -> str:
+    return ", ".join(repr(later.prompts[row])[:60] for row in rows[:QUOTED]) or "none of the images shown"
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -207,7 +373,7 @@ class GuardLog:
         lines = []
         for signal in found:
             row = asdict(signal)
-            row = {"step": row.pop("step"), "signal": row.pop("name"), **row, "action": action}
+            row = {"step": row.pop("step"), "signal": row.pop("name"), **row, "text": signal.sentence, "action": action}
             lines.append(f"{json.dumps(finite(row))}\n")
         self._append(lines)
         return due
@@ -245,7 +411,7 @@ def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-# --- Trends during training: a KL that grows without gain, and groups of equal rewards
+# --- Trends during training: a reward that falls while the KL grows, and groups of equal rewards
 
 Row = Mapping[str, Any]
 MOST = 1000  # most groups counted per block; a larger block counts as this many
@@ -281,52 +447,44 @@ class TrainingTrends:
         return [row for place, row in self._rows.items() if before < place <= step]
 
 
-def trend_signals(
+def trend_candidates(
     course: TrainingTrends, first: Validation, best: Validation, later: Validation, measures_kl: bool = True
 ) -> list[Signal]:
-    """Find the signs in the steps up to the validation `later`.
+    """Test the steps up to the validation `later`; the results are signals if they are rare enough.
 
     best: the earlier validation with the highest reward. measures_kl: whether the KL has a fixed reference.
     """
     if first.step >= later.step:
         return []
-    return [*(_kl(course, first, best, later) if measures_kl else ()), *_no_signal(course, first, later)]
+    return [*(_kl(course, best, later) if measures_kl else ()), *_no_signal(course, first, later)]
 
 
-def _kl(course: TrainingTrends, first: Validation, best: Validation, later: Validation) -> Iterator[Signal]:
-    """Find a KL that has grown since the best validation without the expected gain in reward.
+def _kl(course: TrainingTrends, best: Validation, later: Validation) -> Iterator[Signal]:
+    """Test for a held-out reward that falls while the KL grows (Gao et al. 2022, arXiv 2210.10760, figure 1).
 
-    Without overoptimization the gain grows as the square root of the KL (Gao et al. 2022, arXiv 2210.10760).
+    A reward that no longer rises is none: it may be at its end, or the learning rate may have decayed.
     """
     before, now = course.kl(best.step), course.kl(later.step)
-    if first.prompts != later.prompts or not first.step < best.step < later.step:
+    if best.prompts != later.prompts or not best.step < later.step:
         return
     if before is None or now is None or not 0 < before < now:
         return
-    sure = paired_gains(first, best).get("reward")
-    if sure is None or not sure.low > 0:
+    changes = _changes({"": best.rewards}, {"": later.rewards}, best, "")
+    if len(known(changes)) < FEWEST:
         return
-    growth = math.sqrt(now / before) - 1
-    gains = zip(_changes(first, best, None), _changes(best, later, None), strict=True)
-    pairs = [(early, late) for early, late in gains if early is not None and late is not None]
-    if len(pairs) < FEWEST:
-        return
-    expected = growth * statistics.fmean(early for early, _ in pairs)
-    gained = statistics.fmean(late for _, late in pairs)
-    if bootstrap([late - growth * early for early, late in pairs], CONFIDENCE)[1] < 0:
-        text = (
-            f"the KL to the base model grew from {before:.3g} to {now:.3g} since step {best.step}, and the "
-            f"held-out reward changed by {gained:+.3f} instead of the {expected:+.3f} expected from the gain up to "
-            "that step"
-        )
-        rewards = enumerate(zip(best.rewards, later.rewards, strict=True))
-        changes = {i: b - a for i, (a, b) in rewards if a is not None and b is not None}
-        order = sorted(later.shown or range(len(later.rewards)), key=lambda i: changes.get(i, 0.0))
-        yield Signal("kl", "reward", later.step, gained, expected, text, order[:8])
+    order, old, new = _order(later, changes, -1), _mean(best.rewards), _mean(later.rewards)
+    text = (
+        f"the held-out reward fell from {old:.3f} at step {best.step} to {new:.3f} while the KL to the base model grew "
+        f"from {before:.3g} to {now:.3g}, most for {_quoted(later, order)}"
+    )
+    # the best of several validations: as many tests
+    earlier = sum(step < later.step for step in course.validated)
+    chance = min(1.0, max(1, earlier) * rise_chance([-change for change in known(changes)]))
+    yield Signal("kl", "reward", later.step, new - old, 0.0, text, order, None, chance)
 
 
 def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> Iterator[Signal]:
-    """Find a growing share of groups whose images all have the same reward below the best one."""
+    """Test for a growing share of groups whose images all have the same reward below the best one."""
     after = [step for step in course.validated if step > first.step]
     if not after or after[0] >= later.step:
         return
@@ -334,14 +492,13 @@ def _no_signal(course: TrainingTrends, first: Validation, later: Validation) -> 
     if not all(total for _, total in counts):
         return
     old, new = (count / total for count, total in counts)
-    scales = [(count, total, min(1.0, MOST / total)) for count, total in counts]
-    (_, high), (low, _) = (share_interval(round(s * count), round(s * total), CONFIDENCE) for count, total, s in scales)
-    if low > high:
-        text = (
-            f"in {new:.0%} of the groups since the previous validation all images had the same reward, below "
-            f"the best one, as in {old:.0%} of those up to step {after[0]}: they carry no training signal"
-        )
-        yield Signal("no_signal", "groups", later.step, new, high, text, [])
+    scaled = [(round(count * min(1.0, MOST / total)), min(total, MOST)) for count, total in counts]
+    text = (
+        f"in {new:.0%} of the groups since the previous validation all images had the same reward, below the best one, "
+        f"as in {old:.0%} of those up to step {after[0]}: they carry no training signal"
+    )
+    chance = share_chance(*scaled[0], *scaled[1]) if new > old else 1.0
+    yield Signal("no_signal", "groups", later.step, new, old, text, [], None, chance)
 
 
 def best_of(validations: Sequence[Validation], before: int) -> Validation | None:

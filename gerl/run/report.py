@@ -29,7 +29,7 @@ from gerl.run.page import facts, frozen
 from gerl.run.settings import changes, read_config
 from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
-from gerl.run.validation import BeforeAfter, estimate, load_validations, mean
+from gerl.run.validation import BeforeAfter, estimate_gain, load_validations, mean
 from gerl.utils.files import write_file
 from gerl.web.pages import page_assets, render
 
@@ -102,7 +102,8 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("before", "after", "change", "counts")) | {"label": "held-out reward"}
     if compared is not None and compared.last is not None:
         first, last, best = compared.first, compared.last, best_step(rows)
-        gain = estimate(range(len(compared.known)), compared.known)
+        both = [(gain.before, gain.after) for gain in compared.gains]
+        gain = estimate_gain(range(len(both)), [before for before, _ in both], [after for _, after in both])
         each = f", {first.each} images each" if first.each > 1 else ""
         note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after"
         change = f"{gain.mean:+.3f}" if gain.count else None
@@ -111,7 +112,7 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
             note += "; in brackets the 95 % interval of the gain"
         counts = f"{compared.counts}, step {last.step} against step {first.step}"
         if best is not None and best[0] != last.step:
-            counts += f"; the best held-out reward was {best[1]:.3f}, at step {best[0]}"
+            counts += f"; the best held-out reward was {best[1]:.3f}, at step {best[0]} (on new prompts expect less)"
         figures = {"before": mean(first.rewards), "after": mean(last.rewards)}
         return {**found, **figures, "change": change, "note": note, "counts": counts}
     for name, label in (("val/reward/mean", "held-out reward"), ("reward/mean", "training reward")):

@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +24,14 @@ from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, thumbnail
 
 T = TypeVar("T")
+JUDGED = ("own_error", "other_error")  # statistics of an image by the base model
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over `count` prompts with its 95 % confidence interval; NaN with too few prompts."""
+    """Mean over `count` prompts with its confidence interval (`mean_interval`); NaN with too few prompts."""
 
     mean: float
     low: float
@@ -38,58 +39,149 @@ class Estimate:
     count: int
 
 
-def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of the mean of `values` [N] (Efron and Tibshirani 1993, section 13.3).
-
-    The ends are quantiles of the means of 10,000 resamples of size N, with a fixed seed.
-    """
-    return bootstrap_groups([values], confidence, seed)
-
-
-def bootstrap_groups(
-    groups: Sequence[Sequence[float]], confidence: float = CONFIDENCE, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile interval of the mean of the means of `groups`, each resampled separately."""
-    generator = np.random.default_rng(seed)
-    means = []
-    for data in (np.asarray(group, dtype=np.float64) for group in groups):
-        chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
-        sizes = [(min(chunk, RESAMPLES - start), len(data)) for start in range(0, RESAMPLES, chunk)]
-        means.append(np.concatenate([data[generator.integers(len(data), size=size)].mean(axis=1) for size in sizes]))
-    low, high = np.quantile(np.mean(means, axis=0), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
-
-
-def estimate(prompt_ids: Sequence[int], values: Sequence[float | None]) -> Estimate:
+def estimate(
+    prompt_ids: Sequence[int],
+    values: Sequence[float | None],
+    ends: tuple[float, float] | None = None,
+    confidence: float = CONFIDENCE,
+) -> Estimate:
     """Return mean and interval of `values` [N], one per image; None is left out.
 
-    Images of the same prompt are averaged first: they are not independent, so prompts are resampled.
+    Images of the same prompt are averaged first: they are not independent. ends: see `mean_interval`.
     """
     prompts: dict[int, list[float]] = {}
     for i, value in zip(prompt_ids, values, strict=True):
         if value is not None:
             prompts.setdefault(i, []).append(value)
     means = [sum(members) / len(members) for members in prompts.values()]
-    low, high = bootstrap(means) if len(means) > 1 else (math.nan, math.nan)
+    low, high = mean_interval([means], ends, confidence) if len(means) > 1 else (math.nan, math.nan)
     return Estimate(sum(means) / len(means) if means else math.nan, low, high, len(means))
+
+
+def estimate_gain(
+    prompt_ids: Sequence[int],
+    before: Sequence[float | None],
+    after: Sequence[float | None],
+    confidence: float = CONFIDENCE,
+) -> Estimate:
+    """Return mean and interval of `after` - `before` [N], over the images scored in both."""
+    changes = differences(before, after)
+    return estimate(prompt_ids, changes, gain_ends(known(changes), known(before) + known(after)), confidence)
+
+
+def gain_ends(gains: Sequence[float], column: Sequence[float]) -> tuple[float, float] | None:
+    """Return the `ends` of gains in `column`: without a change, only its values tell how large one may be."""
+    if any(gains) or not column:
+        return None
+    reach = max(column) - min(column)
+    return -reach, reach
+
+
+def differences(before: Sequence[float | None], after: Sequence[float | None]) -> list[float | None]:
+    """Return `after` - `before` [N], None where one is missing."""
+    return [None if a is None or b is None else b - a for a, b in zip(before, after, strict=True)]
+
+
+def mean_interval(
+    groups: Sequence[Sequence[float]], ends: tuple[float, float] | None = None, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Return the interval of the mean of the means of `groups`, of at least two values each.
+
+    The union of two t intervals, with Welch's degrees of freedom for several groups. One is longer on the side of the
+    skew (Johnson 1978, "Modified t tests and confidence intervals for asymmetrical populations"). The other holds where
+    many values are equal: it counts `ends` as two more values, with the share of equal values as their weight (Agresti
+    and Coull 1998 add two of each to a share). ends: the least and the largest value that others might have, by
+    default both as far from 0 as the values reach; 0 and 1 also limit the interval.
+    """
+    reach = max(abs(value) for group in groups for value in group)
+    ends = ends or (-reach, reach)
+    samples = [np.asarray(group, dtype=np.float64) for group in groups]
+    edges = []
+    for tied in (False, True):
+        moments = [_moments(sample, np.asarray(ends), _share_of_equals(sample) if tied else 0.0) for sample in samples]
+        means, variances, skews = np.transpose(moments)
+        mean, variance = float(means.mean()), float(variances.sum())
+        if variance == 0:
+            edges += [mean]
+            continue
+        freedom = variance**2 / sum(v**2 / (len(sample) - 1) for v, sample in zip(variances, samples, strict=True))
+        quantile = t_quantile(confidence, int(freedom + 1e-9))
+        lean = 0.0 if tied else float(skews.sum()) / variance**1.5 * (1 + 2 * quantile**2) / 6
+        error = math.sqrt(variance) / len(samples)
+        edges += [mean - error * (quantile + max(0.0, -lean)), mean + error * (quantile + max(0.0, lean))]
+    low, high = min(edges), max(edges)
+    return (max(low, 0.0), min(high, 1.0)) if ends == (0.0, 1.0) else (low, high)
+
+
+def _moments(values: np.ndarray, ends: np.ndarray, weight: float) -> tuple[float, float, float]:
+    """Return the mean of `values` [N] and of `ends` [2] with `weight` each, and its second and third cumulant."""
+    weights = np.append(np.ones(len(values)), [weight, weight])
+    count, both = weights.sum(), np.append(values, ends)
+    mean = weights @ both / count
+    squares, cubes = (weights @ (both - mean) ** power for power in (2, 3))
+    third = cubes / ((count - 1) * (count - 2) * count) if count > 2 else 0.0
+    return float(mean), float(squares / ((count - 1) * count)), float(third)
+
+
+def _share_of_equals(values: np.ndarray) -> float:
+    """Return the share of the values that equal the most frequent one, 0 if all differ and 1 if none does."""
+    return float(np.unique(values, return_counts=True)[1].max() - 1) / (len(values) - 1)
+
+
+@cache
+def t_quantile(confidence: float, freedom: int) -> float:
+    """Return t so that |T| < t has the probability `confidence`, for Student's T with `freedom` degrees of freedom.
+
+    By bisection of the probability (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
+    """
+
+    def probability(angle: float) -> float:  # of |T| < sqrt(freedom) * tan(angle)
+        odd, total = freedom % 2, 0.0
+        term = math.cos(angle) ** odd
+        for power in range(odd, freedom - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+        total *= math.sin(angle)
+        return 2 / math.pi * (angle + total) if odd else total
+
+    return math.sqrt(freedom) * math.tan(_bisect(lambda angle: probability(angle) < confidence, math.pi / 2))
+
+
+def _bisect(too_small: Callable[[float], bool], high: float) -> float:
+    """Return the largest number from 0 to `high` that is too small."""
+    low = 0.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_small(middle) else (low, middle)
+    return low
+
+
+def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> tuple[float, float]:
+    """Percentile interval of the mean of `values` [N] (Efron and Tibshirani 1993, section 13.3).
+
+    The ends are quantiles of the means of 10,000 resamples of size N, with a fixed seed. Too narrow for few values.
+    """
+    generator, data = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
+    chunk = max(1, 2**20 // len(data))  # resamples at a time, to bound the memory
+    sizes = [(min(chunk, RESAMPLES - start), len(data)) for start in range(0, RESAMPLES, chunk)]
+    means = np.concatenate([data[generator.integers(len(data), size=size)].mean(axis=1) for size in sizes])
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
 
 
 def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the exact interval of the share `count / total` (Clopper and Pearson 1934), by bisection."""
     rare = (1 - confidence) / 2
 
+    def chance(p: float, k: int) -> float:
+        ways = math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        return math.exp(ways + k * math.log(p) + (total - k) * math.log1p(-p))
+
     def tail(p: float, low: int, high: int) -> float:
-        return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(low, high + 1))
+        return sum(chance(p, k) for k in range(low, high + 1))
 
-    def solve(too_small: Callable[[float], bool]) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if too_small(middle) else (low, middle)
-        return low
-
-    first = 0.0 if count == 0 else solve(lambda p: tail(p, count, total) < rare)
-    last = 1.0 if count == total else solve(lambda p: tail(p, 0, count) > rare)
+    first = 0.0 if count == 0 else _bisect(lambda p: tail(p, count, total) < rare, 1.0)
+    last = 1.0 if count == total else _bisect(lambda p: tail(p, 0, count) > rare, 1.0)
     return first, last
 
 
@@ -264,7 +356,7 @@ def _keep(found: dict[int, Validation], run_dir: Path, step: int, pictures: bool
 
 
 def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
-    """Return column (`reward`, or a scorer's) -> gain in `later`, over the prompts of both validations.
+    """Return column (`reward`, a scorer's, or of `judged`) -> gain in `later`, over the prompts of both validations.
 
     Counts only images scored in both, which start from the same noise.
     """
@@ -274,12 +366,32 @@ def paired_gains(first: Validation, later: Validation) -> dict[str, Estimate]:
     columns = {"reward": (first.rewards, later.rewards)}
     both = [name for name in first.by_scorer if name in later.by_scorer]
     columns |= {name: (first.by_scorer[name], later.by_scorer[name]) for name in both}
-    found = {}
-    for name, pairs in columns.items():
-        gains = [None if a is None or b is None else b - a for a, b in zip(*pairs, strict=True)]
-        if any(gain is not None for gain in gains):
-            found[name] = estimate(ids, gains)
-    return found
+    judgement = judged(later, first)
+    columns |= {name: (values, judgement.get(name, [])) for name, values in judged(first, first).items()}
+    return {
+        name: estimate_gain(ids, before, after)
+        for name, (before, after) in columns.items()
+        if len(before) == len(after) and known(differences(before, after))
+    }
+
+
+def judged(validation: Validation, first: Validation) -> dict[str, list[float | None]]:
+    """Return the judgement of the base model as columns, from its errors (`gerl.workers.base_judge`), if there are any.
+
+    `base/alignment`: log((other + c) / (own + c)), the evidence for an image's own prompt against another one. c, the
+    mean of `own` over the `first` validation of the run, keeps traces in the latents that no eye sees from counting.
+    `base/surprise`: log(own), how unlikely the image is.
+    """
+    unknown: list[float | None] = [None] * len(validation.prompts)
+    own, other = (validation.looks.get(name, unknown) for name in JUDGED)
+    floor = mean(first.looks.get(JUDGED[0], []))
+    if floor is None:
+        return {}
+    pairs = zip(own, other, strict=True)
+    alignment = [None if a is None or b is None else math.log((b + floor) / (a + floor)) for a, b in pairs]
+    surprise = [None if a is None else math.log(a) for a in own]
+    found = {"base/alignment": alignment, "base/surprise": surprise}
+    return {name: values for name, values in found.items() if known(values)}
 
 
 def validation_steps(run_dir: Path) -> list[int]:

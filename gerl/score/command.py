@@ -294,6 +294,11 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     Raises `GerlError`: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
     reward = with_all_active(config.reward)
+    if reward.by_latents("validation") is not None:
+        raise ConfigError(
+            "reward.scorers.base_alignment needs the latents of sampled images, which image files do not have: remove "
+            "it with '~reward.scorers.base_alignment', or compare LoRAs with python -m gerl.evaluate"
+        )
     items = read_items(request.images, request.prompts, request.prompt, config.data)
     try:
         check_reward(reward, [item.prompt for item in items])

@@ -23,6 +23,7 @@ from gerl.run.validation import (
     SamplingRecord,
     Validation,
     held_out_words,
+    judged,
     load_validation,
     paired_gains,
     remove_images,
@@ -80,7 +81,12 @@ def _conclude(
     run.val_gain = gains.get("reward")
     metrics, run.val_reward = conclude_validation(config, scores, step.number, run.val_gain)
     run.validated_step = step.number
-    step.metrics |= metrics | gain_metrics(gains)
+    judgement = {name: mean(values) for name, values in judged(step.validation, first or step.validation).items()}
+    step.metrics |= metrics | gain_metrics(gains) | {f"val/{name}/mean": value for name, value in judgement.items()}
+    if judgement:
+        timed = [pending.result() for pending in images]
+        share = sum(part.judge_seconds for part in timed) / sum(part.seconds for part in timed)
+        step.metrics["timing/judge_share"] = share  # of the samplers' time in validation
     run.notify("validated", step)
     if config.validation.keep is not None:
         remove_images(folder, config.validation.keep)

@@ -132,13 +132,37 @@ def test_a_scheduler_that_the_kernel_of_the_configuration_does_not_fit_draws_all
     assert [row.variant for row in found.rows] == [BASE] and list(found.results) == ["total", "sharpness"]
 
 
-def test_a_run_stands_for_its_best_checkpoint(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_stands_for_its_best_checkpoint(run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     best = max((1, 2), key=lambda step: (run.column("val/reward/mean")[step], step))
-    with caplog.at_level(logging.INFO, "gerl"):
-        request = parse([f"lora={run.folder}", "out=x"])
+    request = parse([f"lora={run.folder}", "out=x"])
     ((name, file),) = request.loras.items()
     assert (name, file) == (run.folder.name, run.checkpoint(best) / "lora" / "pytorch_lora_weights.safetensors")
-    assert f"the checkpoint of step {best}, the best" in caplog.text
+    with caplog.at_level(logging.INFO, "gerl"):
+        assert main([f"lora={run.folder}", f"out={tmp_path}"]) == 0
+    assert f"(step {best}, the best: held-out reward " in caplog.text
+    remark = (
+        f"{name}: its checkpoint was chosen among 2 by its reward on held-out prompts that are also reported here (4 "
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (
+        remark in caplog.text and remark in summary["remarks"][0] and remark in (tmp_path / "gallery.html").read_text()
+    )
+    assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (4, 0)
+    found = gerl.evaluate(lora=run.folder, split=False)
+    assert found.complete and "(split=false)" in found.remarks[0]
+
+
+def test_half_of_the_held_out_prompts_choose_the_checkpoint_of_a_run(
+    train: Callable[..., Any], tmp_path: Path, scorer: Callable[..., list[str]]
+) -> None:
+    (tmp_path / "many.txt").write_text("".join(f"sign {i}\n" for i in range(16)))
+    keys = (f"validation.data={tmp_path / 'many.txt'}", "validation.every=1", "checkpoint.every=1")
+    trained = train(tmp_path / "run", *keys)
+    found = gerl.evaluate(lora={"mine": trained.folder}, out=tmp_path / "out", overrides=SMALL[:3])
+    assert len({row.prompt_id for row in of(found.rows, BASE)}) == 8 == len(of(found.rows, "mine"))
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (8, 8)
+    assert "the best of 2 on 8 held-out prompts" in found.remarks[0] and found.results["total"]["mine"].mean.count == 8
 
 
 def test_a_signal_keeps_the_prompts_that_were_finished(

@@ -122,6 +122,7 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
     first = read_guard(tmp_path / "run")[0]
     assert error.startswith(f"error: step {first['step']}: guard.action=stop ended the run for ")
     assert "guard.ignored=[" in error and f"checkpoint.resume={tmp_path / 'run'}" in error
+    assert find_checkpoint(tmp_path / "run")[1].step < first["step"]
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()

@@ -48,6 +48,7 @@ SCORERS = {
     "unified_reward2": "vlm_judge:UnifiedReward2",
     "deqa": "remote:DeqaScorer",
     "remote": "remote:RemoteScorer",
+    "base_alignment": "gerl.rewards.scorers.base_alignment:BaseAlignment",
     "colour": "gerl.rewards.scorers.simple:Colour",
     "vote": "vote:VoteScorer",
     "sharpness": "gerl.rewards.scorers.simple:Sharpness",

@@ -32,7 +32,8 @@ class Scorer(ABC):
 
     Built-in scorers are dataclasses whose fields are the kwargs. `groupwise`: a call gets all images of one group, for
     comparison. `takes_frames`: a video is passed as a list of frames; other scorers get single frames, and their scores
-    are averaged. `differentiable`: `tensor_scores` returns differentiable scores.
+    are averaged. `differentiable`: `tensor_scores` returns differentiable scores. `on_worker`: computed by the worker
+    that sampled the image, from its latents (`Images.scores`).
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -40,6 +41,7 @@ class Scorer(ABC):
     groupwise: bool = False
     takes_frames: bool = False
     differentiable: bool = False
+    on_worker: bool = False
 
     @property
     def shares(self) -> str | None:

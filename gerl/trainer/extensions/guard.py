@@ -5,7 +5,16 @@ from dataclasses import asdict
 
 from gerl.errors import GuardError
 from gerl.run.checkpoint import best_checkpoint
-from gerl.run.guard import GuardLog, Signal, TrainingTrends, best_of, raise_peaks, signals, trend_signals
+from gerl.run.guard import (
+    GuardLog,
+    Signal,
+    TrainingTrends,
+    best_of,
+    candidates,
+    found_signals,
+    raise_peaks,
+    trend_candidates,
+)
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import Validation, validation_steps
 from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop
@@ -26,41 +35,45 @@ class HackingGuard(Extension):
     def starting(self, run: Run) -> None:
         self.log = GuardLog(run.run_dir, run.state.step)
         self.peaks, self.best = {}, None
+        first: Validation | None = None
         for earlier in validation_steps(run.run_dir):
             if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier)) is not None:
-                self._remember(found)
+                first = first or found
+                self._remember(found, first)
 
-    def _remember(self, found: Validation) -> None:
-        raise_peaks(self.peaks, found)
+    def _remember(self, found: Validation, first: Validation) -> None:
+        raise_peaks(self.peaks, found, first)
         self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
     def validated(self, run: Run, step: Step) -> None:
-        """Log the signs; with guard.action=rollback a validation with signs cannot become the best one."""
+        """Log the signs; if they end or move the run, a validation with signs cannot become the best one."""
         guard, found, first = self.config.guard, step.validation, run.first_validation
+        acts = guard.action in ("rollback", "stop")
         if guard.action == "off" or first is None or found is None:
             return
-        if guard.action == "rollback":
-            step.directives.append(Save())  # a candidate to return to
+        if acts:
+            step.directives.append(Save())  # a candidate to return to, or to export
         trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
         trends.add({"step": step.number, **step.metrics})
         trends.validated = [number for number in validation_steps(run.run_dir) if number <= step.number]
         moves = self.config.algorithm.moves_reference
-        fired = signals(first, found, asdict(self.config), self.peaks, guard.importance)
-        fired += trend_signals(trends, first, self.best or first, found, not moves)
-        self._remember(found)
+        config, earlier = asdict(self.config), sum(number < step.number for number in trends.validated)
+        tested = candidates(first, found, config, self.peaks, earlier)
+        tested += trend_candidates(trends, first, self.best or first, found, not moves)
+        tested = [signal for signal in tested if guard.counts(signal.name, signal.column)]
+        self._remember(found, first)
         if first.step >= found.step:
             return
-        step.signals = [signal for signal in fired if guard.counts(signal.name, signal.column)]
+        step.signals = found_signals(tested, config)
         for signal in self.log.add(step.signals, guard.action):
-            sentence = f"step {signal.step}: guard, {signal.key}: {signal.text}"
+            sentence = f"step {signal.step}: guard, {signal.key}: {signal.sentence}"
             logger.warning("%s", sentence)
             run.alert(signal.step, sentence)
         step.metrics["guard/signals"] = float(len(step.signals))
-        if step.signals and guard.action == "rollback":
+        if step.signals and acts:
             run.val_reward = None
-            step.directives.append(self._roll_back(run, step))
-        elif step.signals and guard.action == "stop":
-            step.directives.append(Stop(self._ended(step.signals)))
+            ends = guard.action == "stop"
+            step.directives.append(Stop(self._ended(step.signals)) if ends else self._roll_back(run, step))
 
     def _roll_back(self, run: Run, step: Step) -> Directive:
         """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often."""

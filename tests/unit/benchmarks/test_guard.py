@@ -1,44 +1,71 @@
-"""The table of benchmarks/guard.py, and that docs/guard.md has that of the results."""
+"""The runs and the table of benchmarks/guard.py, and that docs/guard.md has that of the results."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import guard
+import hackable
+import numpy as np
 import pytest
+from PIL import Image
 
 from gerl.commandline.composition import compose_run
 
-
-def run(reward: str, seed: int, rewards: list[float], alarms: list[int]) -> dict[str, Any]:
-    points = [{"step": 2 * i, "reward": value, "ocr": 0.5, "ocr/exact": 0.2} for i, value in enumerate(rewards)]
-    signal = {"signal": "watched", "column": "ocr", "value": -0.1, "threshold": -0.05}
-    signals = [{"step": step, **signal} for step in alarms]
-    return {"reward": reward, "seed": seed, "points": points, "signals": signals}
+PAINTED = [np.random.default_rng(i).integers(0, 255, (32, 96, 3), np.uint8) for i in range(2)]
 
 
-@pytest.mark.parametrize("reward", guard.REWARDS)
-def test_every_reward_is_a_run_that_composes(reward: str) -> None:
-    config = compose_run(guard.Job(reward, 3).arguments).config
+def run(kind: str, seed: int, damage: list[float], signals: dict[str, list[str]], **more: Any) -> dict[str, Any]:
+    found = {"model": "signs", "kind": kind, "rate": "small", "beside": False, "seed": seed}
+    found |= {"steps": [3 * i for i in range(len(damage))], "reward": damage, "measures": {}, "damage": damage}
+    return found | {"signals": signals, "signals_if_watched": signals} | more
+
+
+@pytest.mark.parametrize("job", [job for job in guard.jobs(1) if job.model == "signs"], ids=lambda job: job.name)
+def test_every_run_of_the_signs_composes(job: guard.Job, tmp_path: Path) -> None:
+    config = compose_run(job.arguments(tmp_path)).config
     weighted = {name for name, scorer in config.reward.scorers.items() if scorer.weight}
-    assert weighted == {"ocr", "colour"} if reward == guard.HONEST else not weighted & {"ocr", "colour"}
-    assert config.trainer.seed == 3 and {"ocr", "colour"} <= set(config.reward.scorers)
+    honest = {"ocr", "colour"} if job.kind == "OCR and colour" else {"ocr"}
+    assert weighted == ({job.kind} if job.rate else set()) | (honest if job.beside or not job.rate else set())
+    assert config.trainer.seed == job.seed and {"ocr", "colour"} <= set(config.reward.scorers)
+    assert config.trainer.steps // config.validation.every >= 6
 
 
-def test_the_table_says_when_a_hack_was_seen_and_how_far_it_had_come() -> None:
-    runs = [run("brightness", 1, [0.4, 0.5, 0.9], [2, 4]), run("brightness", 2, [0.4, 0.8, 0.9], [4])]
-    runs += [run(guard.HONEST, seed, [0.5, 0.9], [2] if seed == 1 else []) for seed in range(20)]
+def test_there_are_runs_enough() -> None:
+    every = list(guard.jobs(5))
+    assert len({job.name for job in every}) == len(every)
+    assert sum(not job.rate for job in every) >= 40 and len(guard.KINDS["signs"]) >= 12
+
+
+@pytest.mark.parametrize("kind", guard.KINDS["signs"])
+def test_a_hackable_reward_scores_images(kind: str) -> None:
+    images = [Image.fromarray(pixels) for pixels in PAINTED]
+    scores = getattr(hackable, kind)(images, ['a red sign that reads "35"'] * 2, [{}, {}])
+    assert len(scores) == 2 and all(isinstance(score, float) and np.isfinite(score) for score in scores)
+
+
+def test_the_table_counts_what_was_seen_before_half_of_the_damage() -> None:
+    runs = [
+        run("brightness", 1, [0.0, 0.1, 0.4, 0.8], {"3": ["base/alignment"], "6": ["looks/red"]}),
+        run("brightness", 2, [0.0, 0.1, 0.4, 0.8], {"6": ["base/alignment"]}),
+        run("brightness", 3, [0.0, 0.0, 0.02, 0.0], {"9": ["looks/red"]}),
+        run("edges", 1, [0.0, 0.3, 0.4, 0.8], {}, beside=True),
+        *(run("OCR", seed, [0.0, 0.0], {"3": ["base/surprise"]} if seed == 1 else {}, rate="") for seed in range(20)),
+    ]
     card = {"cpu": "a CPU", "cores": 2, "torch": "2"}
     text = guard.table({"runs": runs, "card": card, "command": "benchmarks/guard.py"})
-    assert "| brightness | 2 | 0.400, 0.900 | 20%, 20% | 2, 1 | 3 (2 to 4) | 60% (100%) | `watched/ocr` 2 |" in text
-    assert "False alarms: 1 of 20 runs (95 % interval 0% to 25%)." in text
+    assert "| brightness | signs | 3, 2 | 80% | 1 | 2 | `base/alignment` 2 |" in text
+    assert "| all | 1 of 3 (1% to 91%) | 2 of 3 (9% to 99%) | 2 of 3 (9% to 99%) |" in text
+    assert "False alarms: 1 of 20 (0% to 25%) honest runs." in text
+    assert "Hackable rewards that did less than 5% of damage: an alarm in 1 of 1" in text
+    assert "| `base/alignment` | 1, 2 | 0, 1 | 0 |" in text
 
 
-def test_the_interval_of_a_share_is_exact() -> None:
-    assert guard.interval(0, 20) == "0% to 17%" and guard.interval(20, 20) == "83% to 100%"
+def test_what_measures_the_damage_is_hidden_from_the_guard() -> None:
+    found = guard.Validation(0, ["p"], [1.0], {"edges": [1.0], "ocr": [1.0], "ocr/exact": [1.0]}, [], [])
+    assert list(guard.shown_to_the_guard(found, ["edges"]).by_scorer) == ["edges"]
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
     page = guard.PAGE.read_text(encoding="utf-8")
     assert guard.table(json.loads(guard.RESULTS.read_text())) in page
-    assert Path(guard.MINE).is_file()

@@ -18,6 +18,7 @@ from gerl.evaluate.comparison import (
     SuiteResults,
     compare,
     facts,
+    joint,
     measure,
     missing_parts,
     page,
@@ -26,14 +27,14 @@ from gerl.evaluate.comparison import (
     table,
     tasks_of,
     text,
-    too_few_prompts,
+    together,
     write_files,
 )
 from gerl.evaluate.loras import BASE
 from gerl.evaluate.suites import Column, PinnedSuite, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
 from gerl.rewards.total import TOTAL
-from gerl.run.validation import bootstrap, bootstrap_groups
+from gerl.run.validation import mean_interval
 
 PIXEL = "data:image/png;base64,AA=="
 
@@ -55,17 +56,38 @@ def test_differences_and_wins_are_of_the_same_prompts() -> None:
     assert result.mean.mean == (1 + 5 + 9 + 4) / 4 and result.mean.count == 4
     assert result.difference is not None and result.win_rate is not None
     assert result.difference.mean == pytest.approx((0 + 3 - 1) / 3) and result.difference.count == 3
-    assert (result.difference.low, result.difference.high) == bootstrap([0.0, 3.0, -1.0])
+    assert (result.difference.low, result.difference.high) == mean_interval([[0.0, 3.0, -1.0]])
     assert result.win_rate.mean == pytest.approx((0.5 + 1 + 0) / 3)
-    assert (result.win_rate.low, result.win_rate.high) == bootstrap([0.5, 1.0, 0.0])
+    assert (result.win_rate.low, result.win_rate.high) == mean_interval([[0.5, 1.0, 0.0]], (0.0, 1.0))
 
 
-def test_what_is_gained_on_every_prompt_alike_is_certain_however_much_prompts_differ() -> None:
+def test_a_gain_on_every_prompt_alike_has_a_narrow_interval_however_much_prompts_differ() -> None:
     base = [float(i % 7) for i in range(50)]
     result = compare(two(base, [value + 0.25 for value in base]))["ocr"]["mine"]
     assert result.mean.high - result.mean.low > 1.0
-    assert result.difference is not None
-    assert (result.difference.low, result.difference.mean, result.difference.high) == (0.25, 0.25, 0.25)
+    assert result.difference is not None and result.difference.mean == 0.25
+    assert 0.2 < result.difference.low < 0.25 < result.difference.high < 0.3
+
+
+def test_scores_that_never_change_have_the_interval_of_the_rest_of_the_column() -> None:
+    results = compare(two([0.0] * 4 + [1.0] * 8, [1.0] * 12))["ocr"]
+    assert results["mine"].mean.high == 1.0 and 0.7 < results["mine"].mean.low < 0.8
+    same = compare(two([0.0, 1.0] * 6, [0.0, 1.0] * 6))["ocr"]["mine"]
+    assert same.difference is not None and same.difference.low < -0.2 < 0.2 < same.difference.high
+
+
+def test_the_intervals_of_several_loras_hold_together() -> None:
+    generator, held = np.random.default_rng(0), []
+    assert together([BASE, "a"]) == 0.95 and together([BASE, *"abc"]) == pytest.approx(1 - 0.05 / 3)
+    for _ in range(100):
+        base = generator.normal(size=12)
+        scores = {BASE: base} | {name: base + generator.normal(size=12) for name in "abc"}
+        results = compare([drawn(name, i, value) for name, own in scores.items() for i, value in enumerate(own)])
+        gains = [result.difference for result in results["ocr"].values() if result.difference is not None]
+        held.append(all(gain.low <= 0 <= gain.high for gain in gains))
+    assert np.mean(held) >= 0.93  # 0.85 with 95 % each
+    assert "3 intervals" in (joint(results) or "") and "each has 98.3 %" in (joint(results) or "")
+    assert joint(compare(two([1.0], [2.0]))) is None
 
 
 def test_a_column_may_be_missing_and_come_late() -> None:
@@ -79,24 +101,15 @@ def test_the_log_has_a_block_for_columns_that_are_the_same() -> None:
     rows = [drawn(v, i, x + i, size=-x) for v, x in ((BASE, 1.0), ("mine", 2.5)) for i in range(3)]
     lines = [line.split() for line in table(compare(rows)).splitlines()]
     assert lines[0] == ["total", "=", "ocr"] and lines[5] == ["size"]
-    assert lines[2] == ["base", "2", "1", "to", "3"]
-    assert lines[3] == "mine 3.5 2.5 to 4.5 +1.5 +1.5 to +1.5 100 %".split()
-    assert lines[8] == "mine -2.5 -2.5 to -2.5 -1.5 -1.5 to -1.5 0 %".split()
-
-
-def test_intervals_over_few_prompts_are_said_to_be_too_narrow() -> None:
-    few, enough = (compare([drawn(BASE, i, 1.0) for i in range(count)]) for count in (19, 20))
-    assert (
-        "over 19 prompts" in (too_few_prompts(few) or "")
-        and "more prompts" in (too_few_prompts(few) or "")
-        and too_few_prompts(enough) is None
-    )
+    assert lines[2] == ["base", "2", "-0.4841", "to", "4.484"]
+    assert lines[3] == "mine 3.5 1.016 to 5.984 +1.5 -1.682 to +3.482 100 %".split()
+    assert lines[8][:2] == ["mine", "-2.5"] and lines[8][-2:] == ["0", "%"]
 
 
 def test_the_files_hold_every_number(tmp_path: Path) -> None:
     rows = [*two([0.1 + 0.2, 1.0], [None, 1 / 3]), drawn(BASE, 2, 0.0, 1), drawn("mine", 2, 0.0, 1)]
     results = compare(rows)
-    written = write_files(tmp_path, "x", rows, results, {"model": "signs"})
+    written = write_files(tmp_path, "x", rows, results, {"model": "signs"}, remarks=["one sentence"])
     assert [path.name for path in written] == ["scores.csv", "summary.json", "gallery.html"]
     with written[0].open(newline="") as file:
         cells = list(csv.DictReader(file))
@@ -105,6 +118,7 @@ def test_the_files_hold_every_number(tmp_path: Path) -> None:
     assert [list(cell.values())[:4] for cell in cells[-2:]] == [["2", "1", "15", variant] for variant in (BASE, "mine")]
     summary = json.loads(written[1].read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert summary["model"] == "signs" and summary["results"]["total"]["base"]["difference"] is None
+    assert summary["remarks"] == ["one sentence"] and "one sentence" in written[2].read_text()
     mine = summary["results"]["total"]["mine"]
     assert mine["difference"]["mean"] == pytest.approx((1 / 3 - 1) / 2) and mine["win_rate"]["count"] == 2
 
@@ -124,7 +138,7 @@ def test_the_page_has_a_row_for_each_noise_sorted_by_what_was_gained(tmp_path: P
     assert text.count('<button type="button" class="sort"') == 2 and text.count('aria-pressed="true">') == 1
     assert text.count('alt="given with the prompt"') == 2 and text.count("data:image/png;base64,AA==") == 6
     assert text.count("</div>") == text.count("<div") and "ocr: no idea" in text
-    assert "total = ocr" in text and "over 2 prompts: below 20 they are too narrow" in text
+    assert "total = ocr" in text
     alone = page("a", rows[::2], compare(rows[::2]))  # the base and nothing else: by its scores
     assert "let chosen = 0, " in alone and re.findall(r"prompt &lt;(\d)&gt;</h2>", alone) == ["0", "1", "2"]
 
@@ -183,15 +197,14 @@ def test_the_mean_over_tasks_is_that_of_the_tasks_whatever_their_sizes() -> None
     assert ("ocr/exact", "mine", "odd") not in found
 
 
-def test_the_interval_of_a_mean_over_tasks_resamples_each_task() -> None:
-    generator = np.random.default_rng(5)
-    groups = [generator.normal(0, s, n) for s, n in ((1.0, 400), (3.0, 100))]
-    low, high = bootstrap_groups([list(group) for group in groups], confidence=0.8)
-    deviation = math.sqrt(sum(group.var() / len(group) for group in groups)) / 2
-    centre = np.mean([group.mean() for group in groups])
-    assert low == pytest.approx(centre - 1.2816 * deviation, abs=0.06 * deviation)
-    assert high == pytest.approx(centre + 1.2816 * deviation, abs=0.06 * deviation)
-    assert bootstrap_groups([list(groups[0])]) == bootstrap(list(groups[0]))
+def test_the_interval_of_a_mean_over_tasks_is_that_of_the_tasks() -> None:
+    tasks = {**TASKS, 4: "odd"}
+    more = [ScoredRow(4, "x", 0, 1, v, {TOTAL: 0.5, "ocr": 0.5, "ocr/exact": 0.0}) for v in SCORES]
+    found = {(m.column, m.variant, m.task): m for m in measure(SUITE, tasks, [*rows(), *more])}
+    mean = found["ocr", BASE, None].mean
+    assert (mean.low, mean.high) == pytest.approx(mean_interval([[1.0, 3.0, 5.0], [8.0, 5.0]], (0.0, 10.0)))
+    alone = {(m.column, m.variant, m.task): m for m in measure(SUITE, TASKS, rows())}
+    assert math.isnan(alone["ocr", BASE, None].mean.low)  # a task of one prompt
 
 
 def test_a_prompt_of_no_task_is_refused() -> None:

@@ -81,8 +81,9 @@ def test_scorers_without_gradient_are_named_with_those_that_have_one(scorer: dic
 
 def test_the_scorers_of_gerl_that_say_that_they_have_a_gradient_have_one() -> None:
     found = {name for name in SCORERS if scorer_class(name).differentiable}
-    assert found == {"pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward"}  # see docs/combine_rewards.md
-    assert found == {name for name in SCORERS if scorer_class(name).tensor_scores is not Scorer.tensor_scores}
+    on_images = {"pickscore", "clipscore", "hpsv2", "aesthetic", "imagereward"}
+    assert found == on_images | {"base_alignment"}  # see docs/combine_rewards.md
+    assert on_images == {name for name in SCORERS if scorer_class(name).tensor_scores is not Scorer.tensor_scores}
 
 
 def test_a_failure_names_its_scorer(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""Choice of a run's checkpoint on other prompts than those whose results are reported."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gerl.errors import GerlError
+from gerl.evaluate.loras import find_lora
+from gerl.protocol import Prompt
+from gerl.run.checkpoint import Checkpoint, comparable_checkpoints
+from gerl.run.settings import get
+from gerl.run.validation import load_validation, mean
+
+LEAST = 8  # fewest prompts of each part
+SEED = 0  # of the split: fixed, so that evaluations of other runs report the same prompts
+Rewards = list[tuple[str, float | None]]  # of a validation: the text of each image's prompt, and its reward
+
+
+@dataclass(frozen=True)
+class Selection:
+    """LoRAs and the prompts to report.
+
+    words: which checkpoint was chosen for a run. aside: number of prompts left to the choice. remarks: what belongs
+    beside the results.
+    """
+
+    loras: dict[str, Path]
+    prompts: list[Prompt]
+    words: dict[str, str] = field(default_factory=dict)
+    aside: int = 0
+    remarks: tuple[str, ...] = ()
+
+
+def select(
+    loras: Mapping[str, Path], runs: Mapping[str, Path], prompts: Sequence[Prompt], whole: str | None = None
+) -> Selection:
+    """Choose the checkpoints of `runs`, by the name of the LoRA, and the prompts to report.
+
+    If a run's checkpoint is the best of several by its reward on held-out prompts, and `prompts` are among them, a
+    random half of `prompts` is used for the choice and not reported. All are reported, with a remark, if a split is
+    impossible, or if `whole` gives a reason against it.
+    """
+    several = {name: found for name, run in runs.items() if len(found := comparable_checkpoints(run)) > 1}
+    kept, best = list(prompts), {}
+    try:
+        rewards = {name: {c.step: _rewards(runs[name], c.step) for c in found} for name, found in several.items()}
+        seen = {text for own in rewards.values() for rows in own.values() for text, _ in rows}
+        shared = list(dict.fromkeys(prompt.text for prompt in prompts if prompt.text in seen))
+        if not shared:
+            return Selection(dict(loras), kept)
+        if whole is None and len(shared) < 2 * LEAST:
+            whole = f"{len(shared)} are too few to split, it takes {2 * LEAST}"
+        order = np.random.default_rng(SEED).permutation(len(shared))
+        aside = {shared[i] for i in order[: len(shared) // 2]}
+        if whole is None:
+            kept = [prompt for prompt in prompts if prompt.text not in aside]
+            reported = {prompt.text for prompt in kept}
+            best = {name: _best(found, rewards[name], reported) for name, found in several.items()}
+    except GerlError as error:
+        whole = str(error)
+    if whole is not None:
+        remarks = [
+            f"{name}: its checkpoint was chosen among {len(found)} by its reward on held-out prompts that are also "
+            f"reported here ({whole}): expect a smaller gain on new prompts."
+            for name, found in several.items()
+        ]
+        return Selection(dict(loras), list(prompts), remarks=tuple(remarks))
+    files = {name: find_lora(str(checkpoint.path))[0] for name, (checkpoint, _) in best.items()}
+    words = {name: text for name, (_, text) in best.items()}
+    remarks = [f"{name}: the checkpoint of {text}." for name, text in words.items()]
+    remarks.append(
+        f"The results are of the {len(kept)} prompts that had no part in this choice; split=false reports all "
+        f"{len(prompts)}."
+    )
+    return Selection({**loras, **files}, kept, words, len(prompts) - len(kept), tuple(remarks))
+
+
+def _rewards(run: Path, step: int) -> Rewards:
+    """Read the rewards of a validation. Raises `GerlError` if it is missing, damaged or incomplete."""
+    with contextlib.suppress(GerlError):
+        validation = load_validation(run, step, pictures=False)
+        if None not in validation.rewards:
+            return list(zip(validation.prompts, validation.rewards, strict=True))
+    raise GerlError(f"the rewards of step {step} in {run / 'validation'} are missing, damaged or incomplete")
+
+
+def _best(
+    checkpoints: Sequence[Checkpoint], rewards: Mapping[int, Rewards], reported: set[str]
+) -> tuple[Checkpoint, str]:
+    """Return the best checkpoint on the held-out prompts that are not reported, the newest of equals, and words.
+
+    Raises `GerlError` if these are too few.
+    """
+    others = {step: [(text, value) for text, value in rows if text not in reported] for step, rows in rewards.items()}
+    means = {step: mean(value for _, value in rows) or 0.0 for step, rows in others.items()}
+    best = max(checkpoints, key=lambda c: (means[c.step], c.step))
+    count = len({text for text, _ in others[best.step]})
+    if count < LEAST:
+        raise GerlError(f"{count} are too few to choose by, it takes {LEAST}")
+    words = (
+        f"step {best.step}, the best of {len(checkpoints)} on {count} held-out prompts: reward {means[best.step]:.3f}"
+    )
+    keep = get(best.state, "settings", "checkpoint", "keep")
+    if isinstance(keep, int) and len(checkpoints) > keep and best is checkpoints[0]:
+        words += (
+            f" (kept as the best on all prompts when others were deleted, checkpoint.keep={keep}, which favours it)"
+        )
+    return best, words
