@@ -2,6 +2,8 @@
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
+Also prints the shares of a rollout's time spent in the denoiser, in encoding prompts (once per prompt in a run, see
+`data.cache_gb`), and elsewhere: the pipeline's loop, the sampler and gerl.
 """
 
 import argparse
@@ -57,8 +59,42 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: int) -> dict[str, list[float]]:
-    """Ratios of gerl's time to the bare denoiser's, one per repetition, for rollout and update."""
+def shares(pipe: Any, denoiser: torch.nn.Module, rollout: Callable[[], Any], repetitions: int) -> list[float]:
+    """Median shares of a rollout's time in the denoiser, in `encode_prompt` and elsewhere."""
+    spent: dict[str, float] = {}
+    started: list[float] = []
+    encode = pipe.encode_prompt
+
+    def end(kind: str) -> None:
+        spent[kind] = spent.get(kind, 0.0) + time.perf_counter() - started.pop()
+
+    def encoded(*args: Any, **kwargs: Any) -> Any:
+        started.append(time.perf_counter())
+        found = encode(*args, **kwargs)
+        end("encoding")
+        return found
+
+    hooks = [
+        denoiser.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())),
+        denoiser.register_forward_hook(lambda *_: end("denoiser")),
+    ]
+    pipe.encode_prompt = encoded
+    rows = []
+    for _ in range(repetitions):
+        spent.clear()
+        total = seconds(rollout)
+        inside = [spent["denoiser"] / total, spent["encoding"] / total]
+        rows.append([*inside, 1 - sum(inside)])
+    for hook in hooks:
+        hook.remove()
+    del pipe.encode_prompt
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def measure(
+    policy: Policy, sampling: SamplingConfig, batch: int, repetitions: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Ratios of gerl's time to the bare denoiser's by repetition, for rollout and update; `shares` of a rollout."""
     prompts = [f'a red sign that reads "{100 + i}"' for i in range(batch)]
     call = pipeline_call(policy.pipe, sampling, prompts) | {"output_type": "latent"}
     window = tuple(range(sampling.trained_steps))
@@ -91,7 +127,7 @@ def measure(policy: Policy, sampling: SamplingConfig, batch: int, repetitions: i
             times = {f: seconds(f) for f in order}
             if repetition:
                 ratios[name].append(times[ours] / times[theirs])
-    return ratios
+    return ratios, shares(policy.pipe, denoiser, rollout, repetitions)
 
 
 def main() -> None:
@@ -107,10 +143,11 @@ def main() -> None:
     config = compose_run(["algorithm=flow_grpo", *args.keys]).config
     policy = load_policy(config.model, 0.0, "cuda" if torch.cuda.is_available() else "cpu", seed=0)
     batch = args.batch or config.rollout.micro_batch_size
-    ratios = measure(policy, config.sampling, batch, args.repetitions)
+    ratios, (inside, encoding, rest) = measure(policy, config.sampling, batch, args.repetitions)
     for name, values in ratios.items():
         low, middle, high = min(values), statistics.median(values), max(values)
         print(f"{name:8s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})")
+    print(f"a rollout's time: {inside:.1%} in the denoiser, {encoding:.1%} encoding prompts, {rest:.1%} elsewhere")
 
 
 if __name__ == "__main__":

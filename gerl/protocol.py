@@ -33,7 +33,8 @@ class Prompt:
     """Row of a prompt file or data set.
 
     `id`: its index among all prompts, so that equal texts stay different prompts; `source`: the number of its file.
-    `dataset_images`: its images, if they are not sampled.
+    `dataset_images`: its images, if they are not sampled; `contrast`: the text of another prompt, with which the base
+    model compares it; "": there is none, or nothing is compared.
     """
 
     id: int
@@ -41,6 +42,11 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     source: int = 0
     dataset_images: tuple[DatasetImage, ...] = ()
+    contrast: str = ""
+
+
+class References(list[Any]):
+    """Pictures of a prompt that belong to every sample of a call; any other list may have one for each."""
 
 
 class Group(NamedTuple):
@@ -158,7 +164,10 @@ class Images:
     task_id: int
     pixels: Any  # uint8 [B, H, W, 3], videos [B, F, H, W, 3], or a list of B such images of several sizes
     seconds: float
-    statistics: dict[str, np.ndarray] | None = None  # of held-out images: `gerl.workers.image_statistics`
+    # of held-out images: `gerl.workers.image_statistics` and `gerl.workers.base_judge`
+    statistics: dict[str, np.ndarray] | None = None
+    judge_seconds: float = 0.0  # of `seconds`, for the base model's judgement
+    scores: dict[str, np.ndarray] = field(default_factory=dict)  # by column, of scorers that are computed on the worker
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 samplin
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
 rollout.micro_batch_size=4 cluster.device=cpu cluster.threads_per_worker=1 logger.progress=false
 logger.tensorboard=false logger.report=false logger.live=false actor.lr=0.01 validation.every=1 checkpoint.every=1
-checkpoint.keep=9 reward.trial=false
+checkpoint.keep=9 reward.trial=false guard.judge=off
 """.split()
 FITTED = {
     "flow_grpo": "algorithm.kl_coef=0.04 actor.updates_per_step=2",
@@ -67,7 +67,7 @@ def compute_score(images, prompts, metadata):
 
 compute_score.takes_tensors = True
 """
-UNTIMED = re.compile(r"(?!time|timing/|scorer/|cluster/)")
+UNTIMED = re.compile(r"(?!time|timing/|scorer/|cluster/|val/.*/gain_)")
 Rows = list[dict[str, Any]]
 
 
@@ -82,7 +82,7 @@ def workplace(folder: Path) -> Path:
 
 
 def train(place: Path, run_dir: Path, preset: str, way: str) -> tuple[Rows, str]:
-    """The metrics of a golden run without wall-clock times, and the digest of its state after the last step."""
+    """The metrics of a golden run without times and intervals, and the digest of its state after the last step."""
     scorer = "bright_tensors.py" if preset == "refl" else "bright.py"
     fixed = {
         "algorithm": preset,
@@ -148,7 +148,7 @@ def kills(folder: Path) -> dict[str, str]:
     """The environment in which workers look into `folder` for kills that are asked of them."""
     return {
         "GERL_KILLS": str(folder / "kills"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]),
     }
 
 

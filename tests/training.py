@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pretended
 import tiny
 import torch
 
@@ -53,6 +54,17 @@ def new_policy(name: str = "sd3", perturbed: bool = True, blocks: int = 1) -> Po
     return Policy(pipe, {"transformer": denoiser}, lora, EMA(lora, 0.9))
 
 
+def on_device(policy: Policy) -> Policy:
+    """The same policy with all its modules on the pretended device."""
+    (name, denoiser), *_ = policy.denoisers.items()
+    for component in policy.pipe.components.values():
+        if isinstance(component, torch.nn.Module):
+            pretended.movable(component)
+    policy.pipe.to(pretended.DEVICE)
+    lora = {f"denoiser.{key}": p for key, p in denoiser.named_parameters() if p.requires_grad}
+    return Policy(policy.pipe, {name: denoiser}, lora, EMA(lora, 0.9))
+
+
 def config(
     name: str,
     n: int = 4,
@@ -87,7 +99,8 @@ class Training:
             self.policy.teachers = [TeacherModel(teacher) for teacher in c.algorithm.needs.teachers]
         if c.algorithm.needs.imitation:
             denoisers = self.policy.denoisers
-            fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, "cpu", 0)
+            device = next(iter(self.policy.trained.values())).device
+            fake = fake_parameters(denoisers) or add_fake(denoisers, 2.0, str(device), 0)
             self.policy = replace(self.policy, trained=self.policy.trained | fake)
         self.algorithm: Algorithm = build_algorithm(c)
         if isinstance(self.algorithm, RewardGradient):

@@ -192,7 +192,7 @@ MEANING = [
     row("key of kohya", "train --network_dim 16", "--network_dim 16: ", "write model.lora_rank=16;"),
     row("key of ai-toolkit", "train network.linear=16", "network.linear: ", "write model.lora_rank=16;"),
     row("prompts for a reward of the default experiment", "train reward.scorers.red.path=constant.py data.train=noquotes.txt", "data.train=noquotes.txt: ",
-        r"ocr and colour, of the default experiment=signs; for red alone write .*reward\.scorers=\{red", 1),
+        r"also has ocr, of the default experiment=signs; for red alone write .*reward\.scorers=\{red", 1),
 ]  # fmt: skip
 
 EXPERIMENTS = [

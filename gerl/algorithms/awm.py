@@ -12,7 +12,7 @@ from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 
-from gerl.algorithms.base import ClippedConfig, DownSampledConfig
+from gerl.algorithms.base import ClippedConfig, DownSampledConfig, Metrics
 from gerl.algorithms.common import per_sample
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
@@ -67,7 +67,7 @@ class AWM(ForwardProcess):
     def needs_all_samples(self) -> bool:
         return self.kl_coef > 0 or self.settings.old_kl_coef > 0 or self.settings.norm_coef > 0
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `clipped_policy_loss` of the likelihoods; reports clip fractions and the mean log-ratio."""
         target, weighting, bounds = s.target, self.settings.weighting, self.settings.clip_range(s.x[0].numel())
         log_prob = log_likelihood(s.output, target, s.rule.sigma, weighting)

@@ -7,10 +7,10 @@ from __future__ import annotations  # torch is imported lazily
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar, TypeAlias, assert_never
 
 from gerl.algorithms.core_algos import (
     batch_advantages,
@@ -263,6 +263,15 @@ class Algorithm(ABC):
         """Return the error of a class whose `needs` require a method that it lacks."""
         return NotImplementedError(f"{type(self).__name__} does not define {method}, which its needs require; add it")
 
+    @property
+    def credits_groups_alone(self) -> bool:
+        """Whether the credit of a group depends only on its own images, and computing it has no side effects."""
+        return self._inherits(Algorithm.credit, Algorithm.advantages) and compares_within_groups(self.settings)
+
+    def _inherits(self, *methods: Callable[..., Any]) -> bool:
+        """Whether the class has exactly these methods: a subclass may compute its credit in another way."""
+        return all(getattr(type(self), method.__name__) is method for method in methods)
+
     def set_kl_weight(self, kl: KLWeight | None) -> None:
         """Set the weight of the KL to the reference; None: the configured one."""
         self.kl_coef = self.settings.kl_coef if kl is None else kl.coef
@@ -341,6 +350,14 @@ class Algorithm(ABC):
         return kept
 
 
+def compares_within_groups(settings: AlgorithmConfig) -> bool:
+    """Whether the advantages of these `settings` depend on the images of a group only."""
+    if not isinstance(settings, NormalisedConfig) or settings.adv_estimator not in ("grpo", "rloo"):
+        return False
+    shaped = isinstance(settings, ShapedConfig) and settings.diversity != "none"
+    return settings.advantage_std != "batch" and not shaped
+
+
 def row_credit(segment: Segment, credit: torch.Tensor) -> torch.Tensor:
     """Return the credit [R, T] of a segment's rows from that of the task's samples [B, T]."""
     return credit[list(segment.leaves)]
@@ -369,6 +386,47 @@ def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
         for task, credit in tasks
         for segment in task.segments
     )
+
+
+# --- Metrics of the trained steps of a replay, copied from the device once, after the last step
+
+Metric: TypeAlias = "float | torch.Tensor"  # a number, or a scalar on the device
+Metrics: TypeAlias = "dict[str, Metric]"
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Metrics of one trained step, over so many (sample, timestep) `pairs`."""
+
+    pairs: int
+    sums: Mapping[str, Metric] = field(default_factory=dict)
+    means: Mapping[str, Metric] = field(default_factory=dict)
+    deviation: Metric | None = None  # see `UpdateStats.ratio_deviation`
+    parts: Mapping[str, Sequence[Metric]] = field(default_factory=dict)  # values of the pairs of a part
+
+    def values(self) -> Iterator[Metric | None]:
+        """Yield all values in a fixed order."""
+        yield from (*self.sums.values(), *self.means.values(), self.deviation)
+        for part in self.parts.values():
+            yield from part
+
+
+def summed(steps: Sequence[Measures]) -> UpdateStats:
+    """Add the metrics of a replay's steps, for which the device is waited for once."""
+    tensors = [v.detach() for step in steps for v in step.values() if isinstance(v, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+
+    def number(value: Metric) -> float:
+        return next(numbers) if isinstance(value, torch.Tensor) else value
+
+    found: list[UpdateStats] = []
+    for step in steps:
+        sums = {name: number(value) for name, value in step.sums.items()}
+        sums |= {name: number(value) * step.pairs for name, value in step.means.items()}
+        deviation = None if step.deviation is None else number(step.deviation)
+        parts = {name: (sum(map(number, values)), len(values)) for name, values in step.parts.items()}
+        found.append(UpdateStats(step.pairs, sums, deviation, parts=parts))
+    return sum(found, UpdateStats())
 
 
 # --- Losses over groups that span micro-batches.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from gerl.algorithms.lazily import DiffusionPipeline, ReplayedStep, Tape, engine, torch
+from gerl.algorithms.lazily import DiffusionPipeline, ReplayedStep, Tape, engine, torch, transitions
 from gerl.config.algorithms import AlgorithmConfig
 from gerl.utils.seeding import derive_seed, sample_generators
 
@@ -45,4 +45,4 @@ def sampled_noise(like: torch.Tensor, seeds: Sequence[tuple[int | str, ...]]) ->
     """Return standard normal noise as `like` [B, ...], with a seed per sample, independent of the micro-batch."""
     shape = (len(like) // len(seeds), *like.shape[1:])
     noise = [torch.randn(shape, generator=g) for g in sample_generators([derive_seed(*seed) for seed in seeds])]
-    return torch.cat(noise).to(like.device)
+    return transitions.on_device(torch.cat(noise), like.device)

@@ -11,6 +11,8 @@ from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
     import torch
+
+    from gerl.algorithms.base import Metrics
 else:
     torch = lazy("torch")
 
@@ -221,7 +223,7 @@ def regression_weights(rewards: torch.Tensor, group_ids: torch.Tensor, temperatu
 
 def clipped_policy_loss(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Return PPO's surrogate (arXiv 1707.06347) of each row: `max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
     Returns losses `[B]` with gradient, and metrics: `ratio_deviation`, max |r - 1|; `clip_fraction_low` and
@@ -239,7 +241,7 @@ def clipped_policy_loss(
 
 def masked_policy_loss(
     log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, kl: torch.Tensor, threshold: float
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Return `-A r` of each row with a trust region by KL instead of ratio (Flow-DPPO, arXiv 2606.11025).
 
     A sample whose exact `kl` `[B]` to the old policy is at least `threshold` has no gradient if its ratio would move
@@ -260,21 +262,18 @@ def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-20, 20).exp()
 
 
-def _ratio_metrics(
-    log_ratio: torch.Tensor, ratio: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> dict[str, float]:
+def _ratio_metrics(log_ratio: torch.Tensor, ratio: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Metrics:
     names = ("ratio_deviation", "clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     values = ((ratio.detach() - 1).abs().max(), low.float().mean(), high.float().mean(), log_ratio.detach().mean())
-    return dict(zip(names, torch.stack(values).tolist(), strict=True))  # a single device synchronisation
+    return dict(zip(names, values, strict=True))
 
 
 SPREAD = ("log_ratio_abs", "outside_fraction")  # metrics that are informative only off policy
 
 
-def ratio_spread(log_ratio: torch.Tensor, outside: torch.Tensor) -> dict[str, float]:
+def ratio_spread(log_ratio: torch.Tensor, outside: torch.Tensor) -> Metrics:
     """Return the mean |log ratio| of `log_ratio` `[B]`, and the share of samples `outside` the trust region."""
-    means = torch.stack([log_ratio.detach().abs().mean(), outside.float().mean()])
-    return dict(zip(SPREAD, means.tolist(), strict=True))
+    return dict(zip(SPREAD, (log_ratio.detach().abs().mean(), outside.float().mean()), strict=True))
 
 
 def guard_log_ratio(

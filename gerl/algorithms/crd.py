@@ -21,6 +21,7 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass
 from typing import Literal
 
+from gerl.algorithms.base import Metrics
 from gerl.algorithms.common import requires
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, group_mean, pooled_mean
@@ -52,12 +53,12 @@ class CRD(ForwardProcess):
     guided_reference = True
     compared_with_old = ("implicit_reward",)
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `crd_loss`; reports the mean `implicit_reward`, which is 0 at the old policy."""
         implicit, own = self._implicit(s), self.settings
         means = pooled_mean(s)
         losses = crd_loss(implicit, s.advantages, s.groups, own.mix, own.advantage_clip, means, own.regression)
-        return losses, {"implicit_reward": float(implicit.detach().mean())}
+        return losses, {"implicit_reward": implicit.detach().mean()}
 
     def pooled(self, s: Noised) -> torch.Tensor:
         rewards = self.settings.mix * self._implicit(s), optimality(s.advantages, self.settings.advantage_clip)

@@ -17,7 +17,7 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gerl.algorithms.base import ClippedConfig, ShapedConfig
+from gerl.algorithms.base import ClippedConfig, Metrics, ShapedConfig
 from gerl.algorithms.common import per_sample
 from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, group_mean, pooled_mean
 from gerl.algorithms.lazily import torch
@@ -71,14 +71,13 @@ class DGPO(ForwardProcess):
         if self.settings.reference == "old":  # then w is 1/2 while the old policy equals the trained one
             self.compared_with_old += ("group_weight",)
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `dgpo_loss`; reports the mean `group_weight` w and the `stopped_fraction` of rows."""
         error, old, reference = self._errors(s)
         weight = group_weight(error, reference, s.advantages, s.groups, self.settings.beta, pooled_mean(s))
         stop = stopped(error, old, s.advantages, *self.settings.clip_range(s.x[0].numel()))
-        means = torch.stack([weight.mean(), stop.to(weight.dtype).mean()]).tolist()  # one device synchronisation
         losses = dgpo_loss(error, s.advantages, weight, stop)
-        return losses, {"group_weight": means[0], "stopped_fraction": means[1]}
+        return losses, {"group_weight": weight.mean(), "stopped_fraction": stop.to(weight.dtype).mean()}
 
     def pooled(self, s: Noised) -> torch.Tensor:
         error, _, reference = self._errors(s)

@@ -14,7 +14,7 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gerl.algorithms.base import Rewards
+from gerl.algorithms.base import Metrics, Rewards
 from gerl.algorithms.common import per_sample
 from gerl.algorithms.core_algos import preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig
@@ -55,7 +55,7 @@ class DiffusionDPO(ForwardProcess):
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         return preference_pairs(rewards.totals, rewards.group_ids)
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `dpo_loss`; reports the mean `preference_margin` relative to the reference."""
         excess, beta = self._excess(s), self.settings.beta
         if s.pooled is None:
@@ -69,7 +69,7 @@ class DiffusionDPO(ForwardProcess):
             # the other row is in another micro-batch: take the whole gradient of this row and half of the value
             whole = 2 * dpo_loss(margin, pairs, beta)
             losses = whole - whole.detach() / 2
-        return losses, {"preference_margin": float(margin.detach().mean())}
+        return losses, {"preference_margin": margin.detach().mean()}
 
     def pooled(self, s: Noised) -> torch.Tensor:
         """Return the excess of the winner, minus that of the loser; their sum is minus the margin."""

@@ -15,6 +15,7 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gerl.algorithms.base import Metrics
 from gerl.algorithms.common import per_sample
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised
 from gerl.algorithms.lazily import torch
@@ -35,12 +36,12 @@ class DiffusionNFT(ForwardProcess):
     all_samples = True
     compared_with_old = ("old_distance",)
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return `nft_loss` and the metric `old_distance`, the mean squared distance to the old policy's outputs."""
         assert s.old is not None
         mix, clip = self.settings.mix, self.settings.advantage_clip
         losses = nft_loss(lambda output: s.rule.clean(s.x, output), s.x0, s.output, s.old, s.advantages, mix, clip)
-        return losses, {"old_distance": float(((s.output.detach() - s.old) ** 2).mean())}
+        return losses, {"old_distance": ((s.output.detach() - s.old) ** 2).mean()}
 
 
 def nft_loss(

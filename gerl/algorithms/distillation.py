@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch, Measures, Metrics, Rewards, summed
 from gerl.algorithms.common import per_sample, predicted, replayed, sampled_noise
 from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, StepGradients, Tape, engine, torch
@@ -151,25 +151,24 @@ class OPD(Algorithm):
         samples = [batch.samples[r] for r in rows]
         outputs, weights, taught_by = teacher_steps(policy, tape, samples, options, every=self.config.lockstep)
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
-        stats = UpdateStats()
+        found: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
             output, step = step.part(outputs[k]), step.reached()
             distances = step_distance(settings.distance, step, output)
             losses = weights * distances
-            sums = {"teacher_distance": float(distances.detach().sum())}
+            sums: Metrics = {"teacher_distance": distances.detach().sum()}
             if base:
                 kl = step_distance(settings.distance, step, base[k].reached().model_output)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
-                sums["kl"] = float(kl.detach().sum())
+                sums["kl"] = kl.detach().sum()
             parts = by_teacher(taught_by, distances) if len(self.teachers) > 1 else {}
             named = {f"teacher_distance/{self.teachers[i].name}": part for i, part in parts.items()}
-            stats += UpdateStats(len(rows), {"loss": float(losses.detach().sum())} | sums, parts=named)
+            found.append(Measures(len(rows), {"loss": losses.detach().sum()} | sums, parts=named))
             return losses.sum() / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return stats
+        return summed(found)
 
 
 # --- Teachers' steps at the states of a student's trajectories
@@ -254,13 +253,12 @@ def distance_weight(kind: StepDistance, rule: Rule) -> float:
     return {"gaussian": squared / rule.std**2 if rule.std else 0.0, "mean": squared, "velocity": 1.0}[kind]
 
 
-def by_teacher(taught_by: Sequence[int | None], distances: torch.Tensor) -> dict[int, tuple[float, int]]:
-    """Return sum and count of the `distances` [R] by index of the teacher."""
-    found: dict[int, tuple[float, int]] = {}
-    for number, value in zip(taught_by, distances.detach().tolist(), strict=True):
+def by_teacher(taught_by: Sequence[int | None], distances: torch.Tensor) -> dict[int, list[torch.Tensor]]:
+    """Return the `distances` [R], one by one, by index of the teacher."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for number, value in zip(taught_by, distances.detach().unbind(), strict=True):
         if number is not None:
-            total, count = found.get(number, (0, 0))
-            found[number] = (total + value, count + 1)
+            found.setdefault(number, []).append(value)
     return found
 
 
@@ -308,9 +306,9 @@ class DMDR(FlowGRPO):
             real = cleaned(pipe, structure, latents)
         directions = {k: direction(images[k], fake[j], real[j]) for j, k in step_of.items()}
 
-        def loss(k: int, step: ReplayedStep) -> tuple[torch.Tensor, dict[str, float]]:
+        def loss(k: int, step: ReplayedStep) -> tuple[torch.Tensor, Metrics]:
             matched = per_sample(directions[k] * predicted(step))
-            squared = float(directions[k].square().mean())
+            squared = directions[k].square().mean()
             return self.settings.matching_coef * matched.mean(), {"matching_distance": squared / 2}
 
         return loss
@@ -318,26 +316,25 @@ class DMDR(FlowGRPO):
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        fake_loss = self._imitate(policy, batch, rows, num_pairs)  # first: the meter measures only the replay's steps
-        return super().train(policy, batch, rows, num_pairs, meter) + UpdateStats(0, {"fake_loss": fake_loss})
+        fake = self._imitate(policy, batch, rows, num_pairs)  # first: the meter measures only the replay's steps
+        return super().train(policy, batch, rows, num_pairs, meter) + fake
 
-    def _imitate(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> float:
+    def _imitate(self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float) -> UpdateStats:
         """Accumulate the gradient of the LoRA that imitates the images of `rows`; returns the sum of losses."""
         samples = [batch.samples[r] for r in rows]
         levels = self._levels(samples, len(batch.trained), "fake")
         images = dict.fromkeys(levels, batch.tape.steps[-1].x_next[rows])
         noise, structure = noise_of(samples, images, "fake"), self._structure(policy.pipe, batch.tape, rows)
-        total = 0.0
+        found: list[Measures] = []
 
         def imitate(j: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal total
             loss = per_sample((step.model_output - step.rule.target(images[j], noise[j])) ** 2).sum()
-            total += float(loss.detach())
+            found.append(Measures(0, {"fake_loss": loss}))
             return loss / num_pairs
 
         with policy.fake():
             engine.replay(policy.pipe, structure, imitate, steps=levels, latents=noised(structure, images, noise))
-        return total
+        return summed(found)
 
     def _levels(self, samples: Sequence[Sample], count: int, what: str) -> tuple[int, ...]:
         """Sample `count` noise levels, the same for all rows, new ones at each trainer step."""

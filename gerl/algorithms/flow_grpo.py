@@ -13,7 +13,17 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, DownSampledConfig, Rewards
+from gerl.algorithms.base import (
+    Algorithm,
+    Batch,
+    ClippedConfig,
+    DownSampledConfig,
+    Measures,
+    Metrics,
+    Rewards,
+    compares_within_groups,
+    summed,
+)
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
@@ -108,7 +118,7 @@ class WeightedConfig(PolicyGradientConfig):
 
 
 # an additional loss and its metrics, as a function of each trained step
-ExtraLoss = Callable[[int, "ReplayedStep"], "tuple[torch.Tensor, dict[str, float]]"]
+ExtraLoss = Callable[[int, "ReplayedStep"], "tuple[torch.Tensor, Metrics]"]
 
 
 class PolicyGradient(Algorithm):
@@ -165,7 +175,7 @@ class PolicyGradient(Algorithm):
 
     def policy_loss(
         self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, Metrics]:
         """Return the losses [B] of a step, with the metrics of `clipped_policy_loss` and `ratio_spread`.
 
         `proximal`: log-probabilities [B] of the policy to clip to, if not the rollout's; the loss is then weighted by
@@ -191,7 +201,7 @@ class PolicyGradient(Algorithm):
         weights = dict(zip(batch.trained, self._weights(tape, batch.trained), strict=True))
         credit = batch.credit[rows].to(tape.steps[0].x.device)
         compared = settings.cfg != "off"  # else the ratio is to the same forward pass, 1 by construction
-        found: list[UpdateStats] = []
+        found: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
             clipped_to = None if proximal is None else proximal.get(k, step.log_prob.detach())
@@ -202,17 +212,16 @@ class PolicyGradient(Algorithm):
             if reference:
                 kl = self.distance(reference[k], step)
                 total = total + self.kl_coef * self.weighted_kl(kl, batch, rows).mean()
-                measured = measured | {"kl": float(kl.detach().mean())}
+                measured = measured | {"kl": kl.detach().mean()}
             if further is not None:
                 value, named = further(k, step)
                 total, measured = total + value, measured | named
-            measured = {"loss": float(total.detach())} | measured
-            sums = {name: value * len(rows) for name, value in measured.items()}
-            found.append(UpdateStats(len(rows), sums, deviation if compared else None))
+            means = {"loss": total.detach()} | measured
+            found.append(Measures(len(rows), means=means, deviation=deviation if compared else None))
             return total * (len(rows) / num_pairs)
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return sum(found, UpdateStats())
+        return summed(found)
 
     def distance(self, base: ReplayedStep, step: ReplayedStep) -> torch.Tensor:
         """Return the KL [B] of a step to that of the base model, over the latents that reach the images."""
@@ -361,6 +370,11 @@ class FlowGRPO(PolicyGradient):
             engine.replay(policy.pipe, batch.tape, on_step, steps=batch.trained, grad=False)
         return total
 
+    @property
+    def credits_groups_alone(self) -> bool:
+        own = self._inherits(Algorithm.credit, FlowGRPO.advantages) and not self.settings.history
+        return own and compares_within_groups(self.settings)
+
     def advantages(self, rewards: Rewards) -> torch.Tensor:
         size = self.settings.history
         if not size:
@@ -428,7 +442,7 @@ class FlowDPPO(FlowGRPO):
 
     def policy_loss(
         self, step: ReplayedStep, advantages: torch.Tensor, proximal: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    ) -> tuple[torch.Tensor, Metrics]:
         assert proximal is None, "it clips nothing"
         log_ratio = self.log_ratio(step)
         old_mean = step.mean.detach() if self.settings.cfg == "off" else step.recorded_mean

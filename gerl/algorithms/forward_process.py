@@ -11,14 +11,18 @@ from typing import Any, ClassVar
 from gerl.algorithms.base import (
     Algorithm,
     Batch,
+    Measures,
+    Metrics,
     Pooled,
     Rewards,
     ShapedConfig,
     Sums,
+    compares_within_groups,
     group_ids,
     group_sums,
     pooled_rows,
     pooled_sum,
+    summed,
 )
 from gerl.algorithms.common import per_sample, replayed, requires, sampled_noise
 from gerl.algorithms.core_algos import best_of_group, regression_weights
@@ -187,7 +191,7 @@ class ForwardProcess(Algorithm):
         return step % self.settings.old_every == 0
 
     @abstractmethod
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return the losses [B] of the rows at one noise level, and metrics (means over the rows)."""
 
     def pooled(self, s: Noised) -> torch.Tensor:
@@ -219,6 +223,10 @@ class ForwardProcess(Algorithm):
             kept[row, list(any_steps(levels, count, *self._noise_seed(sample)))] = True
         return torch.where(kept, values, torch.nan)
 
+    @property
+    def credits_groups_alone(self) -> bool:
+        return self._inherits(ForwardProcess.credit, Algorithm.advantages) and compares_within_groups(self.settings)
+
     def kept_rows(self, batch: Batch) -> list[int]:
         credit = batch.credit[:, list(batch.trained)]
         kept = ~credit.isnan().all(1) if self.needs_all_samples else (credit.nan_to_num() != 0).any(1)
@@ -236,31 +244,29 @@ class ForwardProcess(Algorithm):
     def train(
         self, policy: Policy, batch: Batch, rows: list[int], num_pairs: float, meter: StepGradients[Any] | None = None
     ) -> UpdateStats:
-        settings, stats = self.settings, UpdateStats()
+        settings, found = self.settings, list[Measures]()
         base = self.needs_reference or self.kl_coef > 0
 
         def on_level(k: int, s: Noised, samples: list[Sample]) -> torch.Tensor:
-            nonlocal stats
             if batch.pooled is not None:
                 s = replace(s, pooled=self.sums(batch.pooled, samples, k, s.advantages))
             loss, metrics = self.loss(s)
             to_base = _distance(s.output, s.reference, self.kl_coef)
             pull = self.kl_coef * self.kl_weights(s) * (to_base if s.gate is None else s.gate * to_base)
             total = loss + pull + settings.old_kl_coef * _distance(s.output, s.old, 1.0)
-            sums = {}
+            sums: Metrics = {}
             if s.reference is not None and settings.norm_coef > 0:
                 total = total + settings.norm_coef * norm_excess(s.output, s.reference) ** 2
-                sums["norm_excess"] = float((norm_excess(s.output, s.reference) / rms(s.reference)).detach().sum())
-            sums["loss"] = float(total.detach().sum())
+                sums["norm_excess"] = (norm_excess(s.output, s.reference) / rms(s.reference)).detach().sum()
+            sums["loss"] = total.detach().sum()
             if s.reference is not None and self.kl_coef > 0:
-                sums["kl"] = float(to_base.detach().sum())
+                sums["kl"] = to_base.detach().sum()
             left_out = () if self.old_differs else self.compared_with_old
-            sums |= {name: value * len(samples) for name, value in metrics.items() if name not in left_out}
-            stats += UpdateStats(len(samples), sums)
+            found.append(Measures(len(samples), sums, {name: v for name, v in metrics.items() if name not in left_out}))
             return total.sum() / num_pairs
 
         self._visit(policy, batch, rows, on_level, base, meter, grad=True)
-        return stats
+        return summed(found)
 
     def _visit(
         self,
@@ -275,7 +281,8 @@ class ForwardProcess(Algorithm):
         """Replay the trained noise levels of `rows`, with those of the `base` model, and pass on rows with a credit."""
         tape = batch.tape
         x0 = tape.steps[-1].x_next[rows]
-        samples, credit = [batch.samples[r] for r in rows], batch.credit[rows].to(x0.device)
+        samples, known = [batch.samples[r] for r in rows], ~batch.credit[rows].isnan()
+        credit = batch.credit[rows].to(x0.device)
         noise = {k: self._noise(samples, k, x0) for k in batch.trained}
         latents = {k: tape.steps[k].rule.noised(x0, noise[k]) for k in batch.trained}
         index = None if rows == list(range(tape.batch_size)) else rows
@@ -287,9 +294,11 @@ class ForwardProcess(Algorithm):
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor | None:
             output = step.model_output
-            known = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
-            s = Noised(step.rule, x0, noise[k], latents[k], output, known, reference.get(k), credit[:, k], groups, gate)
-            kept = [i for i, missing in enumerate(credit[:, k].isnan().tolist()) if not missing]
+            previous = output.detach() if self.needs_old and policy.old_is_current else old.get(k)
+            s = Noised(
+                step.rule, x0, noise[k], latents[k], output, previous, reference.get(k), credit[:, k], groups, gate
+            )
+            kept = [i for i, here in enumerate(known[:, k].tolist()) if here]
             if not kept:  # ranks in lockstep backpropagate equally often
                 return 0 * output.sum() if grad and self.config.lockstep else None
             if step.written is not None:
@@ -353,10 +362,10 @@ def _distance(output: torch.Tensor, other: torch.Tensor | None, coefficient: flo
 
 
 class _Regression(ForwardProcess):
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return the loss above; reports the mean `squared_error` without weights."""
         errors = (s.output - s.target) ** 2
-        return s.advantages * per_sample(errors), {"squared_error": float(errors.detach().mean())}
+        return s.advantages * per_sample(errors), {"squared_error": errors.detach().mean()}
 
 
 class RewardWeightedRegression(_Regression):

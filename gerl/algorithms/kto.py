@@ -14,7 +14,7 @@ from __future__ import annotations  # torch is imported lazily
 import math
 from dataclasses import dataclass
 
-from gerl.algorithms.base import Pooled, Rewards, Sums
+from gerl.algorithms.base import Metrics, Pooled, Rewards, Sums
 from gerl.algorithms.common import per_sample, requires
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
@@ -51,15 +51,15 @@ class KTO(ForwardProcess):
         near = excess.abs() <= 1e-9 * totals.abs().max()
         return torch.where(near, torch.nan, excess.sign()).to(rewards.totals.dtype)
 
-    def loss(self, s: Noised) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(self, s: Noised) -> tuple[torch.Tensor, Metrics]:
         """Return the loss L of the module docstring, `preference_margin` (the mean of y g) and `fit_margin` (z)."""
         better = self._better(s)
         mean = better.detach().mean().expand_as(better) if s.pooled is None else s.pooled[0] / s.pooled[1]
         margin, liked = mean.clamp(min=0), s.advantages > 0
         weights = torch.where(liked, self.settings.weight_liked, self.settings.weight_disliked)
         losses = weights * (1 - (s.advantages.sign() * self.settings.beta * (better - margin)).sigmoid())
-        means = torch.stack([(s.advantages.sign() * better.detach()).mean(), margin.mean()]).tolist()
-        return losses, {"preference_margin": means[0], "fit_margin": means[1]}
+        preferred = (s.advantages.sign() * better.detach()).mean()
+        return losses, {"preference_margin": preferred, "fit_margin": margin.mean()}
 
     def pooled(self, s: Noised) -> torch.Tensor:
         return self._better(s).detach()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch, Measures, Rewards, summed
 from gerl.algorithms.common import per_sample, replayed, requires
 from gerl.algorithms.lazily import FlowRule, Policy, ReplayedStep, StepGradients, Tape, engine, torch, transitions
 from gerl.config import Config
@@ -66,6 +66,7 @@ class RewardGradientConfig(AlgorithmConfig):
 
 LeadsTo = Callable[["ReplayedStep"], "torch.Tensor"]
 Score = Callable[["torch.Tensor", Sequence[Prompt]], "torch.Tensor"]  # images, their prompts -> rewards [B], with graph
+LatentScore = Callable[["Tape", "torch.Tensor", Sequence[Prompt]], "torch.Tensor"]  # of their call, clean latents
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class RewardGradient(Algorithm):
     settings: RewardGradientConfig
     all_samples = True
     reward: Score  # set by workers that decode images
+    latent_reward: LatentScore | None = None  # of clean latents, added to `reward`
+    decodes: bool = True  # whether a scorer needs images
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -194,8 +197,12 @@ class RewardGradient(Algorithm):
             index = list(range(start, min(start + self.settings.decode_batch, count)))
             x = latents[start * each : (index[-1] + 1) * each].detach().clone().requires_grad_()
             with torch.autograd.graph.allow_mutation_on_saved_tensors():
-                images = self.decode(policy.pipe, part.tape.rows(index), x)
-                rewards = (evaluation.score or self.reward)(images, [part.prompts[i] for i in index])
+                tape, prompts = part.tape.rows(index), [part.prompts[i] for i in index]
+                rewards = torch.zeros(len(index), device=x.device)
+                if self.decodes:
+                    rewards = rewards + (evaluation.score or self.reward)(self.decode(policy.pipe, tape, x), prompts)
+                if self.latent_reward is not None:
+                    rewards = rewards + self.latent_reward(tape, x, prompts)
                 losses = self.loss(rewards)
                 gradients += torch.autograd.grad((weights[index] * losses).sum(), x)
             plain = weights[index].detach() * part.images if part.images != float("inf") else 0 * weights[index]
@@ -210,16 +217,15 @@ class RewardGradient(Algorithm):
             return {}
         index = None if rows == list(range(batch.tape.batch_size)) else rows
         options: dict[str, Any] = {"steps": batch.trained, "index": index, "cfg": self.settings.cfg}
-        base, total = self.base_steps(policy, batch.tape, options), 0.0
+        base, found = self.base_steps(policy, batch.tape, options), list[Measures]()
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal total
             distances = per_sample((step.model_output - base[k].model_output).square())
-            total += float(distances.detach().sum())
+            found.append(Measures(0, {"kl": distances.sum()}))
             return self.kl_coef * self.weighted_kl(distances, batch, rows).sum() / num_pairs
 
         engine.replay(policy.pipe, batch.tape, on_step, **options)
-        return {"kl": total}
+        return summed(found).sums
 
 
 def mean(step: ReplayedStep) -> torch.Tensor:

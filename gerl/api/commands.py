@@ -38,6 +38,7 @@ def evaluate(
     suite: str | None = None,
     suite_prompts: str | Path | None = None,
     suite_protocol: str | None = None,
+    split: bool = True,
     experiment: str | Path | None = None,
     overrides: Sequence[str] = (),
     **keys: Any,
@@ -45,9 +46,9 @@ def evaluate(
     """Sample the same prompts from the same noise with the base model and with each LoRA, score and compare them.
 
     The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory. `lora`: one,
-    several, or by name; a run stands for its best checkpoint. `reward`, `prompts` and `keys`: as for `gerl.train`; they
-    replace those of the configuration. `out`: output folder; None: nothing is written. `overrides`: keys as on the
-    command line.
+    several, or by name; a run stands for its best checkpoint. `split`: whether that is chosen on other prompts than
+    those reported. `reward`, `prompts` and `keys`: as for `gerl.train`; they replace those of the configuration. `out`:
+    output folder; None: nothing is written. `overrides`: keys as on the command line.
 
     Raises:
         GerlError: model, LoRAs, prompts or scorers are wrong, or no image has a total; finished results are
@@ -77,6 +78,7 @@ def evaluate(
             suite=suite,
             suite_prompts=None if suite_prompts is None else str(suite_prompts),
             suite_protocol=suite_protocol,
+            split=split,
         )
         return run(prepare(options, chosen))
 

@@ -73,10 +73,11 @@ class Trainer:
 
     `pipe`: a pipeline of diffusers in memory, trained in place if the run is in this process, or a hub id or folder.
     `reward`: a function `(images, prompts, metadata) -> list of float` (or of images alone), the name of one of gerl's
-    scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`,
-    `function`, ...). `prompts` and `held_out`: strings, dictionaries with the key `prompt` and further columns, or a
-    file. `experiment`: a recipe or yaml file, overridden by the other arguments. `algorithm`: a preset, by default that
-    of the experiment, or `awm_fast` without one.
+    scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`, `function`,
+    ...); scorers of the experiment stay watched (weight 0), unless `reward` has None for them. `prompts` and
+    `held_out`: strings, dictionaries with the key `prompt` and further columns, or a file. `experiment`: a recipe or
+    yaml file, overridden by the other arguments. `algorithm`: a preset, by default that of the experiment, or
+    `awm_fast` without one.
     `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
     default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
@@ -411,8 +412,8 @@ class Scorers:
 def scorers_of(reward: object) -> Scorers:
     """Return the scorers of `reward`: a function, name or file, or several by name.
 
-    Among several also a mapping of a scorer's keys, whose `function` may be a function, or a weight. Raises
-    `ConfigError` for anything else.
+    Among several also a mapping of a scorer's keys, whose `function` may be a function, a weight, or None for a scorer
+    of the experiment that is not to be watched either. Raises `ConfigError` for anything else.
     """
     if isinstance(reward, Mapping):
         named = {str(name): given for name, given in reward.items()}
@@ -430,8 +431,8 @@ def scorers_of(reward: object) -> Scorers:
     for name, given in named.items():
         if given != name and not name.isidentifier():
             raise ConfigError(f"reward: {name!r} is not a valid scorer name; use letters, digits and underscores")
-        own = found.keys[name] = _keys_of(name, given)
-        if callable(function := own.get("function")):
+        own = found.keys[name] = None if given is None else _keys_of(name, given)
+        if own is not None and callable(function := own.get("function")):
             del own["function"]
             own["path"] = f"{PREFIX}{name}"
             found.functions[name] = function

@@ -348,8 +348,8 @@ def is_environment(env: dict[str, Any]) -> bool:
 class RewardConfig(Block):
     scorers: dict[str, ScorerConfig] = main_key(
         {},
-        "name -> scorer; the total is the weighted sum. '={mine: {path: F.py}}' replaces the experiment's, "
-        "'+reward.scorers.mine={path: F.py}' adds one, '~reward.scorers.ocr' removes one",
+        "name -> scorer; the total is the weighted sum. '={mine: {path: F.py}}' replaces the experiment's, which stay "
+        "watched; '+reward.scorers.mine={path: F.py}' adds one, '~reward.scorers.ocr' removes one",
     )
     on_error: Literal["drop_group", "stop"] = key(
         "drop_group", "when a scorer still fails after its retries: drop the sample's group, or stop the run"
@@ -377,6 +377,11 @@ class RewardConfig(Block):
             raise ConfigError(
                 "reward.scorers has no scorer with a weight: add one, such as reward.scorers.ocr.weight=1"
             )
+
+    def by_latents(self, part: RunPart) -> ScorerConfig | None:
+        """Return the scorer that workers compute in `part` of a run from the latents they sample, if any."""
+        scorer = self.scorers.get("base_alignment")
+        return scorer if scorer is not None and scorer.path is None and scorer.during in ("both", part) else None
 
     @property
     def gpu_shares(self) -> list[float]:
@@ -747,7 +752,7 @@ class SamplingConfig(Block):
 
 # --- The block `guard`: the response to signs of reward hacking
 
-SIGNALS = ("watched", "disagreement", "looks", "diversity", "kl", "no_signal")
+SIGNALS = ("base", "watched", "disagreement", "looks", "diversity", "kl", "no_signal")
 
 
 @dataclass(frozen=True)
@@ -756,11 +761,20 @@ class GuardConfig(Block):
         "warn",
         "response when held-out images indicate reward hacking or collapse (docs/guard.md): warn logs it; kl also "
         "raises the weight of the KL; rollback returns to the best earlier checkpoint and continues with that "
-        "weight raised; stop ends the run with a checkpoint; off: no comparison",
+        "weight raised; stop ends the run, whose best checkpoint without signals is exported; off: no comparison",
+    )
+    judge: Literal["base", "off"] = key(
+        "base",
+        "base: the model before training judges the held-out images: whether it sees their prompt in them (alignment) "
+        "and how unlikely they are (surprise), by its denoising errors; off: it does not",
+    )
+    judge_draws: int = key(1, "judge=base: draws of the noise per image and noise level; more are less noisy", low=1)
+    false_alarms: float = key(
+        0.05, "probability that chance alone raises a signal during the whole run, shared by all its tests", above=0
     )
     ignored: list[str] = key(
         [],
-        "signals to ignore: watched, disagreement, looks, diversity, kl, no_signal, or a single column, such as "
+        "signals to ignore: base, watched, disagreement, looks, diversity, kl, no_signal, or a single column, such as "
         "looks/red",
     )
     importance: float = key(

@@ -1,6 +1,7 @@
 """The whole configuration: its blocks, checks across blocks, and a one-line description of a run."""
 
 from dataclasses import dataclass, field, fields
+from typing import get_args
 
 from pydantic import ConfigDict
 
@@ -37,6 +38,7 @@ class Config:
         self.algorithm.check_sampling(self.sampling)
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         parts |= {"needs": self.algorithm.needs, "lockstep": self.lockstep, "has_kl": self.has_kl}
+        parts |= {"base_alignment": any(self.reward.by_latents(part) for part in get_args(blocks.RunPart))}
         check_exclusions((*EXCLUSIONS, *self.algorithm.excludes), parts)
         if self.data.train_on == "drawn":
             self.reward.check_weights()
@@ -51,6 +53,17 @@ class Config:
     def has_kl(self) -> bool:
         """Whether the KL to the base model has a weight, or may get one during the run."""
         return self.algorithm.kl_coef > 0 or self.guard.raises_kl
+
+    @property
+    def judges(self) -> bool:
+        """Whether the base model judges held-out images (`guard.judge`)."""
+        known = self.model.train == "lora" or not self.algorithm.moves_reference  # else the base weights are not kept
+        return self.guard.judge == "base" and self.guard.action != "off" and self.validation.data is not None and known
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether workers compute something with the weights before training, besides the algorithm."""
+        return self.judges or any(self.reward.by_latents(part) for part in get_args(blocks.RunPart))
 
     @property
     def lockstep(self) -> bool:

@@ -35,7 +35,7 @@ def check_remedies(config: "Config") -> None:
     if held_out and config.validation.data is None:
         raise ConfigError(
             f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; set validation.data, "
-            "or remove it"
+            f"or remove the scorer with ~reward.scorers.{held_out[0]}"
         )
     if (shaping := getattr(algorithm, "diversity", "none")) != "none":
         name = getattr(algorithm, "diversity_scorer", "")

@@ -285,8 +285,10 @@ class _Inspector(TapeHead):
         self.outputs.append(tree_map(leaf, output))
         return self.outputs[-1]
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        del sample
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
+        del sample, source
         if self.served in self.steps and self.served not in self.influence and model_output.requires_grad:
             row = model_output[0].float()
             projection = (row * torch.randn(row.shape, generator=self.generator).to(row.device)).sum()

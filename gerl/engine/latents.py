@@ -122,12 +122,14 @@ class _Tracer(TapeHead):
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
         self.sample = sample
         raise StopPipeline
 
-    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
-        return self.next_latents(sample, sample)
+    def next_secondary(self, sample: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+        return self.next_latents(sample, sample, source)
 
 
 # --- Decoding: the end of a recorded call, from latents with gradient to images with gradient.
@@ -185,7 +187,9 @@ class Decoder(TapeHead):
         # values that were not kept can only be read before the latents are replaced
         return materialised(super().on_method(name, method), self.device)
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.step == len(self.tape.steps):
             raise ReplayError(f"when decoding, the pipeline takes more than the {self.step} steps of the rollout")
         recorded = self.tape.steps[self.step]
@@ -317,11 +321,13 @@ class _Tail(TapeHead):
     def on_component(self, name: str, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         return super().on_component(name, torch.no_grad()(forward), *args, **kwargs)
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
         self.step += 1
         return self.given if self.step == len(self.tape.steps) else self.tape.steps[self.step - 1].x_next
 
-    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+    def next_secondary(self, sample: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
         return sample
 
 

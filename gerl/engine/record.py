@@ -41,7 +41,7 @@ from gerl.engine.transitions import (
     step_index,
 )
 from gerl.errors import ModelError, ReplayError
-from gerl.protocol import RolloutTask
+from gerl.protocol import References, RolloutTask
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline, SchedulerMixin
@@ -114,11 +114,14 @@ def batch_size(call: Mapping[str, object]) -> int:
 def select_call(call: Mapping[str, object], index: Sequence[int]) -> dict[str, object]:
     """Return the keyword arguments of a call for some samples: per-sample lists and tensors are indexed.
 
-    A list of numbers as long as the batch (`sigmas`, say) is a schedule, not a value per sample. Lists are copied.
+    A list of numbers as long as the batch (`sigmas`, say) is a schedule, and `References` are those of every sample.
+    Lists of values per sample are copied.
     """
     n = batch_size(call)
 
     def pick(value: object) -> object:
+        if isinstance(value, References):
+            return value
         if isinstance(value, list) and len(value) == n and not isinstance(value[0], int | float):
             return [value[i] for i in index]
         if torch.is_tensor(value) and value.ndim and len(value) == n:
@@ -208,10 +211,16 @@ def pairs(value: Any, like: Any) -> list[tuple[Any, Any]]:
 def same(ours: Tree, theirs: Tree) -> bool:
     """Whether two structures have equal tensors at the same positions."""
     a, b = tree_leaves(ours), tree_leaves(theirs)
-    return len(a) == len(b) and all(
-        torch.equal(x, y) if torch.is_tensor(x) and torch.is_tensor(y) else torch.is_tensor(x) == torch.is_tensor(y)
-        for x, y in zip(a, b, strict=True)
-    )
+    pairs = list(zip(a, b, strict=False))
+    if len(a) != len(b) or any(torch.is_tensor(x) != torch.is_tensor(y) for x, y in pairs):
+        return False
+    tensors = [(x, y) for x, y in pairs if torch.is_tensor(x) and torch.is_tensor(y) and x is not y]
+    if any((x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device) for x, y in tensors):
+        return False
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for x, y in tensors:
+        flags.setdefault(x.device, []).append((x != y).any())
+    return not any(bool(torch.stack(found).any()) for found in flags.values())  # one wait per device
 
 
 # --- The tape: recorded calls
@@ -238,6 +247,14 @@ class SecondaryStep:
     x: torch.Tensor  # [B, ...] fp32 latents before the step
     x_next: torch.Tensor  # [B, ...] fp32 latents after it
 
+    @property
+    def deviation(self) -> str:
+        """Error message for a replay or branch that reaches other latents."""
+        return (
+            f"the latents of the second modality differ from the recorded ones after step {self.step - 1}: the "
+            "pipeline cannot be replayed"
+        )
+
 
 @dataclass
 class Answer:
@@ -256,6 +273,8 @@ class ComponentCall:
     output: Tree
     inputs: Tree = None
     elements: int = 0  # number of elements in the output, while recording
+    reads: int | None = None  # the earlier step that filled a cache of its arguments (keys and values of a prefix)
+    fills: bool = False  # whether it put tensors into an object, which later steps may read
 
 
 def probed_call(
@@ -327,10 +346,13 @@ class Tape:
         """Return the call with copied lists, since some pipelines modify them."""
         return select_call(self.call, range(self.batch_size))
 
-    def add_call(self, component: str, output: Tree, inputs: Tree) -> None:
+    def add_call(
+        self, component: str, output: Tree, inputs: Tree, reads: int | None = None, fills: bool = False
+    ) -> None:
         """Record a component's call at the current denoising step."""
-        kept, elements = detached_copy(output), num_elements(output)
-        self.component_calls.append(ComponentCall(len(self.steps), component, kept, shapes(inputs), elements))
+        output, inputs = _without_caches(output), _without_caches(inputs)
+        kept, elements, step = detached_copy(output), num_elements(output), len(self.steps)
+        self.component_calls.append(ComponentCall(step, component, kept, shapes(inputs), elements, reads, fills))
 
     @property
     def stochastic_steps(self) -> list[int]:
@@ -354,23 +376,27 @@ class Tape:
         first = [c.component for c in self.component_calls if c.step == 0]
         return inside | set(first[-1:]) if inside else set(first)
 
-    def live_at(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps of the denoiser calls that training `steps` needs: of each, the last at it or before."""
+    def called_at(self, steps: Iterable[int]) -> set[int]:
+        """Return the steps of the denoiser calls whose outputs `steps` use: of each, the last at it or before."""
         looped = self.looped_components()
         called = {c.step for c in self.component_calls if c.component in looped}
         return {max(before) for k in steps if (before := [c for c in called if c <= k])}
 
-    def companion(self, position: int, sample: torch.Tensor) -> SecondaryStep:
-        """Return step `position` of the secondary modality. Raises `ReplayError` if it does not start at `sample`."""
-        recorded = self.companions[position] if position < len(self.companions) else None
-        if recorded is None or recorded.x.shape != sample.shape:
+    def live_at(self, steps: Iterable[int]) -> set[int]:
+        """Return the steps of the denoiser calls that training `steps` needs, with those that fill their caches."""
+        used = self.called_at(steps)
+        return used | {c.reads for c in self.component_calls if c.step in used and c.reads is not None}
+
+    @property
+    def filling_steps(self) -> set[int]:
+        """Indices of the steps that fill caches which later ones read."""
+        return {c.reads for c in self.component_calls if c.reads is not None}
+
+    def companion(self, position: int) -> SecondaryStep:
+        """Return step `position` of the secondary modality."""
+        if position == len(self.companions):
             raise ReplayError("the pipeline steps a second modality, which it did not in the rollout")
-        if not torch.equal(recorded.x.to(sample.dtype), sample):
-            raise ReplayError(
-                f"the latents of the second modality differ from the recorded ones after step {recorded.step - 1}: "
-                "the pipeline cannot be replayed"
-            )
-        return recorded
+        return self.companions[position]
 
     def rows(self, index: Sequence[int]) -> Tape:
         """Select the samples `index`, repeats allowed; the result can be replayed, branched and pickled independently.
@@ -583,7 +609,55 @@ class StopPipeline(BaseException):
     """Early exit from a pipeline's `__call__`; a `BaseException` so that no pipeline catches it."""
 
 
-class TapeHead:
+class LatentsTracker:
+    """Compares the latents at the start of a scheduler step with those that the step before passed to the pipeline.
+
+    Most pipelines pass on the same unmodified tensor, which needs no comparison. Others are compared on their device
+    without synchronising; `resolve` reads all results at once at the end of the pipeline's call.
+    """
+
+    def __init__(self) -> None:
+        # id of a scheduler -> fp32 latents, the copy passed to the pipeline, and the version of that copy
+        self.passed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._pending: list[tuple[torch.Tensor, Callable[[bool], None]]] = []
+
+    def source_of(self, scheduler: SchedulerMixin, sample: torch.Tensor) -> torch.Tensor | None:
+        """Return the fp32 latents of which `sample` is the unmodified copy, None if it is another tensor."""
+        exact, copied, version = self.passed.get(id(scheduler), (None, None, 0))
+        return exact if copied is sample and copied._version == version else None
+
+    def defer(self, flag: torch.Tensor, act: Callable[[bool], None]) -> None:
+        """Call `act(flag)` when the pipeline's call has ended; `flag`: a scalar on any device."""
+        self._pending.append((flag, act))
+
+    def refuse_if(self, flag: torch.Tensor, message: str) -> None:
+        """Raise `ReplayError` when the pipeline's call has ended if the scalar `flag` is true."""
+
+        def act(found: bool) -> None:
+            if found:
+                raise ReplayError(message)
+
+        self.defer(flag, act)
+
+    def expect(self, expected: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None, message: str) -> None:
+        """Raise `ReplayError` unless `sample` is `expected` `[B, ...]` in its dtype; `source`: see `source_of`.
+
+        Different values raise it when the pipeline's call has ended, different shapes at once.
+        """
+        if sample.shape != expected.shape:
+            raise ReplayError(message)
+        if source is not expected:
+            self.refuse_if((expected.to(sample.dtype) != sample).any(), message)
+
+    def resolve(self) -> None:
+        """Synchronise once, and call the deferred actions in order."""
+        pending, self._pending = self._pending, []
+        if pending:
+            for found, (_, act) in zip(torch.stack([flag for flag, _ in pending]).tolist(), pending, strict=True):
+                act(found)
+
+
+class TapeHead(LatentsTracker):
     """Head that answers from a tape in the recorded order; subclasses override what differs in their kind of pass.
 
     Every answer is compared with the recording: a pipeline that deviates, because of a cache, random numbers or a
@@ -591,6 +665,7 @@ class TapeHead:
     """
 
     def __init__(self, tape: Tape) -> None:
+        super().__init__()
         self.tape = tape
         self.device = tape.steps[0].x.device if tape.steps else torch.device("cpu")
         self.step = self.answered = self.accompanied = 0  # counts of scheduler steps, methods and secondary steps
@@ -609,8 +684,10 @@ class TapeHead:
         """Return the output of a recorded call, with zeros if only the shape was kept."""
         return materialised(detached_copy(call.output), self.device)
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-        """Return the latents after a scheduler step, fp32."""
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the latents after a scheduler step from `sample`, fp32; `source`: see `source_of`."""
         raise NotImplementedError
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -621,18 +698,22 @@ class TapeHead:
         call = next(self.calls, None) if name in self.looped else None
         return forward(*args, **kwargs) if call is None else self.recorded(call)
 
-    def next_secondary(self, sample: torch.Tensor) -> torch.Tensor:
+    def next_secondary(self, sample: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
         """Return the latents after a secondary step. Raises `ReplayError` if it starts at other latents."""
+        recorded = self.tape.companion(self.accompanied)
         self.accompanied += 1
-        return self.tape.companion(self.accompanied - 1, sample).x_next
+        self.expect(recorded.x, sample, source, recorded.deviation)
+        return recorded.x_next
 
 
 def rerun(pipe: DiffusionPipeline, head: TapeHead, **overrides: object) -> object:
     """Run the call of `head.tape` again, with gradient if enabled; return its output, None if the head stopped it."""
     undecorated = inspect.unwrap(type(pipe).__call__)  # diffusers decorates it with torch.no_grad
+    output: object = None
     with routed(pipe, head), contextlib.suppress(StopPipeline):
-        return undecorated(pipe, **head.tape.fresh_call() | overrides)
-    return None
+        output = undecorated(pipe, **head.tape.fresh_call() | overrides)
+    head.resolve()
+    return output
 
 
 class _Step:
@@ -685,10 +766,9 @@ class _Step:
             model_output = -model_output
         if self.family == "edm":
             return LazySchedulerOutput(self._next_of, scheduler, (model_output, timestep, sample), pred_original_sample)
-        x_next = self._next_of(model_output, timestep, sample)
         dtype = model_output.dtype if self.family in GIVES_MODEL_DTYPE else sample.dtype
         dtype = torch.float32 if per_token_timesteps is not None else dtype
-        x_next = x_next.to(dtype, copy=True)  # a copy, since some pipelines write into it
+        x_next = self._next_of(model_output, timestep, sample, dtype)
         decoding = getattr(self.head, "hands_out_clean", False)
         # pipelines of consistency models decode the clean latents of the last step
         if self.family == "trigflow":
@@ -699,20 +779,29 @@ class _Step:
             return LCMSchedulerOutput(x_next, clean) if return_dict else (x_next, clean)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
-    def _next_of(self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor) -> torch.Tensor:
-        """Return the head's next latents, fp32."""
+    def _next_of(
+        self, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the head's next latents, a copy in `dtype`, since some pipelines write into it."""
+        scheduler = self.scheduler
         if not self.first:
-            self.first.append(self.scheduler)
-        goes_along = self.first[0] is self.own is not self.scheduler
+            self.first.append(scheduler)
+        goes_along = self.first[0] is self.own is not scheduler
         if isinstance(self.head, TapeHead):
             # pipelines that noise an image for the next step (inpainting) look up its sigma by the step index
             if self.family in COUNTS_STEPS:
-                if self.scheduler.step_index is None:
-                    self.scheduler._init_step_index(timestep)
-                self.scheduler._step_index += 1
-            return self.head.next_secondary(sample) if goes_along else self.head.next_latents(model_output, sample)
-        step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
-        return step(self.scheduler, model_output, timestep, sample)
+                if scheduler.step_index is None:
+                    scheduler._init_step_index(timestep)
+                scheduler._step_index += 1
+            source = self.head.source_of(scheduler, sample)
+            secondary, trained = self.head.next_secondary, self.head.next_latents
+            exact = secondary(sample, source) if goes_along else trained(model_output, sample, source)
+        else:
+            step = self.head.on_secondary_step if goes_along else self.head.on_scheduler_step
+            exact = step(scheduler, model_output, timestep, sample)
+        x_next = exact.to(dtype, copy=True)
+        self.head.passed[id(scheduler)] = exact, x_next, x_next._version
+        return x_next
 
 
 class LazySchedulerOutput:
@@ -724,7 +813,7 @@ class LazySchedulerOutput:
 
     def __init__(
         self,
-        next_of: Callable[[torch.Tensor, Timestep, torch.Tensor], torch.Tensor],
+        next_of: Callable[[torch.Tensor, Timestep, torch.Tensor, torch.dtype], torch.Tensor],
         scheduler: SchedulerMixin,
         given: tuple[torch.Tensor, Timestep, torch.Tensor],
         known: torch.Tensor | None,
@@ -742,7 +831,7 @@ class LazySchedulerOutput:
             self.scheduler._step_index = self.index
             with predicts_clean(self.scheduler, self.known is not None):
                 output = model_output if self.known is None else self.known
-                self.taken = self.next_of(output, timestep, sample).to(model_output.dtype, copy=True)
+                self.taken = self.next_of(output, timestep, sample, model_output.dtype)
         return self.taken
 
     @property
@@ -1002,13 +1091,14 @@ def check_generators(generators: Sequence[torch.Generator] | None, n: int) -> Se
     return generators
 
 
-class Recorder:
+class Recorder(LatentsTracker):
     """Head of a rollout or a branch, which receives the routed calls."""
 
     def __init__(
         self, tape: Tape, plan: SamplingPlan, generators: Sequence[torch.Generator] | None, init_spread: float = 0.0
     ) -> None:
         """Initialise for one call; `init_spread`: share of `generators` in the noise that the pipeline samples."""
+        super().__init__()
         self.tape, self.plan, self.generators, self.init_spread = tape, plan, generators, init_spread
         self.window, self.stop = plan.window, plan.stop
         self.transitions = Transitions(plan)
@@ -1018,7 +1108,7 @@ class Recorder:
         self.caches = Caches()
         self.cached: CachedDenoisers | None = None
         self.depth = 0  # nesting of answered methods: a replay answers only the outermost
-        self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents before rounding to the pipeline's dtype
+        self.carried: dict[int, torch.Tensor] = {}  # scheduler -> fp32 latents after its last step
         self.mixed = False  # whether initial noise was mixed
 
     def run(
@@ -1035,11 +1125,12 @@ class Recorder:
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.plan.cache.name != "none":
             cached = self.cached = CachedDenoisers(pipe, self.plan.cache)
+        output: BaseOutput | None = None
         with cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
-            return output
-        return None
+        self.resolve()
+        return output
 
     def on_method(self, name: str, method: Callable[..., object], *args: object, **kwargs: object) -> object:
         self.depth += 1
@@ -1069,19 +1160,19 @@ class Recorder:
         if self.depth:  # a replay answers the surrounding method and does not reach this call
             return forward(*args, **kwargs)
         k = len(self.tape.steps)
+        held, reads = self.caches.arguments(k, (args, kwargs))
         earlier = self.skipping.answer(self.tape, name)
         if earlier is not None:  # the skipped step does not use it: the last output has the right shape
-            self.tape.component_calls.append(ComponentCall(k, name, earlier.output, earlier.inputs))
+            self.tape.component_calls.append(replace(earlier, step=k, reads=reads))
             return materialised(detached_copy(earlier.output), self.tape.steps[-1].x.device)
-        held = self.caches.check_arguments(k, name, (args, kwargs))
         if self.cached is None:
             output = forward(*args, **kwargs)
         else:
             exact = self.window is None or k in self.window or k == self.stop or k in self.plan.cache.exact
             nth = sum((c.step, c.component) == (k, name) for c in self.tape.component_calls)
             output = self.cached.run(name, nth, exact, forward, *args, **kwargs)
-        self.caches.note(k, (args, kwargs), held, output)
-        self.tape.add_call(name, output, (args, kwargs))
+        fills = self.caches.note(k, name, (args, kwargs), held, output)
+        self.tape.add_call(name, output, (args, kwargs), reads, fills)
         return output
 
     def on_scheduler_step(
@@ -1089,10 +1180,7 @@ class Recorder:
     ) -> torch.Tensor:
         k = len(self.tape.steps)
         self._arrive(k, scheduler, timestep, sample)
-        x = self._carried_to(scheduler, sample)
-        before = self.carried.get(id(scheduler), x)
-        edited = before is not x and before.shape == x.shape
-        written = before.to(sample.dtype) != sample if edited else None
+        x, written = self._carried_to(scheduler, sample)
         rule, x_next, log_prob, mean = self.transitions.take(
             scheduler,
             timestep,
@@ -1104,13 +1192,22 @@ class Recorder:
             self.plan.noise_at.get(k),
             self.generators,
         )
-        self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers), written))
+        self.tape.steps.append(TapeStep(rule, x, x_next, log_prob, mean, len(self.tape.answers)))
         if written is not None:
-            self._leave_out_overwritten(k - 1)
+            carried = self.carried[id(scheduler)]
+            self.defer(written.any(), functools.partial(self._note_written, k, carried, written))
         self.carried[id(scheduler)] = x_next
         if len(self.tape.steps) == self.skipping.last:
             raise StopPipeline
         return x_next
+
+    def _note_written(self, k: int, carried: torch.Tensor, written: torch.Tensor, found: bool) -> None:
+        """Complete step `k`, before which the pipeline edited the `carried` latents, or `found` them unedited."""
+        if not found:
+            self.tape.steps[k] = replace(self.tape.steps[k], x=carried)  # as stored for the step before
+            return
+        self.tape.steps[k] = replace(self.tape.steps[k], written=written)
+        self._leave_out_overwritten(k - 1)
 
     def _leave_out_overwritten(self, k: int) -> None:
         """Average the log-probability of step `k` over the latents that reach the images."""
@@ -1125,19 +1222,22 @@ class Recorder:
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         taken = len(self.tape.steps)
-        x = self._carried_to(scheduler, sample)
+        x, _ = self._carried_to(scheduler, sample)
         span = self.skipping.span(taken - 1)
         x_next = self.transitions.take(scheduler, timestep, x, model_output, False, span, span[0] > 0)[1]
         self.tape.companions.append(SecondaryStep(taken, x, x_next))
         self.carried[id(scheduler)] = x_next
         return x_next
 
-    def _carried_to(self, scheduler: SchedulerMixin, sample: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 latents of `scheduler` before they were rounded to the pipeline's dtype as `sample`."""
+    def _carried_to(self, scheduler: SchedulerMixin, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the fp32 latents before they were rounded to `sample`, and where the pipeline may have edited them."""
         x = self.carried.get(id(scheduler))
-        if x is None or x.shape != sample.shape or not torch.equal(x.to(sample.dtype), sample):
-            return sample.float().clone()  # first step, or the pipeline edited the latents in between
-        return x
+        if x is None or x.shape != sample.shape:
+            return sample.float().clone(), None  # first step
+        if self.source_of(scheduler, sample) is x:
+            return x, None
+        written = x.to(sample.dtype) != sample
+        return torch.where(written, sample.float(), x), written
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:
         """Prepare for step `k`: drop large outputs, start skipping, or stop."""
@@ -1166,6 +1266,7 @@ class Recorder:
         if self.window is not None and self.window - set(range(taken)):
             raise ModelError(f"the window contains steps {sorted(self.window)}, but the pipeline took {taken} steps")
         self.skipping.finish(taken)
+        self.resolve()
         self._leave_out_overwritten(taken - 1)
         # calls after the last step (VAE, safety checker) are not replayed
         self.tape.component_calls = [c for c in self.tape.component_calls if c.step < taken]
@@ -1261,17 +1362,18 @@ def compressed_spans(first: int, total: int, compression: float) -> dict[int, Sp
     }
 
 
-# --- Caches filled in one denoising step and read in a later one (KV caches), which cannot be replayed.
+# --- Caches filled in one denoising step and read in later ones: keys and values of a prompt or a reference image.
 #
-# A replay runs the denoiser at trained steps only, so anything left by an untrained step would be missing, and the
-# graph of one step would reach into another. An object that has tensors inside, but is not a container, may be a cache.
+# A replay that trains a step which reads a cache also runs the step that fills it, and the gradient flows through the
+# cache. Any object with tensors inside that is not a container may be a cache. A cache that later steps fill again is
+# refused: the gradient of a step would flow through all steps before it.
 
 HOOKS = "_diffusers_hook"  # the attribute in which diffusers keeps a module's hooks
 DEPTH = 4  # levels of attributes, lists and dictionaries inside a cache: layers, their parts, keys and values
 
 
 class Caches:
-    """Detector of objects that carry state from one denoising step to the next, in one rollout."""
+    """Detector of objects that carry state from one denoising step to later ones, in one rollout."""
 
     def __init__(self) -> None:
         self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
@@ -1279,38 +1381,75 @@ class Caches:
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
         """Find out how to run `pipe` without caches, for the error messages. Raises `ModelError` for stateful hooks."""
-        import diffusers  # imported lazily: the driver of a run does not need it
-
         for component, model in pipe.components.items():
             if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
                 raise ModelError(
                     f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
                     f"replayed: call pipe.{component}.disable_cache() first"
                 )
-        name = type(pipe).__name__
         switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
         if switches:
             self.way = f"set sampling.call.{switches[0]}=false"
-        elif hasattr(diffusers, sibling := name.replace("KV", "")) and sibling != name:
-            self.way = f"no argument disables it, but {sibling} has no cache: use it with these weights"
 
-    def check_arguments(self, step: int, component: str, arguments: Tree) -> dict[int, set[int]]:
-        """Return the tensors' ids in each object by its id; raises `ModelError` if another step filled the object."""
-        held = {}
-        for value in _objects(arguments):
-            if self.filled.get(id(value), (None, step))[1] != step:
-                raise ModelError(
-                    f"{component} reads at step {step} what an earlier step stored in a {type(value).__name__}, "
-                    f"and a cache cannot be replayed: {self.way}"
-                )
-            held[id(value)] = {id(tensor) for tensor in _tensors(value)}
-        return held
+    def arguments(self, step: int, arguments: Tree) -> tuple[dict[int, set[int]], int | None]:
+        """Return the ids of the tensors in each object of a call, and the earlier step that filled one of them."""
+        held, reads = {}, None
+        for value in objects_of(arguments):
+            if (filled := self.filled.get(id(value), (None, step))[1]) != step:
+                reads = filled
+            held[id(value)] = {id(tensor) for tensor in tensors_inside(value)}
+        return held, reads
 
-    def note(self, step: int, arguments: Tree, before: dict[int, set[int]], output: Tree) -> None:
-        """Remember objects that contain new tensors after the call."""
-        for value in _objects((arguments, output)):
-            if {id(tensor) for tensor in _tensors(value)} - before.get(id(value), set()):
-                self.filled.setdefault(id(value), (value, step))
+    def note(self, step: int, component: str, arguments: Tree, before: dict[int, set[int]], output: Tree) -> bool:
+        """Remember objects that contain new tensors after the call, and return whether there are any.
+
+        Raises `ModelError` if one is filled again.
+        """
+        fills = False
+        for value in objects_of((arguments, output)):
+            if {id(tensor) for tensor in tensors_inside(value)} - before.get(id(value), set()):
+                fills = True
+                filled = self.filled.setdefault(id(value), (value, step))[1]
+                if filled != step:
+                    raise ModelError(
+                        f"{component} fills at step {step} a {type(value).__name__} again that step {filled} filled, "
+                        f"and such a cache cannot be replayed: {self.way}"
+                    )
+        return fills
+
+
+def _without_caches(tree: Nested) -> Nested:
+    """Return `tree` with None for objects that have tensors inside."""
+    kept: Nested = tree_map(lambda v: None if any(True for o in objects_of(v) for _ in tensors_inside(o)) else v, tree)
+    return kept
+
+
+def cut_caches(arguments: Tree, output: Tree, before: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cut the graph at the tensors that a call has put into caches; return pairs of a tensor and the leaf in its place.
+
+    `before`: the ids of the tensors that the caches held before the call.
+    """
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in before or not tensor.requires_grad:
+            return tensor
+        found.append((tensor, tensor.detach().requires_grad_()))
+        return found[-1][1]
+
+    for value in {id(value): value for value in objects_of((arguments, output))}.values():
+        _replace_tensors(value, leaf)
+    return found
+
+
+def _replace_tensors(value: object, new: Callable[[torch.Tensor], torch.Tensor], depth: int = DEPTH) -> None:
+    """Replace the tensors inside `value`, in place."""
+    inner: Any = value if isinstance(value, list | dict) else vars(value) if hasattr(value, "__dict__") else ()
+    for key in list(inner) if isinstance(inner, dict) else range(len(inner)):
+        if isinstance(inner[key], torch.Tensor):
+            inner[key] = new(inner[key])
+        elif depth:
+            _replace_tensors(inner[key], new, depth - 1)
 
 
 def stateful_hooks(model: torch.nn.Module) -> list[str]:
@@ -1319,14 +1458,14 @@ def stateful_hooks(model: torch.nn.Module) -> list[str]:
     return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
 
 
-def _objects(tree: Tree) -> Iterator[object]:
+def objects_of(tree: Tree) -> Iterator[object]:
     """Yield the leaves of `tree` that have attributes."""
     for leaf in tree_leaves(tree):
         if hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | torch.nn.Module | type):
             yield leaf
 
 
-def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+def tensors_inside(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
     """Yield the tensors inside `value`."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -1340,7 +1479,7 @@ def _tensors(value: object, depth: int = DEPTH) -> Iterator[torch.Tensor]:
         inner = vars(value).values()
     if depth:
         for part in inner:
-            yield from _tensors(part, depth - 1)
+            yield from tensors_inside(part, depth - 1)
 
 
 # --- Branching: rollouts that share the beginning of a recorded one, for tree algorithms.
@@ -1411,6 +1550,11 @@ def check_fork(tape: Tape, fork: int, index: Sequence[int]) -> None:
     calls = tape.component_calls
     if tape.reads is not None:
         raise ReplayError("a compacted tape cannot be branched: branch before compacting it")
+    if any(c.fills for c in calls if c.step <= fork):
+        raise ReplayError(
+            "the denoiser fills a cache that later steps read, which a branch would not have: use an algorithm that "
+            "does not branch, such as flow_grpo"
+        )
     if not index or set(index) - set(range(tape.batch_size)):
         raise ReplayError(f"samples {list(index)} cannot be branched: the tape has {tape.batch_size} samples")
     if not 0 <= fork < len(tape.steps) + any(c.step == len(tape.steps) for c in calls):
@@ -1466,7 +1610,7 @@ class BranchRecorder(Recorder):
         self, scheduler: SchedulerMixin, model_output: torch.Tensor, timestep: Timestep, sample: torch.Tensor
     ) -> torch.Tensor:
         k = len(self.tape.steps)
-        step = None if self._is_live() else self._parents_step(k, sample)
+        step = None if self._is_live() else self._parents_step(k, scheduler, sample)
         if step is None or k == self.fork:
             return super().on_scheduler_step(scheduler, model_output, timestep, sample)
         self._arrive(k, scheduler, timestep, sample)
@@ -1481,19 +1625,20 @@ class BranchRecorder(Recorder):
     ) -> torch.Tensor:
         if self._is_live():
             return super().on_secondary_step(scheduler, model_output, timestep, sample)
-        recorded = self.parents.companion(len(self.tape.companions), sample)
+        recorded = self.parents.companion(len(self.tape.companions))
+        self.expect(recorded.x, sample, self.source_of(scheduler, sample), recorded.deviation)
         advance(scheduler, timestep)
         self.tape.companions.append(recorded)
         self.carried[id(scheduler)] = recorded.x_next
         return recorded.x_next
 
-    def _parents_step(self, k: int, sample: torch.Tensor) -> TapeStep | None:
+    def _parents_step(self, k: int, scheduler: SchedulerMixin, sample: torch.Tensor) -> TapeStep | None:
         """Return the parents' step `k`, None if their tape was stopped before it; `sample`: the pipeline's latents."""
         if k == len(self.parents.steps):
             return None
         recorded, answers = self.parents.steps[k], len(self.tape.answers)
-        if sample.shape != recorded.x.shape or not torch.equal(recorded.x.to(sample.dtype), sample):
-            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be branched")
+        message = f"the pipeline did not reach the recorded latents at step {k}: it cannot be branched"
+        self.expect(recorded.x, sample, self.source_of(scheduler, sample), message)
         if answers != recorded.num_answers:
             raise ReplayError(
                 f"the pipeline had {answers} outputs at step {k}, {recorded.num_answers} in the recording: it "

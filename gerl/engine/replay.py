@@ -3,7 +3,6 @@
 from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,15 +23,18 @@ from gerl.engine.record import (
     TapeStep,
     Tree,
     batch_dim,
+    cut_caches,
     detached_copy,
     entries,
     map_rows,
+    objects_of,
     pairs,
     probed_call,
     record_batch_probe,
     rerun,
     same,
     take,
+    tensors_inside,
     unguided,
 )  # fmt: skip
 from gerl.engine.transitions import Rule, gaussian_log_prob, unwritten
@@ -50,17 +52,17 @@ if TYPE_CHECKING:
 # of two for cotangents that grow in the backward pass, and 24 for those that shrink.
 
 
-def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> float:
-    """Return the power of two that scales the largest gradient of `output` (fp32) into [1/2, 1)."""
+def loss_scale(loss: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return the power of two that scales the largest gradient of `output` (fp32) into [1/2, 1), a scalar like it."""
     (gradient,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
-    largest = 0.0 if gradient is None else float(gradient.abs().max())
-    if not (math.isfinite(largest) and largest > 0):
-        return 1.0
-    return 2.0 ** min(-math.frexp(largest)[1], 126)
+    largest = torch.zeros((), device=output.device) if gradient is None else gradient.abs().max()
+    power = (-torch.frexp(largest).exponent).clamp(-126, 126)
+    exact = ((power + 127) << 23).to(torch.int32).view(torch.float32)  # `pow` rounds on some devices
+    return torch.where(largest.isfinite() & (largest > 0), exact, 1.0)
 
 
 @contextlib.contextmanager
-def unscaled(leaves: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
+def unscaled(leaves: Sequence[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
     """Divide the gradients that backward passes in this block add to `leaves` by `scale`."""
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
@@ -227,6 +229,8 @@ def replay(
     Raises `ReplayError` if the pipeline deviates from the rollout, or guides in a way that only `cfg` joint supports.
     """
     part = tape if index is None else tape.rows(index)
+    if step_batch > 1 and tape.filling_steps:
+        raise ReplayError("the denoiser reads a cache of an earlier step: use step_batch=1")
     if step_batch > 1 and (part.probe is None or part.probe.batch_size == part.batch_size):
         part = replace(part, probe=_probe_of(pipe, part))
     given = latents or {}
@@ -346,7 +350,7 @@ class Replayer(TapeHead):
         grad: bool,
         cfg: CfgMode,
     ) -> None:
-        self.on_step, self.latents, self.grad, self.cfg = on_step, latents, grad, cfg
+        self.on_step, self.grad, self.cfg = on_step, grad, cfg
         self.roles: dict[tuple[int, int], Role] = {}  # of the denoiser calls by position, unless cfg is joint
         self.components: Mapping[str, torch.nn.Module] = {}  # of the pipeline, by name
         self.differentiable = Differentiable()
@@ -355,8 +359,9 @@ class Replayer(TapeHead):
         self.trained = set(tape.stochastic_steps if steps is None else steps)
         if not self.trained or self.trained - set(range(len(tape.steps))):
             raise ReplayError(f"steps {sorted(self.trained)} cannot be replayed: the tape has {len(tape.steps)} steps")
-        self.live_at = tape.live_at(self.trained)
+        self.live_at, self.filling = tape.live_at(self.trained), tape.filling_steps
         super().__init__(tape)
+        self.latents = {k: given.float() for k, given in latents.items()}
         check_compacted(tape, self.trained, latents, cfg)
         for k, given in latents.items():
             if given.shape != tape.steps[k].x.shape:
@@ -374,7 +379,8 @@ class Replayer(TapeHead):
         self.probed = [c for c in probe if c.component in self.looped]
         self.parted = False  # whether a step without two samples at the same latents was reached
         self.cuts: list[tuple[int, Cut]] = []
-        self.scales: dict[int, float] = {}  # of losses back-propagated to the leaves of a step; 1 if missing
+        self.kept: list[Cut] = []  # of steps that filled caches, whose gradient is complete after the last step
+        self.scales: dict[int, torch.Tensor] = {}  # of losses back-propagated to the leaves of a step, where scaled
         self.carries_from: int | None = None  # the step whose latents get a gradient, see `adjoint`
         self.leaf: torch.Tensor | None = None  # these latents, as returned by the step before
         self.direct: torch.Tensor | None = None  # the part of their gradient that bypasses the denoiser
@@ -402,9 +408,24 @@ class Replayer(TapeHead):
         if role == "unconditional" and self.cfg == "off":
             check_same_output(self.conditional, recorded.output, self.step)
             return self.conditional  # the same cut, which accumulates the gradients of both
-        output = self._cut(self._once_per_kind(self._guided(forward, role, recorded), recorded)(*given[0], **given[1]))
+        of_rows = self._guided(forward, role, recorded)
+        if recorded.reads is None and self.step not in self.filling:
+            output = self._cut(self._once_per_kind(of_rows, recorded)(*given[0], **given[1]))
+        elif role in (None, "conditional", "unconditional"):
+            output = self._cut_with_caches(of_rows(len(self.tape.steps[self.step].x)), given)
+        else:
+            raise ReplayError("the denoiser's cache has the rows of both halves of guidance: use cfg joint")
         if role == "conditional":
             self.conditional = output
+        return output
+
+    def _cut_with_caches(self, forward: Callable[..., object], given: Arguments) -> object:
+        """Run a component and cut its graph at its output, and at what it puts into a cache."""
+        before = {id(tensor) for value in objects_of(given) for tensor in tensors_inside(value)}
+        value = forward(*given[0], **given[1])
+        caches = cut_caches(given, value, before)
+        output = self._cut(value)
+        self.cuts[-1][1].extend(caches)
         return output
 
     def _guided(self, forward: Callable[..., object], role: Role | None, recorded: ComponentCall) -> OfRows:
@@ -446,9 +467,11 @@ class Replayer(TapeHead):
         self.cuts.append((self.step, cut))
         return found
 
-    def next_latents(self, model_output: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    def next_latents(
+        self, model_output: torch.Tensor, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> torch.Tensor:
         k, recorded = self.step, self.tape.steps[self.step]
-        x, written = self._arrived(k, recorded, sample)
+        x, written = self._arrived(k, recorded, sample, source)
         if self.answered != recorded.num_answers:
             raise ReplayError(
                 f"the pipeline had {self.answered} outputs at step {k}, {recorded.num_answers} in the rollout: it "
@@ -459,37 +482,56 @@ class Replayer(TapeHead):
         self.step += 1
         if self.step > max(self.trained):
             self._backward_through_denoiser()
+            for cut in reversed(self.kept):
+                self._backward(cut, None)
             raise StopPipeline
         if k + 1 == self.carries_from:
             self.leaf = recorded.x_next.detach().clone().requires_grad_()
             return self.leaf
-        return self.latents[k + 1].float() if k + 1 in self.latents else recorded.x_next
+        return self.latents.get(k + 1, recorded.x_next)
 
-    def _arrived(self, k: int, recorded: TapeStep, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _arrived(
+        self, k: int, recorded: TapeStep, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the fp32 latents of step `k`, and where the pipeline replaced the caller's by its condition."""
         given = self.latents.get(k)
-        x = recorded.x if given is None else given.float()
-        if sample.shape == x.shape and torch.equal(x.to(sample.dtype), sample):
-            if k == self.carries_from and self.leaf is not None:
-                moved = sample.float()
-                x = x + (moved - moved.detach())  # the exact values, with the graph of the pipeline's changes to them
-            return x, None if given is None else recorded.written
-        if given is not None and (sample.shape != x.shape or recorded.x.is_meta):
-            raise ReplayError(
-                f"the pipeline did not reach the latents given for step {k} (it steps several latents in turn, or "
-                "edits them): algorithms that noise images again cannot train it, policy gradients can"
-            )
-        if given is None:
-            raise ReplayError(f"the pipeline did not reach the recorded latents at step {k}: it cannot be replayed")
-        written = sample != x.to(sample.dtype)
-        if recorded.written is not None:
-            written = written | recorded.written
-        if not torch.equal(torch.where(written, recorded.x.to(sample.dtype), x.to(sample.dtype)), sample):
-            raise ReplayError(
-                f"the pipeline did not reach the latents given for step {k}: it mixes its condition with them, and "
-                "cannot be trained on noised images"
-            )
-        return torch.where(written, recorded.x, x), written
+        if given is not None:
+            return self._given(k, given, recorded, sample, source)
+        x = recorded.x
+        if source is not x:
+            message = f"the pipeline did not reach the recorded latents at step {k}: it cannot be replayed"
+            self.expect(x, sample, source, message)
+        if k == self.carries_from and self.leaf is not None:
+            moved = sample.float()
+            x = x + (moved - moved.detach())  # the exact values, with the graph of the pipeline's changes to them
+        return x, None
+
+    def _given(
+        self, k: int, x: torch.Tensor, recorded: TapeStep, sample: torch.Tensor, source: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the caller's latents `x` of step `k` with the pipeline's condition, and where that is."""
+        if source is x:
+            return x, recorded.written
+        missed = (
+            f"the pipeline did not reach the latents given for step {k} (it steps several latents in turn, or edits "
+            "them): algorithms that noise images again cannot train it, policy gradients can"
+        )
+        if sample.shape != x.shape:
+            raise ReplayError(missed)
+        changed = x.to(sample.dtype) != sample
+        if recorded.x.is_meta or not (self.overwrites or k == 0):
+            self.refuse_if(changed.any(), missed)
+            return x, recorded.written
+        condition = torch.where(changed, recorded.x.to(sample.dtype), sample)
+        self.refuse_if(
+            (condition != sample).any(),
+            f"the pipeline did not reach the latents given for step {k}: it mixes its condition with them, and "
+            "cannot be trained on noised images",
+        )
+        if k == 0 and not bool(changed.any()):  # only this comparison reveals a condition in the initial latents
+            return x, recorded.written
+        written = changed if recorded.written is None else changed | recorded.written
+        return torch.where(changed, recorded.x, x), written
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         if self.grad and not model_output.requires_grad:
@@ -508,6 +550,8 @@ class Replayer(TapeHead):
             latest = self.cuts[-1][0]  # leaves of earlier steps are present if several steps run in one forward pass
             leaves = [leaf for step, cut in self.cuts if step == latest for _, leaf in cut]
             if any(leaf.dtype == torch.float16 for leaf in leaves):  # one scale for all losses of these leaves
+                if self.filling:
+                    raise ReplayError("the gradient of a cache is computed in bf16 or fp32: use model.dtype=bfloat16")
                 loss = loss * self.scales.setdefault(latest, loss_scale(loss, output))
             leaves += [] if self.leaf is None else [self.leaf]
             # retain_graph: a second scheduler stream may share this denoiser call
@@ -520,16 +564,20 @@ class Replayer(TapeHead):
     def _backward_through_denoiser(self) -> None:
         """Second half of the backward pass: from the cut to the parameters."""
         for step, cut in reversed(self.cuts):
-            self._backward(cut, self.scales.get(step, 1.0))
+            if step in self.filling:
+                self.kept.append(cut)
+            else:
+                self._backward(cut, self.scales.get(step))
         self.cuts, self.scales = [], {}
 
-    def _backward(self, cut: Cut, scale: float) -> None:
+    def _backward(self, cut: Cut, scale: torch.Tensor | None) -> None:
         """Back-propagate from the leaves in `cut`, with gradients multiplied by `scale`, to the parameters."""
         reached = [(value, leaf.grad) for value, leaf in cut if leaf.grad is not None]
         if not reached:
             return
         looped = (p for name in self.looped for p in self.components[name].parameters() if p.requires_grad)
-        with unscaled([*looped, *([] if self.leaf is None else [self.leaf])] if scale != 1 else [], scale):
+        leaves = [*looped, *([] if self.leaf is None else [self.leaf])]
+        with contextlib.nullcontext() if scale is None else unscaled(leaves, scale):
             torch.autograd.backward([v for v, _ in reached], [g for _, g in reached])
 
 
@@ -564,7 +612,12 @@ def first_of_duplicates(x: torch.Tensor) -> list[int]:
     keys = flat[:, :: max(1, flat.shape[1] // KEY)].tolist()
     first: dict[tuple[float, ...], int] = {}
     found = [first.setdefault(tuple(key), i) for i, key in enumerate(keys)]
-    return [j if j == i or torch.equal(flat[i], flat[j]) else i for i, j in enumerate(found)]
+    pairs = [(i, j) for i, j in enumerate(found) if i != j]
+    if pairs:
+        equal = torch.stack([(flat[i] == flat[j]).all() for i, j in pairs]).tolist()
+        for (i, _), same in zip(pairs, equal, strict=True):
+            found[i] = found[i] if same else i
+    return found
 
 
 def deduplicate(
@@ -696,10 +749,10 @@ class BatchedReplayer(Replayer):
             self.outputs[place] = map_rows(output, *shapes, partial(narrowed, i), partial(sliced, i))
 
     def _backward_through_denoiser(self) -> None:
-        scale = min(self.scales.values(), default=1.0)  # a pass has a single scale
+        scale = torch.stack(list(self.scales.values())).min() if self.scales else None  # a pass has a single scale
         for step, cut in self.cuts:
             for _, leaf in cut:
-                if leaf.grad is not None and step in self.scales:
+                if scale is not None and leaf.grad is not None and step in self.scales:
                     leaf.grad *= scale / self.scales[step]
         self._backward([pair for _, cut in self.cuts for pair in cut], scale)
         self.cuts, self.scales = [], {}
@@ -784,7 +837,7 @@ def backprop_step(
     if cfg != "joint":
         player.roles = guidance_roles(pipe, tape, player.live_at, cfg)
     if carry and k > 0:
-        if player.live_at != {k}:
+        if part.called_at([k]) != {k}:
             raise ReplayError(
                 f"the denoiser call of step {k} is reused by the previous step, whose latents have a gradient of "
                 "their own: rewards can only be differentiated through the last step of this pipeline"

@@ -517,7 +517,7 @@ class Transitions:
     def _position(self, scheduler: SchedulerMixin, timestep: Timestep) -> int:
         """Return the schedule index of the step that `scheduler` is about to take at `timestep`."""
         if family(scheduler) not in COUNTS_STEPS:
-            return self._table(scheduler.timesteps).index(float(timestep))
+            return self._table(scheduler.timesteps).index(self._value(scheduler, timestep))
         return step_index(scheduler, timestep)
 
     def _noise(self, stochastic: bool | None, last: bool) -> float:
@@ -605,7 +605,7 @@ class Transitions:
         return DDIMRule(s, s_next, *cosines, kappa, std * scale, "v_prediction", None, noise_scale=scale)
 
     def _ddim(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config, timestep = self.plan.kernel, scheduler.config, int(timestep)
+        kernel, config, timestep = self.plan.kernel, scheduler.config, int(self._value(scheduler, timestep))
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (
@@ -622,6 +622,13 @@ class Transitions:
         if steps > 1:
             timestep = int(self._table(scheduler.timesteps)[self._position(scheduler, timestep) + steps - 1])
         return timestep - scheduler.config.num_train_timesteps // scheduler.num_inference_steps
+
+    def _value(self, scheduler: SchedulerMixin, timestep: Timestep) -> float:
+        """Return `timestep` as a number, looked up in the table of the schedule where it is an element of that."""
+        schedule: torch.Tensor = scheduler.timesteps
+        if isinstance(timestep, torch.Tensor) and timestep._base is schedule and timestep.numel() == 1:
+            return self._table(schedule)[(timestep.storage_offset() - schedule.storage_offset()) // schedule.stride(0)]
+        return float(timestep)
 
     def _table(self, schedule: torch.Tensor) -> list[float]:
         """Return sigmas or timesteps as floats: one device synchronisation per pipeline call, not per step."""
@@ -651,7 +658,12 @@ def _noise(x: torch.Tensor, generators: Sequence[torch.Generator] | None) -> tor
             f"the latents have {len(x)} rows for {len(generators)} samples: their noise cannot be assigned"
         )
     shape = (rows, *x.shape[1:])
-    return torch.cat([torch.randn(shape, generator=g, device=g.device).to(x.device) for g in generators])
+    return on_device(torch.cat([torch.randn(shape, generator=g, device=g.device) for g in generators]), x.device)
+
+
+def on_device(noise: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy `noise` to `device` without waiting: the device is still busy with what was launched before."""
+    return noise if noise.device == device else noise.pin_memory().to(device, non_blocking=True)
 
 
 def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
 from gerl.config.blocks import Offload, RolloutPrecision
-from gerl.engine.record import Arguments
+from gerl.engine.record import Arguments, Tree
 from gerl.errors import ConfigError, ModelError
 from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks
@@ -84,7 +84,7 @@ class OffloadedBlocks:
             for block in blocks:
                 for tensor in (*block.parameters(), *block.buffers()):
                     home = tensor.data.to("cpu")
-                    tensor.data = home.pin_memory() if self.device.type == "cuda" else home
+                    tensor.data = home.pin_memory() if self.device.type != "cpu" else home
                     self.homes.setdefault(block, []).append((tensor, tensor.data))
                 for part in block.modules():  # some models call a part of a block directly
                     part.register_forward_pre_hook(lambda *_, block=block: self.enter(block))
@@ -238,8 +238,41 @@ RECOMPILATIONS = 64
 def compile_blocks(denoiser: ModelMixin, backend: str) -> None:
     """Compile each repeated block with torch.compile, all as one graph; hooks of `model.shard` stay outside it."""
     torch._dynamo.config.recompile_limit = max(RECOMPILATIONS, torch._dynamo.config.recompile_limit)
+    mode = CompiledForTraining()
+    denoiser.forward = update_wrapper(partial(mode.call, denoiser.forward), denoiser.forward)
     for block in repeated_blocks(denoiser):
         block.compile(backend=backend)
+        assert block._compiled_call_impl is not None
+        block._compiled_call_impl = partial(mode.call_block, block._compiled_call_impl)
+
+
+class CompiledForTraining:
+    """Calls a compiled denoiser with gradients enabled in rollouts too, so that rollout and update run the same code.
+
+    A compiler fuses the forward pass for training differently from that for inference, and the results round
+    differently: the ratio on policy would not be 1. In a rollout only the graph of the current block is alive.
+    """
+
+    def __init__(self) -> None:
+        self.releases = False  # whether the graph of a block is dropped after it
+
+    def call(self, forward: Callable[..., Tree], *args: object, **kwargs: object) -> Tree:
+        """Call the denoiser's `forward`; without gradients, return detached outputs."""
+        if torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self.releases = True
+        try:
+            with torch.enable_grad():
+                return tree_map(lambda v: v.detach() if torch.is_tensor(v) else v, forward(*args, **kwargs))
+        finally:
+            self.releases = False
+
+    def call_block(self, compiled: Callable[..., Tree], *args: object, **kwargs: object) -> Tree:
+        """Call the `compiled` block; in a rollout, detach its outputs but keep `requires_grad`, a guard of the code."""
+        output = compiled(*args, **kwargs)
+        if not self.releases:
+            return output
+        return tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if torch.is_tensor(v) else v, output)
 
 
 def check_attention(name: str, device: str, dtype: torch.dtype) -> None:

@@ -51,8 +51,17 @@ class EMA:
         self.parameters = parameters
         self.decay = decay
         self.updates = 0
+        self.on_device = True  # False: in main memory
         # clones: `detach().cpu()` would alias the weights on a CPU, and a swap would destroy them
         self.average = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @classmethod
+    def in_main_memory(cls, parameters: Mapping[str, torch.nn.Parameter]) -> "EMA":
+        """Return a copy of this rank's weights that is never updated, in main memory."""
+        fixed = cls({}, 1.0)
+        fixed.parameters, fixed.on_device = parameters, False
+        fixed.average = {name: local(p.detach()).to("cpu", copy=True) for name, p in parameters.items()}
+        return fixed
 
     @property
     def next_decay(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gerl.config import Config, RewardConfig
 from gerl.config.blocks import RunPart
 from gerl.data.preferences import check_groups, images_to_imitate
-from gerl.data.sources import check_mixture, limit_prompts, load, rows_have_images, source_names
+from gerl.data.sources import check_mixture, contrasted, limit_prompts, load, rows_have_images, source_names
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
@@ -44,7 +44,7 @@ def read_prompts(
         check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:
         raise DataError(f"{key}={source_names(given)}: {error}") from None
-    return prompts
+    return contrasted(prompts) if config.needs_base else prompts
 
 
 def read_regularising(config: Config) -> list[Prompt]:

@@ -69,6 +69,12 @@ def _why_without_gradient(name: str, config: ScorerConfig) -> str:
     return "" if scorer.differentiable else "its scores have no gradient"
 
 
+def rescaled_tensor(config: ScorerConfig, score: torch.Tensor) -> torch.Tensor:
+    """Return `clip(scale * score + offset)`."""
+    value = config.scale * score + config.offset
+    return value if config.clip is None else value.clamp(*config.clip)
+
+
 class TensorReward:
     """Weighted sum of differentiable scores; scorers are built on first use, with paths from this process's folder."""
 
@@ -88,9 +94,8 @@ class TensorReward:
             rows = [i for i, prompt in enumerate(prompts) if applies(config, prompt)]
             if rows:
                 score = self._score(name, images[rows], [prompts[i] for i in rows], text)
-                value = config.scale * score.float().to(images.device) + config.offset
-                value = value if config.clip is None else value.clamp(*config.clip)
-                totals = totals.index_add(0, torch.tensor(rows, device=images.device), config.weight * value)
+                value = config.weight * rescaled_tensor(config, score.float().to(images.device))
+                totals = totals.index_add(0, torch.tensor(rows, device=images.device), value)
         return totals
 
     def _score(

@@ -98,6 +98,8 @@ class RewardWorker:
     ) -> Answer:
         """Score `images[i].pixels[row]` for `places` `[(i, row)]`; a retry replaces only failed scores."""
         start = time.perf_counter()
+        if self.scorers[name].on_worker:
+            return Answer(_given_rows(name, places, images), time.perf_counter() - start, [], [])
         pixels = [images[i].pixels[row] for i, row in places]
         with capture_logs("reward_models.scorers", logging.WARNING) as warnings:
             rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
@@ -170,6 +172,15 @@ class RewardWorker:
             for i, value in enumerate(_by_image(name, scores, owners, len(pixels), scorer)):
                 rows[i][label] = value
         return rows
+
+
+def _given_rows(name: str, places: Sequence[tuple[int, int]], images: Sequence[Images]) -> list[Row]:
+    """Return the rows of a scorer that was computed where the images were sampled."""
+    columns = [column for column in images[0].scores if column.partition("/")[0] == name]
+    if not columns:
+        failure = ScorerFailure(name, "it needs the latents of sampled images, which these images do not have")
+        return [{name: failure} for _ in places]
+    return [{column: float(images[i].scores[column][row]) for column in columns} for i, row in places]
 
 
 def _reason(error: BaseException, scorer: Scorer) -> str:

@@ -18,6 +18,7 @@ from gerl.progress import waiting
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
+from gerl.rewards.replaced import keep_watched
 from gerl.run.card import secrets
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
@@ -58,6 +59,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             scorers_with_gradient(config)
         held = config.validation
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
+        config, kept = keep_watched(config, folder.composed.replaced, prompts, held_out)
+        folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
             from gerl.cluster import Cluster
@@ -72,8 +75,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
         with session(run_dir, log, arguments, machines.words()) as begin:
             folder.open(begin)
             logger.info("%s", described(config, folder.composed.preset))
-            if folder.composed.kept:
-                logger.info("%s", folder.composed.kept)
+            for sentence in filter(None, [folder.composed.kept, kept]):
+                logger.info("%s", sentence)
             if found := secrets(asdict(config)):
                 logger.warning(
                     "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "

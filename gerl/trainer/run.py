@@ -11,7 +11,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from gerl.algorithms.planning import (
     prompt_schedule,
 )
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
-from gerl.cluster import Cluster
+from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
@@ -39,10 +39,13 @@ from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
+from gerl.rewards.scorers.weights import offers
 from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
+from gerl.run.guard import fewest_changes, guard_scope, watched_columns
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
+from gerl.trainer.early import EarlyGradient
 from gerl.trainer.extensions import Extension, RollBack, Save, Stop, build_extensions
 from gerl.trainer.overlong import without_overlong
 from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, restart_lost, roll_back, save_last_step
@@ -245,20 +248,38 @@ class Run:
         logger.info("reward: %s", describe_reward(config.reward.scorers))
         self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
         self.fleet = self.start_fleet(checkpoint)
+        loading: list[Pending[ModelFacts]] = []
         try:
             self.fleet.check_model(self.downloads)
-        except ClusterError as error:  # errors of the model appear when it is loaded
+            if cluster.remote:  # in the background, while the scorers start
+                loading = self.fleet.begin_loading(range(len(self.fleet.workers)))
+        except (ClusterError, RuntimeError) as error:  # of a worker that died, or of its peers while they join
             restart_lost(self, error)
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
-            try_scorers(self.rewards, config, sampled, self.held_out)
+            columns = try_scorers(self.rewards, config, sampled, self.held_out)
+        self.describe_guard(columns)
         self.notify("stepping")
-        self.model = self.load_model()
+        self.model = self.load_model(loading)
         self.describe()
         self.state.identity |= {"model.path": self.model.weights}
         ranks = cluster.ranks if config.lockstep else 1
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
         self.schedule = prompt_schedule(config, self.prompts)
+
+    def describe_guard(self, columns: Sequence[str]) -> None:
+        """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
+        action, scored = self.config.guard.action, self.rewards.validation
+        if scored and not any(scorer.weight for scorer in scored.values()):
+            return  # people vote, or images are imitated: without a held-out reward nothing is compared with it
+        known = [c for name in scored for c in (name, *(c for c in columns if c.startswith(f"{name}/")))]
+        watched = watched_columns(asdict(self.config), known)
+        fewest = fewest_changes(asdict(self.config), len(watched))
+        judge = self.config.judges and any(prompt.contrast for prompt in self.held_out)
+        logger.info("%s", guard_scope(watched, action, len(self.held_out), judge, fewest))
+        gpu = self.cluster.remote and self.cluster.device == "cuda"
+        if not watched and action != "off" and self.held_out and (offered := offers(self.held_out, gpu)):
+            logger.info("scorers that can be watched without a download: %s", " or ".join(offered))
 
     def start_fleet(self, checkpoint: Checkpoint | None) -> LocalFleet:
         """Start the workers without loading the model."""
@@ -287,13 +308,14 @@ class Run:
         )
         return fleet_of(config, cluster, workers, self.timeline)
 
-    def load_model(self) -> ModelFacts:
-        """Load the model on all workers, replacing workers that die meanwhile."""
+    def load_model(self, begun: list[Pending[ModelFacts]]) -> ModelFacts:
+        """Load the model on all workers, or wait for the calls `begun` that do; replace workers that die meanwhile."""
         while True:
             try:
-                return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads)[0]
+                return self.fleet.set_up(range(len(self.fleet.workers)), self.downloads, begun)[0]
             except LOSSES as error:
                 restart_lost(self, error)
+                begun = []
 
     def describe(self) -> None:
         """Log the loaded model and known problems of its kind."""
@@ -432,8 +454,10 @@ class Run:
     def score(self, rollout: PendingRollout, step: Step) -> None:
         """Wait for the scores of a rollout and add both to the step."""
         said = f"scoring {rollout.total} images"
+        step.early = EarlyGradient.of(self, rollout) if self.fleet.trainers.remote else None
+        meanwhile = None if step.early is None else step.early.advance
         with waiting(said, self.progress_of(rollout), self.patience), step.watch("reward_wait"):
-            found = rollout.finish(self.sampled_ahead)
+            found = rollout.finish(self.sampled_ahead, meanwhile)
         tasks = rollout.dispatch.finish()
         for task, scores in zip(tasks, found, strict=True):
             if not self.dataset_images or task.samples[0].dataset_image is None:

@@ -7,13 +7,22 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import yaml
 
-from gerl.commandline.composition import Composed, ParsedCommand, asked_for, compose_changes, compose_run, path_or_copy
+from gerl.commandline.composition import (
+    Composed,
+    ParsedCommand,
+    asked_for,
+    compose_changes,
+    compose_run,
+    path_or_copy,
+    replaced_scorers,
+    stays_watched,
+)
 from gerl.config import Config
 from gerl.config.changes import (
     CONTENT,
@@ -234,7 +243,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
 
 
 def _new_run(arguments: Sequence[str], asked: ParsedCommand) -> RunFolder:
-    composed = compose_run(arguments, asked)
+    composed = replace(compose_run(arguments, asked), replaced=replaced_scorers(arguments, asked))
     return RunFolder(composed, RunLock(composed.run_dir))
 
 
@@ -390,8 +399,11 @@ def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
 def _log_kept_values(config: Config, asked: ParsedCommand) -> None:
     """Log the values of the run that differ from its experiment or preset given again."""
     own, values = settings_of(config), asked.values
-    if not values["reward"]["scorers"]:  # it names none
+    named, scorers = values["reward"]["scorers"], own["reward"]["scorers"]
+    if not named:
         own = without(own, ["reward.scorers"])
+    else:
+        own["reward"]["scorers"] = {n: s for n, s in scorers.items() if n in named or not stays_watched(s)}
     if kept := changes(own, values):
         names = {"experiment": asked.experiment, "algorithm": asked.preset}
         given = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)

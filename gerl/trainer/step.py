@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gerl.protocol import Images
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
+    from gerl.trainer.early import EarlyGradient
     from gerl.trainer.extensions import Directive
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Step:
     scores: Scores = field(default_factory=Scores)
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
     rounds: int = 0  # with dynamic sampling there may be several
+    early: EarlyGradient | None = None  # of the groups that were scored first
     rewards: Rewards | None = None  # of the trainable samples
     credit: torch.Tensor | None = None  # [B, T]
     kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1

@@ -72,7 +72,8 @@ class Update:
             pairs = count_pairs([(task, own[task.id]) for task in parts[number]])
             if images:
                 own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
-            new = fleet.accumulate(own, pairs, kl)
+            early = step.early.complete(own, pairs, kl) if step.early is not None and turn == 1 else None
+            new = fleet.accumulate(own, pairs, kl) if early is None else early
             stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
                 deviation = new.ratio_deviation
@@ -83,6 +84,10 @@ class Update:
             step.stats = stats
             results = fleet.step(self.state.step, last, last and self.resets_reference(step))
             self.count(results[0])
+        if step.early is not None:
+            if not learned:
+                step.early.discard()
+            step.metrics["timing/overlap_s"] = step.early.overlap
         if not results:
             step.stats = stats
         ends = fleet.finish_step(self.state.step + 1, results, not results and self.resets_reference(step))

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from PIL import Image, ImageOps
 
 from gerl.errors import DataError
-from gerl.protocol import Prompt
+from gerl.protocol import Prompt, References
 from gerl.utils.files import reason
 
 # Columns passed to the pipeline as arguments of the same name: the path of an image, or a list of paths.
@@ -70,7 +70,7 @@ def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | l
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
     try:
         return {
-            name: read_picture(value) if isinstance(value, str) else [read_picture(part) for part in value]
+            name: read_picture(value) if isinstance(value, str) else References(map(read_picture, value))
             for name, value in named.items()
         }
     except DataError as error:

@@ -188,6 +188,8 @@ class Actor:
         policy.reference_moves = algorithm.settings.moves_reference
         if policy.reference_moves or (policy.whole and (needs.base_model or algorithm.config.has_kl)):
             policy.reference = EMA(policy.trained, 1.0)
+        elif policy.whole and algorithm.config.needs_base:  # rarely used: in main memory
+            policy.reference = EMA.in_main_memory(policy.trained)
 
     def accumulate(self, batches: Sequence[Batch], num_pairs: int, by_step: bool = False) -> UpdateStats:
         """Add the gradient of `batches`, a part of `num_pairs` pairs; `by_step`: measure it by step (LoRA only)."""
@@ -208,7 +210,8 @@ class Actor:
                     measured = meter.end() | measured
             for blank, rows in idle:
                 self.algorithm.train(self.policy, blank, rows, math.inf)  # adds a zero gradient
-        return replace(stats, step_squares={k: (float(value), 1) for k, value in measured.items()})
+        squares = torch.stack(list(measured.values())).tolist() if measured else []
+        return replace(stats, step_squares={k: (square, 1) for k, square in zip(measured, squares, strict=True)})
 
     def accumulate_tasks(
         self, tasks: Mapping[int, Sequence[Batch]], num_pairs: int, measured: int | None
@@ -446,10 +449,11 @@ class Snapshots:
         trained = {name: t for name, t in tensors.items() if name.startswith(f"{self.actor.kind}/")}
         first, device = copied(trained, into), next(iter(trained.values())).device
         beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            beside = torch.cuda.stream(stream)
+        if device.type != "cpu":
+            accelerator = torch.get_device_module(device)
+            stream = accelerator.Stream(device)
+            stream.wait_stream(accelerator.current_stream(device))
+            beside = accelerator.stream(stream)
 
         def rest() -> tuple[Tensors, WorkerState]:
             with beside:

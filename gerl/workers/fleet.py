@@ -150,12 +150,17 @@ class LocalFleet:
     def check_model(self, downloads: Downloads) -> None:
         """Check the model before its weights are loaded; does nothing in this process, which has checked it."""
 
-    def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
-        """Load the model on the workers `new`."""
+    def begin_loading(self, new: Sequence[int]) -> list[Pending[ModelFacts]]:
+        """Start loading the model on the workers `new`."""
+        return [self.workers.submit(i, PolicyWorker.setup, self.workers.remote) for i in new]
+
+    def set_up(
+        self, new: Sequence[int], downloads: Downloads, begun: Sequence[Pending[ModelFacts]] = ()
+    ) -> list[ModelFacts]:
+        """Load the model on the workers `new`, or wait for the calls `begun` that load it."""
         loading = waiting(f"loading {self.config.model.path} on {len(new)} process(es)", downloads)
         with loading, self.timeline.span("load"):
-            calls = [self.workers.submit(i, PolicyWorker.setup, self.workers.remote) for i in new]
-            return wait_all(calls, self.starting, downloads)
+            return wait_all(begun or self.begin_loading(new), self.starting, downloads)
 
     @property
     def starting(self) -> float:
@@ -308,8 +313,8 @@ class RayFleet(LocalFleet):
             # the other processes only import modules for loading the model
             wait_all(calls if self.cluster.joined else calls[:1], self.starting, downloads)
 
-    def set_up(self, new: Sequence[int], downloads: Downloads) -> list[ModelFacts]:
-        """Let all processes join for their collective calls, and the `new` ones load the model."""
+    def begin_loading(self, new: Sequence[int]) -> list[Pending[ModelFacts]]:
+        """Join all processes for their collective calls, and start loading the model on the `new` ones."""
         if (count := len(self.workers)) > 1 and self.workers.remote:
             with waiting(f"starting {count} processes, which have to meet"):
                 for group in (group for group in self._meeting() if len(group) > 1):
@@ -317,7 +322,7 @@ class RayFleet(LocalFleet):
                     ranks = range(len(group))
                     calls = [group.submit(i, PolicyWorker.join, address, i, len(group)) for i in ranks]
                     wait_all(calls, self.starting)
-        return super().set_up(new, downloads)
+        return super().begin_loading(new)
 
     def _meeting(self) -> list[Workers]:
         return [self.trainers]
@@ -531,7 +536,7 @@ def open_address(worker: PolicyWorker) -> str:
 def sample_copy(worker: PolicyWorker, task: RolloutTask, kept: int) -> None:
     """Sample a task in lockstep with another process, keeping only the trajectory, under the id `kept`."""
     seed_everything("rollout", worker.config.trainer.seed, task.samples[0].step, task.id)
-    worker.trajectories[kept] = worker.rollout.generate(task, worker.algorithm, worker.rank)[1]
+    worker.trajectories[kept] = worker.generate(task)[1]
 
 
 def release(worker: PolicyWorker, task_id: int) -> Trajectory:

@@ -16,8 +16,17 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, RequiredTensors, Tape, Trajectory, compact, record_batch_probe
+from gerl.engine.denoising_error import finished_latents
 from gerl.engine.latents import record_decoding
-from gerl.engine.record import InitialNoise, SamplingPlan, branch_plan, noise_from, record_plan, select_call
+from gerl.engine.record import (
+    InitialNoise,
+    SamplingPlan,
+    branch_plan,
+    fixed_generators,
+    noise_from,
+    record_plan,
+    select_call,
+)
 from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
@@ -166,6 +175,21 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
     return first, rows
 
 
+@dataclass(frozen=True)
+class FinishedCall:
+    """Samples of a call of the pipeline, their latents after its last step `[B, ...]`, and its number of steps.
+
+    `generators()` returns those of the call anew; `again(run, samples)` calls `run` with the arguments of this call for
+    other `samples`. The latents are None if the pipeline's own scheduler has taken no step.
+    """
+
+    samples: Sequence[Sample]
+    latents: torch.Tensor | None
+    steps: int
+    generators: Callable[[], list[torch.Generator]]
+    again: Callable[[Callable[[dict[str, object]], torch.Tensor], Sequence[Sample]], torch.Tensor]
+
+
 class Rollout:
     """Sampler; `shares`: see `shared_prefixes`; `lockstep`: model calls must not depend on what samples share."""
 
@@ -189,6 +213,7 @@ class Rollout:
         # a call's structure is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
         self.branched_at: frozenset[int] = frozenset()  # steps of the current segment from which others branch
+        self.scores_latents = False  # whether the finished latents of trajectories are scored
         self.shares, self.lockstep = shares and sampling.init_noise_spread == 0, lockstep
 
     def generate(self, task: RolloutTask, algorithm: Algorithm, owner: int = 0) -> tuple[np.ndarray, Trajectory]:
@@ -215,9 +240,23 @@ class Rollout:
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
         # compacted after all sampling, since branches start from outputs that no replay reads
-        kept = tuple(compact(t, required_tensors(algorithm, s)) for t, s in zip(tapes, task.segments, strict=True))
+        required = [required_tensors(algorithm, segment) for segment in task.segments]
+        if self.scores_latents:
+            required = [replace(tensors, finished=True) for tensors in required]
+        kept = tuple(compact(tape, tensors) for tape, tensors in zip(tapes, required, strict=True))
         version = self.policy.earlier[task.lag].updates if task.lag else self.policy.version
         return pixels, Trajectory(task, kept, version, owner)
+
+    def finished_calls(self, trajectory: Trajectory) -> list[FinishedCall]:
+        """Return the sampled images of `trajectory`, whose tapes have kept their finished latents."""
+        calls, form = list[FinishedCall](), self.format.found.get("rollout", TOGETHER)
+        for segment, tape in zip(trajectory.task.segments, trajectory.tapes, strict=True):
+            if segment.stop is None:
+                samples = [trajectory.task.samples[leaf] for leaf in segment.leaves]
+                again = partial(self.called, form=form, sigmas=self.sigmas)
+                fixed = partial(fixed_generators, len(samples))
+                calls.append(FinishedCall(samples, tape.steps[-1].x_next, len(tape.steps), fixed, again))
+        return calls
 
     def sample(
         self, task: RolloutTask, old: bool = False, divisible: bool = True
@@ -316,27 +355,34 @@ class Rollout:
             cache = replace(cache, exact=self.branched_at)
         return replace(self.plan, cache=cache, window=window, stop=segment.stop, noise_at=noise)
 
-    def validate(self, samples: Sequence[Sample]) -> np.ndarray:
-        """Sample with the plain pipeline (ODE) and the averaged weights; return images `[B, H, W, 3]` uint8."""
+    def validate(self, samples: Sequence[Sample]) -> tuple[np.ndarray, list[FinishedCall]]:
+        """Sample with the plain pipeline (ODE) and the averaged weights: images `[B, H, W, 3]` uint8, and latents."""
         names = ("height", "width", "num_inference_steps", "guidance_scale")
         overrides = {name: getattr(self.validation, name) for name in names}
 
-        def sample_as(form: CallFormat) -> np.ndarray:
+        def sample_as(form: CallFormat) -> tuple[np.ndarray, list[FinishedCall]]:
+            calls: list[FinishedCall] = []
+
+            def again(run: Callable[[dict[str, object]], T], others: Sequence[Sample]) -> T:
+                return self.called(run, others, form, "validation", **overrides)
+
             def images(part: Sequence[Sample]) -> np.ndarray:
                 # seeds as in the report, so that plain diffusers samples the same images
-                generators = [torch.Generator().manual_seed(sample.seed) for sample in part]
+                generators = seeded(part)
                 given = {"generator": generators[0] if form.text else generators}
 
                 def run(call: dict[str, object]) -> np.ndarray:
-                    with noise_from(self.policy.pipe.scheduler, given["generator"]):
-                        found = to_uint8(self.policy.pipe(**call | given))
+                    pipe = self.policy.pipe
+                    with noise_from(pipe.scheduler, given["generator"]), finished_latents(pipe) as finished:
+                        found = to_uint8(pipe(**call | given))
                     self._note_size(found, self.validation.height, self.validation.width)
+                    calls.append(FinishedCall(part, finished.latents, finished.steps, partial(seeded, part), again))
                     return found
 
-                return self.called(run, part, form, "validation", **overrides)
+                return again(run, part)
 
             size = form.of(len(samples))
-            return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)])
+            return np.concatenate([images(samples[i : i + size]) for i in range(0, len(samples), size)]), calls
 
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
             return self.format.attempt("validation", len(samples), sample_as)
@@ -414,6 +460,11 @@ class Rollout:
                 self._picture_each = True
                 return found
             raise error
+
+
+def seeded(samples: Sequence[Sample]) -> list[torch.Generator]:
+    """Return the generators of held-out images, as plain diffusers takes them."""
+    return [torch.Generator().manual_seed(sample.seed) for sample in samples]
 
 
 def required_tensors(algorithm: Algorithm, segment: Segment) -> RequiredTensors:

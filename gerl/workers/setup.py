@@ -8,6 +8,7 @@ import torch
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
+from gerl.algorithms.srpo import SRPO
 from gerl.cluster.health import start_device
 from gerl.config import Config
 from gerl.errors import ConfigError
@@ -32,6 +33,7 @@ from gerl.protocol import ModelFacts
 from gerl.rewards.gradients import TensorReward, scorers_with_gradient
 from gerl.utils.files import reason
 from gerl.workers.actor import check_optimizer
+from gerl.workers.base_judge import BaseJudge, LatentReward
 from gerl.workers.collective import Ranks
 
 
@@ -105,12 +107,25 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     )
 
 
-def give_reward(algorithm: Algorithm, device: str, functions: Mapping[str, Function]) -> None:
+def give_reward(
+    algorithm: Algorithm, device: str, functions: Mapping[str, Function], judge: BaseJudge | None = None
+) -> None:
     """Set the differentiable reward of `algorithm`, if needed; `functions`: scorers of the driver by name."""
     if not isinstance(algorithm, RewardGradient):
         return
     offer(functions)
-    algorithm.reward = TensorReward(algorithm.config.reward, scorers_with_gradient(algorithm.config), device)
+    reward, names = algorithm.config.reward, scorers_with_gradient(algorithm.config)
+    by_latents = reward.by_latents("training")
+    if judge is not None and by_latents is not None and by_latents.weight:
+        if isinstance(algorithm, SRPO):
+            raise ConfigError(
+                "reward.scorers.base_alignment: srpo compares prompts with words before them, which this scorer does "
+                "not support; use another algorithm, such as draft"
+            )
+        algorithm.latent_reward = LatentReward(judge, by_latents)
+        names = [name for name in names if reward.scorers[name] is not by_latents]
+        algorithm.decodes = bool(names)
+    algorithm.reward = TensorReward(reward, names, device)
 
 
 def without_decoder(algorithm: Algorithm) -> None:

@@ -28,11 +28,14 @@ from gerl.workers.image_statistics import image_statistics
 from gerl.workers.rollout import Rollout, count_blank
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from gerl.engine import Trajectory
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample
     from gerl.run.checkpoint import WorkerState
     from gerl.workers.actor import Actor, PartSnapshots, Snapshots
+    from gerl.workers.base_judge import BaseJudge
     from gerl.workers.state import Writing
 
 P = ParamSpec("P")
@@ -82,6 +85,7 @@ class PolicyWorker:
         self.leads = rank % config.cluster.context == 0  # whether this is the first of the context-parallel ranks
         self.policy: Policy
         self.rollout: Rollout
+        self.judge: BaseJudge | None = None
         self.actor: Actor
         self.snapshots: Snapshots | PartSnapshots
         self.algorithm: Algorithm
@@ -96,6 +100,7 @@ class PolicyWorker:
 
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
+            from gerl.workers.base_judge import BaseJudge
             from gerl.workers.setup import give_reward, load_worker_policy, model_facts
 
         torch.set_num_threads(self.threads)
@@ -110,8 +115,11 @@ class PolicyWorker:
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
         self.rollout.format.divides = self.ranks is None  # ranks in lockstep have to make the same calls
         self.rollout.format.say = self.notes.append
+        if self.config.needs_base:
+            self.judge = BaseJudge.of(self.rollout, self.config)
+        self.rollout.scores_latents = self.config.reward.by_latents("training") is not None
         self.algorithm = build_algorithm(self.config)
-        give_reward(self.algorithm, self.device, self.functions)
+        give_reward(self.algorithm, self.device, self.functions, self.judge)
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
@@ -148,14 +156,32 @@ class PolicyWorker:
         if self.ended:
             self.snapshots.begin(self.ended)  # all workers have finished that step, or nothing new was sampled
         seed_everything("rollout", self.config.trainer.seed, step, task.id)
-        pixels, self.trajectories[task.id] = self.rollout.generate(task, self.algorithm, self.rank)
+        pixels, self.trajectories[task.id], scores = self.generate(task)
         self.blank[step] += count_blank(pixels)
-        return Images(task.id, pixels, time.perf_counter() - start)
+        return Images(task.id, pixels, time.perf_counter() - start, scores=scores)
+
+    def generate(self, task: RolloutTask) -> tuple[np.ndarray, Trajectory, dict[str, np.ndarray]]:
+        """Sample a micro-batch: images, their trajectory, and the scores that follow from their latents."""
+        pixels, trajectory = self.rollout.generate(task, self.algorithm, self.rank)
+        if not self.rollout.scores_latents or task.samples[0].prompt.dataset_images:
+            return pixels, trajectory, {}
+        assert self.judge is not None
+        errors = self.judge(self.rollout.finished_calls(trajectory), task.samples[0].step)
+        return pixels, trajectory, self.judge.scores(errors)
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
-        start, pixels = time.perf_counter(), self.rollout.validate(samples)
-        return Images(task_id, pixels, time.perf_counter() - start, image_statistics(pixels))
+        start = time.perf_counter()
+        pixels, calls = self.rollout.validate(samples)
+        statistics = image_statistics(pixels)
+        scores: dict[str, np.ndarray] = {}
+        judging = time.perf_counter()
+        if self.judge is not None:
+            errors = self.judge(calls)
+            statistics |= errors if self.config.judges else {}
+            scores = self.judge.scores(errors) if self.config.reward.by_latents("validation") is not None else {}
+        end = time.perf_counter()
+        return Images(task_id, pixels, end - start, statistics, end - judging, scores)
 
     # --- Training
 

@@ -52,9 +52,10 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def untimed(self) -> list[dict[str, Any]]:
-        """The metrics without the wall-clock times, which no two runs share."""
-        timed = ("time", "timing/", "scorer/")
-        return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in self.metrics]
+        """The metrics without wall-clock times, and without the base model's judgement, whose last bits depend on the
+        layout of the micro-batches."""
+        left_out = ("time", "timing/", "scorer/", "val/base/")
+        return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in self.metrics]
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.metrics if name in row]

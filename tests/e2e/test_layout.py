@@ -86,7 +86,7 @@ def test_over_ray_workers_of_both_kinds_may_die(
     for call in calls:
         (tmp_path / "kills" / call).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))  # the workers inherit both
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
     apart = run(tmp_path / "apart", *settings, *split(2, 1), cluster__launcher="ray")
     assert not list((tmp_path / "kills").iterdir())
     apart.assert_same(both, STEPS)

@@ -39,7 +39,7 @@ def test_ranks_with_a_part_of_the_weights_train_as_whole_workers(
     if ALL:
         (tmp_path / "kills" / "sample.1.1").write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
     parts = train(tmp_path / "parts", *UNEVEN, "model.shard=all", **ranks, **keys)
     parts.assert_same(whole, 3)
     assert not list((tmp_path / "kills").iterdir()) and sum(parts.column("cluster/restarts")) == int(ALL)

@@ -14,8 +14,8 @@ import torch
 import transformers
 from PIL import Image
 from zoo.base import LONG, MEDIUM, SHORT, as_class
-from zoo.conditioned import KONTEXT, PictureProcessor, qwen_edit
-from zoo.text_to_image import UNBINNED, flux2, flux2_klein, hidream, lumina2, sana, sdxl
+from zoo.conditioned import KONTEXT, qwen_edit
+from zoo.text_to_image import UNBINNED, PictureProcessor, flux2, flux2_klein, hidream, lumina2, sana, sdxl
 
 from gerl.commandline.composition import compose_run, config_folder, experiments
 from gerl.rewards.scorers import build_scorer

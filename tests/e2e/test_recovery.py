@@ -50,7 +50,7 @@ def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkey
         for name, number in wished.items():
             (wishes / name).write_text(str(int(number)))
         monkeypatch.setenv("GERL_KILLS", str(wishes))  # the workers inherit both
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
         more = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__launcher": "ray"}
         done = train(tmp_path / "run", *SETTINGS, *overrides, **more)
         assert not list(wishes.iterdir()), "a worker was never asked to"
@@ -64,7 +64,7 @@ def disturbed(train: Callable[..., Any], workplace: Path, tmp_path: Path, monkey
 # them, before it is sent
 PHASES = "accumulate.0.6 accumulate.1.6"
 if ALL:
-    PHASES += " setup.1.0 reduce_gradient.0.2 validate.0.3 finish_step.1.5"
+    PHASES += " join.0.0 setup.1.0 reduce_gradient.0.2 validate.0.3 finish_step.1.5"
 STANDS_STILL = "checkpoint.0.4"
 
 

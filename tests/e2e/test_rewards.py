@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from drills import more
 
 # Brightness; the n-th call of all processes together may fail, and one prompt always kills the process that scores it.
@@ -161,6 +162,33 @@ def test_what_counts_is_said_and_a_reward_of_your_own_is_the_only_one(
     assert "returned None, expected a list with one number per image" in message
     assert "mine.py, line 2: compute_score" in message
     assert "reward: 1 x mine; watched: sharpness" in caplog.messages
+    assert "ocr and colour of the experiment are not watched: there are no held-out prompts" in caplog.messages
+
+
+def test_replaced_scorers_are_watched_in_validation_and_change_no_training(
+    train: Callable[..., Any], workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("".join(f'a red sign that reads "{number}"\n' for number in range(12)))
+    keys = {"experiment": "signs", "scorer": "", "data__train": held_out, "validation__data": held_out}
+    mine = f"reward.scorers={{mine: {{path: {workplace / 'bright.py'}}}}}"
+    with caplog.at_level("INFO"):
+        watched = train(tmp_path / "watched", mine, **keys)
+        alone = train(tmp_path / "alone", mine, "~reward.scorers.ocr", "~reward.scorers.colour", **keys)
+    assert watched.column("reward/mean") == alone.column("reward/mean")
+    assert len(watched.column("val/ocr/exact/mean")) == len(watched.column("val/colour/mean")) > 0
+    assert not watched.column("reward/ocr/mean") and not alone.column("val/ocr/mean")
+    written = yaml.safe_load((tmp_path / "watched" / "config.yaml").read_text())["reward"]["scorers"]
+    assert {name: (scorer["weight"], scorer["during"]) for name, scorer in written.items()} == {
+        "mine": (1, "both"),
+        "ocr": (0, "validation"),
+        "colour": (0, "validation"),
+    }
+    assert "reward: 1 x mine; watched: ocr (in validation), colour (in validation)" in caplog.messages
+    assert any("sees a fall of ocr, ocr/exact, colour, colour/named while" in message for message in caplog.messages)
+    assert sum(message.startswith("no scorer is watched") for message in caplog.messages) == 1
+    (offered,) = [message for message in caplog.messages if message.startswith("scorers that can be watched without")]
+    assert "'+reward.scorers.ocr={weight: 0, during: validation}'" in offered
 
 
 def test_a_scorer_that_calls_exit_in_the_middle_of_a_run_in_process_is_a_sentence(

@@ -68,7 +68,7 @@ def test_over_ray_a_worker_may_die_with_what_was_on_its_way(
 ) -> None:
     (tmp_path / "sample.0.4").write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(tmp_path))  # the workers inherit both
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "killing"), str(ROOT)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
     more = {"cluster__launcher": "ray", "trainer__steps": STEPS, "trainer__staleness": 2}
     run = train(tmp_path / "run", *SETTINGS, **more)
     assert "continuing from step 1 with 1 new process(es)" in caplog.text

@@ -28,10 +28,13 @@ BLOCKS = {
     "timing": "rollout_s reward_wait_s update_s step_s",
 }
 STEP_KEYS = {"step", "time", *(f"{block}/{name}" for block, names in BLOCKS.items() for name in names.split())}
-GAIN_KEYS = {f"val/{name}/gain{end}" for name in ("reward", "bright") for end in ("", "_low", "_high")} | {
-    "guard/signals"
+COLUMNS = ("reward", "bright", "base/alignment", "base/surprise")
+GAIN_KEYS = {f"val/{name}/gain{end}" for name in COLUMNS for end in ("", "_low", "_high")} | {"guard/signals"}
+VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean", "val/failures"} | {
+    "val/base/alignment/mean",
+    "val/base/surprise/mean",
+    "timing/judge_share",
 }
-VALIDATION_KEYS = {"val/reward/mean", "val/bright/mean", "val/failures"}
 
 
 @pytest.fixture(scope="module")

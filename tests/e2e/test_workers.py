@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import net
 import numpy as np
 import psutil
 import pytest
@@ -34,6 +35,18 @@ def compute_score(images, prompts, metadata, log):
     with open(log, "a") as file:
         file.write(json.dumps({"time": time.time(), "images": [prompts, digests]}) + "\\n")
     return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+# Its first call returns once worker 0 has started to load the model, and fails after a minute.
+WAITS = """
+import time
+from pathlib import Path
+
+def compute_score(images, prompts, metadata, wish):
+    end = time.monotonic() + 60
+    while Path(wish).exists():
+        assert time.monotonic() < end, "the model is not being loaded"
+        time.sleep(0.05)
+    return [0.5] * len(images)
 """
 CLUSTER = """
 import ray, sys
@@ -298,3 +311,16 @@ def test_scorers_go_on_while_something_else_is_waited_for(tmp_path: Path) -> Non
                 time.sleep(0.05)
         assert manager.load["a"].calls >= 3
         assert [scores.totals for scores in rollout.finish()] == [[float(i)] for i in range(4)]
+
+
+@more
+def test_the_model_is_loaded_while_the_scorers_are_tried(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in net.kills(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    (wish := tmp_path / "kills" / "setup.0.0").parent.mkdir()
+    wish.write_text("0")  # signal 0 does nothing; the worker removes the file when it starts to load
+    (scorer := tmp_path / "waits.py").write_text(WAITS)
+    keys = {"reward__trial": "true", "reward__retries": 0, "cluster__launcher": "ray", "trainer__steps": 1}
+    train(tmp_path / "run", f"reward.scorers.bright.kwargs.wish={wish}", scorer=scorer, **keys)

@@ -11,7 +11,9 @@ from gerl.config.algorithms import Needs
 from gerl.config.exclusions import CONDITION, Exclusion, as_markdown, check_exclusions
 from gerl.errors import ConfigError
 
-DERIVED = "lockstep has_kl actor.updates guard.raises_kl algorithm.subtracts_kl algorithm.moves_reference".split()
+DERIVED = """
+lockstep has_kl base_alignment actor.updates guard.raises_kl algorithm.subtracts_kl algorithm.moves_reference
+""".split()
 KNOWN = {*(name for name, _ in keys()), *(f"needs.{f.name}" for f in fields(Needs)), *DERIVED}
 ROWS = every_exclusion()
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 # what is checked of an entry, in this order; see `checks`
 CheckName = Literal[
     "guided", "stock", "replay", "gradient", "derivative", "window", "encoders", "sub_batch", "micro_batch", "modes",
-    "stacked", "noised",
+    "stacked", "noised", "judged",
 ]  # fmt: skip
 
 
@@ -17,7 +17,6 @@ class Entry:
 
     `limit` says in a sentence what does not hold for this class and why (with the place in its source); `fails` names
     the checks that fail for this reason, and the test insists that they do, so that no limit outlives its cause.
-    `refused` is a regular expression on gerl's error, for a pipeline that cannot be trained at all.
     """
 
     name: str  # the pipeline's class
@@ -34,7 +33,6 @@ class Entry:
     size: int = 16
     limit: str = ""
     fails: tuple[CheckName, ...] = ()
-    refused: str = ""
 
 
 def scale(off: float, on: float, negative: bool = True) -> dict[str, Any]:

@@ -9,9 +9,25 @@ import numpy as np
 import tiny
 import torch
 import transformers
+from diffusers.pipelines.joyimage import image_processor
 from PIL import Image
+from tiny import euler, pipeline
 from zoo.base import SHORT, TWO_LAYERS, Entry, as_class, scale, true_cfg
-from zoo.text_to_image import flux2, flux2_klein, sdxl
+from zoo.text_to_image import (
+    PICTURE_IDS,
+    PICTURE_TOKENS,
+    PictureProcessor,
+    drawn,
+    flux2,
+    flux2_klein,
+    picture_processor,
+    qwen_3_vl,
+    qwen_image_2_1,
+    sdxl,
+    tokenizer,
+)
+
+from gerl.protocol import References
 
 I2I = "image to image"
 
@@ -35,9 +51,19 @@ def given(**makers: Callable[[int], list[Image.Image]]) -> Callable[[int], dict[
     return lambda n: {name: make(n) for name, make in makers.items()}
 
 
+def one_picture(_: int) -> dict[str, Any]:
+    """The same for every sample."""
+    return {"image": pictures(1, 32)[0]}
+
+
 def two_references(_: int) -> dict[str, Any]:
     """The same for every sample, and as small as FLUX.2 takes them."""
-    return {"image": pictures(2, 64)}
+    return {"image": References(pictures(2, 64))}
+
+
+def one_reference(_: int) -> dict[str, Any]:
+    """The same for every sample, of which FLUX.2-klein KV keeps keys and values."""
+    return {"image": pictures(1, 64)}
 
 
 def megapixels(n: int) -> dict[str, Any]:
@@ -82,30 +108,34 @@ def with_small_latents(pipe: Any) -> Any:
     return as_class(pipe, type(pipe), vae=tiny.vae(diffusers.AutoencoderKLFlux2, blocks=4, width=8))
 
 
-class PictureProcessor(transformers.Qwen2VLProcessor):
-    """Qwen's processor without its part for videos, which needs torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
-
-
 def qwen_edit(cls: type) -> Any:
     pipe = tiny.qwen_image()
-    tokenizer = pipe.tokenizer
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]})
+    words = pipe.tokenizer
+    words.add_special_tokens({"additional_special_tokens": PICTURE_TOKENS})
     config = pipe.text_encoder.config
-    config.text_config.vocab_size = len(tokenizer)
-    config.image_token_id, config.video_token_id, config.vision_start_token_id = range(tiny.VOCAB, tiny.VOCAB + 3)
+    config.text_config.vocab_size = len(words)
+    config.update(PICTURE_IDS)
     # 64 pixels a latent, so that a megapixel is few of them
     vae = tiny.video_vae(base_dim=2, dim_mult=[1] * 7, num_res_blocks=0, temperal_downsample=[False] * 6).eval()
     pixels = {"min_pixels": 28 * 28, "max_pixels": 6 * 28 * 28}
-    processor = PictureProcessor(transformers.Qwen2VLImageProcessorPil(**pixels), tokenizer)
+    processor = PictureProcessor(transformers.Qwen2VLImageProcessorPil(**pixels), words)
     text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
     edit = as_class(pipe, cls, vae=vae, text_encoder=text_encoder, processor=processor)
     picture = "<|vision_start|><|image_pad|>" if cls is diffusers.QwenImageEditPipeline else ""
     edit.prompt_template_encode, edit.prompt_template_encode_start_idx = picture + "{}", 0  # shorter
     return edit
+
+
+def joy_image_edit() -> Any:
+    image_processor.BUCKETS[1024] = [(32, 32)]  # all images have this size
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "text_dim": 16, "num_layers": 2, "rope_dim_list": (4, 6, 6)}
+    transformer = diffusers.JoyImageEditTransformer3DModel(in_channels=4, **sizes)
+    parts = euler(shift=4.0), tiny.video_vae(diffusers.AutoencoderKLWan), qwen_3_vl()
+    more = {"words": tokenizer, "processor": picture_processor()}
+    pipe = pipeline(diffusers.JoyImageEditPipeline, drawn(transformer, "modulate_table"), *parts, **more)
+    pipe.prompt_template_encode = dict.fromkeys(pipe.prompt_template_encode, "{}")
+    pipe.prompt_template_encode_start_idx = dict.fromkeys(pipe.prompt_template_encode, 0)
+    return pipe
 
 
 KONTEXT = SHORT | {"max_area": 16 * 16, "_auto_resize": False}
@@ -150,10 +180,28 @@ ENTRIES: list[Entry] = [
     converted(tiny.flux, diffusers.FluxKontextPipeline, "editing", **TRUE_CFG, call=KONTEXT),
     Entry("Flux2Pipeline", "editing", lambda: with_small_latents(flux2()), **REFERENCES),
     Entry("Flux2KleinPipeline", "editing", lambda: with_small_latents(flux2_klein()), **GUIDANCE, **REFERENCES),
+    converted(flux2_klein, diffusers.Flux2KleinKVPipeline, "editing", call=TWO_LAYERS, inputs=one_reference),
     *(
         Entry(cls.__name__, "editing", partial(qwen_edit, cls), **TRUE_CFG, inputs=megapixels, batch=batch, size=256)
         for cls, batch in ((diffusers.QwenImageEditPipeline, 2), (diffusers.QwenImageEditPlusPipeline, 1))
     ),
+    *(
+        converted(tiny.qwen_image, cls, task, **TRUE_CFG, **PAINTED | given_)
+        for cls, task, given_ in (
+            (diffusers.QwenImageImg2ImgPipeline, I2I, {"inputs": given(image=pictures)}),
+            (diffusers.QwenImageInpaintPipeline, "inpainting", {}),
+        )
+    ),
+    Entry(
+        "QwenImage21Pipeline",
+        "editing",
+        qwen_image_2_1,
+        **TRUE_CFG,
+        call={"output_resolution": 64},
+        inputs=two_references,
+        size=64,
+    ),
+    Entry("JoyImageEditPipeline", "editing", joy_image_edit, **scale(1.0, 4.0), inputs=given(image=pictures), size=32),
     Entry(
         "StableDiffusionXLInpaintPipeline",
         "inpainting",

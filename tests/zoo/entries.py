@@ -1,9 +1,9 @@
 """All entries of the zoo."""
 
-from zoo import conditioned, refused, samplers, text_to_image, video
+from zoo import conditioned, samplers, text_to_image, video
 from zoo.base import Entry
 
-MODULES = (text_to_image, conditioned, video, samplers, refused)
+MODULES = (text_to_image, conditioned, video, samplers)
 ENTRIES: list[Entry] = [entry for module in MODULES for entry in module.ENTRIES]
 
 

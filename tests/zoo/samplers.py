@@ -130,7 +130,7 @@ ENTRIES = [
         **scale(1.0, 4.5),
         call=MEDIUM | {"num_frames": 5},
         kernel="ode",
-        fails=("noised",),
+        fails=("noised", "judged"),
         limit="`sampling.kernel=ode`: an output is the average velocity of a step, which predicts no clean latents to "
         "noise again. Algorithms that need no noise (`neighbor_grpo`).",
     ),

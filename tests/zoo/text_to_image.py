@@ -136,9 +136,29 @@ def qwen_2_5_vl(layers: int = 1) -> Any:
 
 def qwen_3_vl(layers: int = 1) -> Any:
     vision = VISION | {"out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    text = text_config([2, 1, 1], num_hidden_layers=layers)
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    text = text_config([2, 1, 1], num_hidden_layers=layers, vocab_size=tiny.VOCAB + len(PICTURE_TOKENS))
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **PICTURE_IDS)
     return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+PICTURE_TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]
+PICTURE_IDS = {"image_token_id": tiny.VOCAB, "video_token_id": tiny.VOCAB + 1, "vision_start_token_id": tiny.VOCAB + 2}
+
+
+class PictureProcessor(transformers.Qwen3VLProcessor):
+    """Qwen's processor without the video part, which needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def picture_processor() -> Any:
+    """Of Qwen 3; a picture is four tokens at most."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": PICTURE_TOKENS})
+    pictures = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=32 * 32, max_pixels=64 * 64)
+    return PictureProcessor(pictures, words, chat_template=CONTENT)
 
 
 def drawn(module: Any, *names: str) -> Any:
@@ -370,6 +390,17 @@ def cosmos2() -> Any:
     return tiny.pipeline(diffusers.Cosmos2TextToImagePipeline, transformer, *parts, safety_checker=Unchecked())
 
 
+def qwen_image_2_1() -> Any:
+    sizes = ONE_LAYER | LATENTS | {"num_layers": 2, "context_in_dim": 16, "axes_dims_rope": (4, 4, 8)}
+    transformer = diffusers.QwenImage21Transformer2DModel(**sizes)
+    vae = video_vae(diffusers.AutoencoderKLQwenImage21, decoder_base_dim=8, dim_mult=[1] * 5)
+    parts = {"transformer": transformer.eval(), "scheduler": dynamic(), "vae": vae.eval()}
+    pipe = diffusers.QwenImage21Pipeline(**parts, text_encoder=qwen_3_vl().eval(), processor=picture_processor())
+    pipe.prompt_template_t2i, pipe._drop_idx, pipe._img_token_id = "{}", 1, tiny.VOCAB
+    pipe.prompt_template_ti2i = "<image1><|vision_start|><|image_pad|><|vision_end|>{}"
+    return pipe
+
+
 ONE_PROMPT: dict[str, Any] = {"call": MEDIUM, "batch": 1, "text": True, "fails": ("encoders",)}
 ONE_PROMPT["limit"] = "One prompt a call. The text encoder stays in memory: `__call__` reads its dtype."
 
@@ -383,6 +414,7 @@ ENTRIES: list[Entry] = [
     Entry("Flux2Pipeline", T2I, flux2, call=TWO_LAYERS),
     Entry("Flux2KleinPipeline", T2I, flux2_klein, **scale(1.0, 4.0, negative=False), call=TWO_LAYERS),
     Entry("QwenImagePipeline", T2I, tiny.qwen_image, **true_cfg(4.0)),
+    Entry("QwenImage21Pipeline", T2I, qwen_image_2_1, **true_cfg(4.0), size=64),
     Entry("ZImagePipeline", T2I, tiny.z_image, **scale(0.0, 3.0, negative=False)),
     Entry("SanaPipeline", T2I, sana, **scale(1.0, 4.5), call=UNBINNED | {"complex_human_instruction": None}, size=32),
     Entry("Lumina2Pipeline", T2I, lumina2, **scale(1.0, 4.0), call=LONG, size=32),

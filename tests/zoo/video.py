@@ -1,20 +1,22 @@
 """Video, from text or from a picture."""
 
+from functools import partial
 from typing import Any
 
 import diffusers
 import tiny
 import torch
 import transformers
-from diffusers.guiders import AdaptiveProjectedGuidance
+from diffusers.guiders import AdaptiveProjectedGuidance, ClassifierFreeGuidance
 from diffusers.pipelines.helios import pipeline_helios
+from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_diffusion_forcing
-from diffusers.pipelines.wan import pipeline_wan_vace
+from diffusers.pipelines.wan import pipeline_wan_i2v, pipeline_wan_vace
 from tiny import LATENTS, NARROW, dynamic, euler, pipeline
 from zoo.base import MEDIUM, NEGATIVE, Entry, as_class, scale, true_cfg
-from zoo.conditioned import converted, given, pictures
-from zoo.text_to_image import drawn, gemma, kandinsky_5
+from zoo.conditioned import converted, given, one_picture, pictures
+from zoo.text_to_image import QUOTED, drawn, gemma, kandinsky_5, qwen_2_5_vl, tokenizer
 
 from gerl.model.schedulers import trainable_scheduler
 
@@ -35,14 +37,66 @@ def ltx() -> Any:
     return pipeline(diffusers.LTXPipeline, transformer, dynamic(), vae, tiny.t5())
 
 
+def hunyuan_vae() -> Any:
+    blocks = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    return diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **blocks, mid_block_add_attention=False)
+
+
 def hunyuan_video() -> Any:
     layers = NARROW | LATENTS | {"num_single_layers": 1, "num_refiner_layers": 1, "rope_axes_dim": (2, 2, 4)}
     transformer = diffusers.HunyuanVideoTransformer3DModel(**layers, text_embed_dim=16, pooled_projection_dim=16)
-    blocks = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **blocks, mid_block_add_attention=False)
     clip = tiny.clip(positions=77)
     llama = transformers.LlamaModel(transformers.LlamaConfig(**tiny.LANGUAGE | {"num_hidden_layers": 3}))
-    return pipeline(diffusers.HunyuanVideoPipeline, transformer, euler(shift=7.0), vae, llama, clip)
+    return pipeline(diffusers.HunyuanVideoPipeline, transformer, euler(shift=7.0), hunyuan_vae(), llama, clip)
+
+
+def hunyuan_video_1_5() -> Any:
+    """Guidance is a component."""
+    sizes = NARROW | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1}
+    text = {"text_embed_dim": 16, "text_embed_2_dim": 32, "image_embed_dim": 16, "rope_axes_dim": (2, 2, 4)}
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(**sizes, **text)
+    blocks = {"block_out_channels": (8,) * 5, "layers_per_block": 1}
+    vae = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, **blocks)
+    parts = euler(shift=7.0), vae, qwen_2_5_vl(layers=3).model.language_model, tiny.t5()
+    words = partial(tokenizer, "{{ messages[1]['content'] }}")
+    guider = ClassifierFreeGuidance(guidance_scale=4.0)
+    pipe = pipeline(diffusers.HunyuanVideo15Pipeline, transformer, *parts, words=words, guider=guider)
+    pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = 12
+    pipe.prompt_template_encode_start_idx, pipe.vision_num_semantic_tokens = 0, 4
+    return pipe
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION |= {"image_size": 16, "patch_size": 8}
+SIDES = {"height": 16, "width": 16}
+
+
+def hunyuan_video_1_5_i2v() -> Any:
+    config = transformers.SiglipVisionConfig(**VISION)
+    encoder = transformers.SiglipVisionModel(config).eval()
+    more = {"image_encoder": encoder, "feature_extractor": transformers.SiglipImageProcessorPil(size=SIDES)}
+    pipe = hunyuan_video_1_5()
+    pipe.transformer.register_to_config(target_size=32)
+    made = as_class(pipe, diffusers.HunyuanVideo15ImageToVideoPipeline, **more)
+    made.tokenizer_max_length = made.tokenizer_2_max_length = 12
+    made.prompt_template_encode_start_idx = 0
+    return made
+
+
+def kandinsky_6() -> Any:
+    """A video and its sound."""
+    pipeline_kandinsky6_ti2va._PROMPT_TEMPLATE, pipeline_kandinsky6_ti2va._QWEN_CROP_START = "{}", 0
+    sizes = dict(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=16, model_dim=16)
+    sizes |= {"in_audio_dim": 4, "out_audio_dim": 4, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2}
+    published = {name: True for name in ("text_token_padding", "ca_rope", "cross_gates", "fix_modulation")}
+    transformer = diffusers.Kandinsky6Transformer3DModel(
+        **sizes, **published, axes_dims=(4, 2, 2), visual_token_type_num_embeddings=2
+    )
+    audio = {"mel_bins": 8, "latent_channels": 4, "hidden_channels": 8, "layers_per_block": 1}
+    stages = {"upsample_initial_channel": 64, "resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1,),)}
+    more = {"audio_vae": diffusers.MMAudioVAE(**audio), "vocoder": diffusers.MMAudioVocoder(num_mels=8, **stages)}
+    parts = drawn(transformer, "modulation"), euler(shift=5.0), hunyuan_vae(), qwen_2_5_vl(), tiny.clip(positions=77)
+    return pipeline(diffusers.Kandinsky6TI2VAPipeline, *parts, words=tokenizer, **more)
 
 
 def mochi() -> Any:
@@ -58,6 +112,7 @@ def mochi() -> Any:
 GUIDANCE = scale(1.0, 4.5, negative=False)
 FRAMES = MEDIUM | {"num_frames": 5}
 NINE = MEDIUM | {"num_frames": 9}
+QUOTED_FRAMES = {"prompt": QUOTED, "num_frames": 5}
 TEMPLATE = {"prompt_template": {"template": "<{}>", "crop_start": 1}}
 
 
@@ -134,16 +189,38 @@ def wan_vace() -> Any:
     return as_class(pipe, diffusers.WanVACEPipeline, transformer=transformer.eval(), transformer_2=None)
 
 
-def kandinsky_5_i2v() -> Any:
+def kandinsky_5_video(cls: type) -> Any:
     pipe = kandinsky_5()
     transformer = diffusers.Kandinsky5Transformer3DModel.from_config(pipe.transformer.config, visual_cond=True)
-    blocks = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
-    vae = diffusers.AutoencoderKLHunyuanVideo(latent_channels=4, **blocks, mid_block_add_attention=False)
-    made = as_class(
-        pipe, diffusers.Kandinsky5I2VPipeline, vae=vae.eval(), transformer=drawn(transformer, "modulation").eval()
-    )
+    made = as_class(pipe, cls, vae=hunyuan_vae().eval(), transformer=drawn(transformer, "modulation").eval())
     made.prompt_template, made.prompt_template_encode_start_idx = "{}", 0
     return made
+
+
+def wan_i2v() -> Any:
+    pipeline_wan_i2v.prompt_clean = str.strip  # its own needs ftfy
+    pipe = tiny.wan()
+    transformer = diffusers.WanTransformer3DModel.from_config(pipe.transformer.config, in_channels=12, image_dim=16)
+    encoder = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))
+    processor = transformers.CLIPImageProcessorPil(size=SIDES, crop_size=SIDES)
+    parts = {"transformer": transformer.eval(), "image_encoder": encoder.eval(), "image_processor": processor}
+    return as_class(pipe, diffusers.WanImageToVideoPipeline, **parts)
+
+
+def sana_video() -> Any:
+    cross = dict(num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=16)
+    transformer = diffusers.SanaVideoTransformer3DModel(**NARROW | {"attention_head_dim": 12}, **LATENTS, **cross)
+    parts = euler(shift=8.0), tiny.video_vae(diffusers.AutoencoderKLWan), gemma()
+    return pipeline(diffusers.SanaVideoPipeline, transformer, *parts)
+
+
+def sana_wm() -> Any:
+    sizes = dict(in_channels=4, num_layers=2, hidden_size=32, num_attention_heads=2, linear_head_dim=16)
+    transformer = diffusers.SanaWMTransformer3DModel(
+        **sizes, caption_channels=16, chunk_plucker_channels=12, softmax_every_n=2
+    )
+    parts = drawn(transformer, "plucker"), euler(), ltx2().vae, gemma()
+    return pipeline(diffusers.SanaWMPipeline, *parts)
 
 
 def ltx_condition() -> Any:
@@ -210,6 +287,16 @@ ENTRIES: list[Entry] = [
     Entry("LTXPipeline", "text to video", ltx, **GUIDANCE, call=NINE, size=32),
     converted(ltx, diffusers.LTXImageToVideoPipeline, "image to video", **GUIDANCE, call=NINE, size=32),
     Entry("HunyuanVideoPipeline", "text to video", hunyuan_video, **true_cfg(3.0), call=FRAMES | TEMPLATE),
+    Entry("HunyuanVideo15Pipeline", "text to video", hunyuan_video_1_5, cfg=NEGATIVE, call=QUOTED_FRAMES, size=32),
+    Entry("Kandinsky6TI2VAPipeline", "text to video with sound", kandinsky_6, **scale(1.0, 5.0), call=FRAMES),
+    Entry(
+        "Kandinsky6TI2VAPipeline",
+        "image to video with sound",
+        kandinsky_6,
+        **scale(1.0, 5.0),
+        call=FRAMES,
+        inputs=given(image=pictures),
+    ),
     Entry("MochiPipeline", "text to video", mochi, **GUIDANCE, call=MEDIUM | {"num_frames": 7}),
     Entry("LTX2Pipeline", "text to video with sound", ltx2, **LTX2_GUIDANCE, call=SOUND, size=32),
     Entry(
@@ -233,11 +320,53 @@ ENTRIES: list[Entry] = [
     Entry(
         "Kandinsky5I2VPipeline",
         "image to video",
-        kandinsky_5_i2v,
+        lambda: kandinsky_5_video(diffusers.Kandinsky5I2VPipeline),
         **scale(1.0, 3.5),
         call={"num_frames": 17},
         inputs=given(image=pictures),
         size=32,
+    ),
+    Entry(
+        "Kandinsky5T2VPipeline",
+        "text to video",
+        lambda: kandinsky_5_video(diffusers.Kandinsky5T2VPipeline),
+        **scale(1.0, 5.0),
+        call={"num_frames": 13},
+        size=32,
+    ),
+    Entry(
+        "WanImageToVideoPipeline",
+        "image to video",
+        wan_i2v,
+        **scale(1.0, 4.5),
+        call=FRAMES,
+        inputs=one_picture,
+    ),
+    Entry(
+        "HunyuanVideo15ImageToVideoPipeline",
+        "image to video",
+        hunyuan_video_1_5_i2v,
+        cfg=NEGATIVE,
+        call=QUOTED_FRAMES,
+        inputs=one_picture,
+    ),
+    Entry(
+        "SanaVideoPipeline",
+        "text to video",
+        sana_video,
+        **scale(1.0, 6.0),
+        call=MEDIUM | {"frames": 5, "use_resolution_binning": False, "complex_human_instruction": None},
+        size=32,
+    ),
+    Entry(
+        "SanaWMPipeline",
+        "image to video",
+        sana_wm,
+        **scale(1.0, 5.0),
+        call=FRAMES | {"action": "w-4", "intrinsics": [32.0, 32.0, 16.0, 16.0], "chi_prompt": ["-"]},
+        inputs=one_picture,
+        batch=1,
+        text=True,
     ),
     Entry(
         "LTXConditionPipeline",
@@ -260,6 +389,6 @@ ENTRIES: list[Entry] = [
         call=MEDIUM | {"num_frames": 9},
         limit="Policy gradients, not algorithms that noise images again: every latent frame has a scheduler of its "
         "own, and `__call__` steps one after the other.",
-        fails=("noised",),
+        fails=("noised", "judged"),
     ),
 ]

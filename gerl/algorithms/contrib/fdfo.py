@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, Rewards
+from gerl.algorithms.base import Algorithm, Batch, Measures, Metrics, Rewards, summed
 from gerl.algorithms.common import per_sample
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch, transitions
 from gerl.config import Config
@@ -86,26 +86,25 @@ class FDFO(Algorithm):
         final, overwritten = tape.steps[-1].x_next, tape.overwritten(len(tape.steps) - 1)
         towards = directions(final, partners(batch.samples), overwritten)[rows]
         credit = batch.credit[rows].to(towards.device)
-        stats = UpdateStats()
+        found: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
             rollout_mean = step.recorded_mean if self.guided else step.mean.detach()
             assert rollout_mean is not None
             moved = step.part(velocity_change(step, rollout_mean))
             losses, measured = fdfo_loss(moved, step.part(towards), credit[:, k], settings.ratio_width)
             deviation = measured.pop("ratio_deviation")
-            sums = {name: value * len(rows) for name, value in measured.items()} if self.guided else {}
+            sums: Metrics = {}
             if base:
                 kl = per_sample(step.part(velocity_change(step, base[k].mean)) ** 2)
                 losses = losses + self.kl_coef * self.weighted_kl(kl, batch, rows)
-                sums["kl"] = float(kl.detach().sum())
-            sums["loss"] = float(losses.detach().sum())
-            stats += UpdateStats(len(rows), sums, deviation if self.guided else None)
+                sums["kl"] = kl.detach().sum()
+            sums["loss"] = losses.detach().sum()
+            found.append(Measures(len(rows), sums, measured if self.guided else {}, deviation if self.guided else None))
             return losses.sum() / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return stats
+        return summed(found)
 
 
 def partners(samples: Sequence[Sample]) -> torch.Tensor:
@@ -130,7 +129,7 @@ def velocity_change(step: ReplayedStep, mean: torch.Tensor) -> torch.Tensor:
 
 def fdfo_loss(
     moved: torch.Tensor, towards: torch.Tensor, reward: torch.Tensor, width: float
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Return L [B] and ratio metrics from w, u [B, ...], dR [B] and c; clip fractions count rows beyond `width`."""
     log_ratio = -per_sample(moved * (moved + 2 * towards))
     # the bound is far beyond any width; an infinite ratio would make the gradient NaN
@@ -139,4 +138,4 @@ def fdfo_loss(
     off = ratio.detach() - 1
     names = ("ratio_deviation", "clip_fraction_low", "clip_fraction_high", "log_ratio_mean")
     values = (off.abs().max(), (off < -width).float().mean(), (off > width).float().mean(), log_ratio.detach().mean())
-    return losses, dict(zip(names, torch.stack(values).tolist(), strict=True))  # a single device synchronisation
+    return losses, dict(zip(names, values, strict=True))

@@ -22,7 +22,17 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, NormalisedConfig, Rewards, group_ids
+from gerl.algorithms.base import (
+    Algorithm,
+    Batch,
+    ClippedConfig,
+    Measures,
+    Metrics,
+    NormalisedConfig,
+    Rewards,
+    group_ids,
+    summed,
+)
 from gerl.algorithms.common import requires
 from gerl.algorithms.core_algos import clipped_policy_loss
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch
@@ -94,37 +104,36 @@ class NeighborGRPO(Algorithm):
         base = self.base_steps(policy, tape, options) if self.kl_coef > 0 else {}
         ids, guided = group_ids(batch.samples), settings.cfg != "off"
         groups = [(ids == ids[row]).nonzero().flatten().tolist() for row in rows]
-        stats = UpdateStats()
+        found: list[Measures] = []
 
         def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
-            nonlocal stats
             latents, overwritten = tape.steps[k].x_next, tape.overwritten(k)
             bounds = settings.clip_range(latents[0].numel())
             credit = batch.credit[:, k].to(latents.device)
             # without guidance the recorded step is of another policy
             old = latents[rows] if guided else step.mean.detach()
-            total, sums, deviation = torch.zeros((), device=latents.device), dict[str, float](), 0.0
+            total = torch.zeros((), device=latents.device)
             for j, group in enumerate(groups):
                 reached = ... if overwritten is None else ~overwritten[group].any(0)
                 neighbours = torch.stack([latents[i][reached] for i in group])
                 new, before = (log_policy(x[j][reached], neighbours, settings.temperature) for x in (step.mean, old))
                 losses, metrics = clipped_policy_loss(new, before, credit[group], *bounds)
-                deviation = max(deviation, metrics.pop("ratio_deviation"))
-                metrics["loss"] = float(losses.detach().mean())
-                loss = losses.mean()
+                deviation, loss = metrics.pop("ratio_deviation"), losses.mean()
+                metrics["loss"] = loss.detach()
                 if base:
                     kl = (((step.mean[j] - base[k].mean[j])[reached] / step.rule.jacobian) ** 2).mean()
                     loss = loss + self.kl_coef * self.weighted_kl(kl[None], batch, rows[j : j + 1])[0]
-                    metrics |= {"kl": float(kl.detach()), "loss": float(loss.detach())}
-                kept = metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
-                sums = {name: sums.get(name, 0.0) + value for name, value in kept.items()}
+                    metrics |= {"kl": kl.detach(), "loss": loss.detach()}
+                kept: Metrics = (
+                    metrics if guided else {name: metrics[name] for name in ("loss", "kl") if name in metrics}
+                )
+                found.append(Measures(1, kept, deviation=deviation if guided else None))
                 # anchors represent the other images of their group
                 total = total + loss * (len(group) / min(settings.anchors, len(group)))
-            stats += UpdateStats(len(rows), sums, deviation if guided else None)
             return total / num_pairs
 
         engine.replay(policy.pipe, tape, on_step, **options)
-        return stats
+        return summed(found)
 
 
 def log_policy(x: torch.Tensor, neighbours: torch.Tensor, temperature: float) -> torch.Tensor:

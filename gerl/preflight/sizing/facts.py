@@ -154,6 +154,8 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
             updates[on] = _update(worker, task, stage, on)
     trained = [segment for segment in task.segments if segment.trained]
     sampled, count = worker.trajectories[task.id], len(task.samples)
+    base = policy.reference
+    stored_base = base is not None and base.on_device and not policy.reference_moves
     loras = {teacher.lora for teacher in config.algorithm.needs.teachers}  # assumed to be as large as the trained one
     return Facts(
         config.model.path,
@@ -166,7 +168,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
         min(config.actor.micro_batch_size or config.rollout.micro_batch_size, rows_of(trained)),
         parts_of(policy),
         sum(p.numel() for p in policy.trained.values()),
-        len(policy.averages()) + (policy.reference is not None and not policy.reference_moves) + len(loras - {None}),
+        len(policy.averages()) + stored_base + len(loras - {None}),
         policy.sampler is not None or policy.old is not None,
         sampled.nbytes / count,
         stage.tallies["rollout"],

@@ -161,6 +161,7 @@ def test_rewards_by_function_name_file_and_keys() -> None:
         "hpsv2": {},
     }
     assert set(several.functions) == {"b", "c"}
+    assert scorers_of({"b": bright, "ocr": None}).keys == {"b": {"path": "python:b"}, "ocr": None}
 
 
 @pytest.mark.parametrize("given", [3, {"a": [1]}, {"a b": bright}, {"a": "ocr"}, {"a": True}])

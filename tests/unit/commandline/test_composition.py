@@ -11,10 +11,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gerl.algorithms.awm import AWMConfig
 from gerl.commandline.composition import (
+    asked_for,
     compose_run,
     experiments,
     hydra_options,
     quoted,
+    replaced_scorers,
     shipped,
     without_options,
 )
@@ -115,6 +117,51 @@ def test_scorers_given_as_a_whole_replace_those_of_the_experiment(given: list[st
     scorers = compose_run(given).config.reward.scorers
     assert list(scorers) == names
     assert scorers["mine"] == ScorerConfig(path="a.py")
+
+
+MINE = "reward.scorers={mine: {path: a.py}}"
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([], []),
+        (["reward.scorers.mine.path=a.py", "reward.scorers.ocr.weight=0"], []),  # still there
+        (["reward.scorers.mine.path=a.py", "~reward.scorers.ocr"], []),
+        ([MINE], ["ocr", "colour"]),
+        ([MINE, "+reward.scorers.ocr.weight=0"], ["colour"]),
+        ([MINE, "~reward.scorers.ocr"], ["colour"]),
+        (["~reward.scorers.ocr", MINE, "~reward.scorers.colour"], []),
+        (["reward.scorers={mine: {path: a.py}, ocr: null}"], ["colour"]),
+        ([MINE, "experiment=plain"], []),  # its ocr is a default, which nobody chose
+        ([MINE, "model.path=other"], []),
+        ([MINE, "experiment=sd35_medium_ocr"], ["ocr"]),
+        (["experiment=mine.yaml"], ["ocr"]),
+        (["experiment=mine.yaml", "~reward.scorers.ocr"], []),
+        (["experiment=mine.yaml", MINE], ["ocr", "sharpness"]),
+        (["experiment=above.yaml"], ["ocr", "sharpness"]),
+        (["reward.scorers={}", "algorithm=sft", "data.train=a.jsonl"], []),  # no reward at all
+    ],
+)
+def test_scorers_of_the_experiment_that_others_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = "defaults: [signs, _self_]\nreward: {scorers: {sharpness: {weight: 2}, colour: null}}\n"
+    (tmp_path / "mine.yaml").write_text(mine)
+    (tmp_path / "above.yaml").write_text("defaults: [mine.yaml, _self_]\nreward: {scorers: {other: {path: b.py}}}\n")
+    found = replaced_scorers(given, asked_for(given))
+    assert list(found) == names
+    assert not found.keys() & compose_run(given).config.reward.scorers.keys()
+    assert "ocr" not in found or found["ocr"].weight == 1
+
+
+def test_null_removes_a_scorer(tmp_path: Path) -> None:
+    assert list(compose_run(["reward.scorers.colour=null"]).config.reward.scorers) == ["ocr"]
+    (tmp_path / "mine.yaml").write_text("defaults: [signs]\nreward: {scorers: {ocr: null, sharpness: {}}}\n")
+    assert list(compose_run([f"experiment={tmp_path / 'mine.yaml'}"]).config.reward.scorers) == ["sharpness"]
+    with pytest.raises(ConfigError, match=r"reward\.scorers has no scorer with a weight"):
+        compose_run(["experiment=plain", "reward.scorers.ocr=null"])
 
 
 def test_naming_no_scorers_at_all_is_refused() -> None:

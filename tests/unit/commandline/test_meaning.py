@@ -46,7 +46,7 @@ def test_what_is_trained_is_one_line() -> None:
 
 def test_scorers_of_the_default_experiment_are_named_with_the_way_to_be_rid_of_them() -> None:
     kept = compose_run(["reward.scorers.red.path=my file's.py", "reward.scorers.red.weight=2"]).kept
-    assert "ocr and colour" in kept and "experiment=signs" in kept
+    assert "also has ocr, of" in kept and "experiment=signs" in kept
     alone = next(part for part in shlex.split(kept) if part.startswith("reward.scorers="))
     composed = compose_run([alone])
     assert list(composed.config.reward.scorers) == ["red"] and not composed.kept

@@ -146,6 +146,7 @@ def hang():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored here, as in a shell's background
 if {hangs}:
     atexit.register(hang)
 late = Late()  # torn down with this module

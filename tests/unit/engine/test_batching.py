@@ -9,9 +9,11 @@ import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils._pytree import tree_leaves
 
 from gerl.engine.record import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
+from gerl.protocol import References
 
 Layout = Callable[[Sequence[int]], Any]
 Pair = namedtuple("Pair", ["hidden", "pooled"])
@@ -134,11 +136,13 @@ def test_batch_size() -> None:
 
 def test_select_call_picks_what_is_there_once_a_sample() -> None:
     images = [object(), object(), object()]
+    references = References([Image.new("RGB", (8, 8))] * 3)
     embeds = torch.randn(3, 2)
     call = {
         "prompt": ["a", "b", "c"],
         "negative_prompt": ["x", "y", "z"],
         "image": images,
+        "references": references,
         "ip_adapter_image_embeds": embeds,
         "sigmas": [1.0, 0.6, 0.3],
         "timesteps": [3, 2, 1],
@@ -153,6 +157,7 @@ def test_select_call_picks_what_is_there_once_a_sample() -> None:
     assert picked["prompt"] == ["c", "a"] and picked["negative_prompt"] == ["z", "x"]
     assert picked["image"] == [images[2], images[0]]
     assert torch.equal(picked["ip_adapter_image_embeds"], embeds[[2, 0]])
+    assert picked["references"] is references
     for name in ("sigmas", "timesteps", "original_size", "two", "shared", "guidance_scale", "prompt_2", "scalar"):
         assert picked[name] is call[name]
     assert list(picked) == list(call)

@@ -7,17 +7,18 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.record import LazySchedulerOutput, SamplingPlan, _Step, noise_from
+from gerl.engine.record import LatentsTracker, LazySchedulerOutput, SamplingPlan, _Step, noise_from
 from gerl.engine.transitions import Transitions, output_is_clean
 from gerl.errors import ModelError
 
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-class Euler:
+class Euler(LatentsTracker):
     """A head that takes the scheduler's step without noise, as a rollout does, and notes what it was asked for."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.transitions = Transitions(SamplingPlan("ode", 0.0))
         self.asked: list[torch.Tensor] = []
 

@@ -51,7 +51,7 @@ from zoo.checks import build, call_for
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
-from gerl.engine.record import Caches, _Step, num_elements, select_call, tensor_bytes
+from gerl.engine.record import Caches, LatentsTracker, _Step, num_elements, select_call, tensor_bytes
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 
@@ -228,7 +228,7 @@ def test_a_step_returns_the_dtype_of_the_scheduler(name: str, dtype: torch.dtype
     scheduler.set_timesteps(4, **({"mu": 1.0} if name == "flux" else {}))
     sample = torch.zeros(1, 4, 8, 8, dtype=torch.bfloat16)
 
-    class OneStep:
+    class OneStep(LatentsTracker):
         def on_scheduler_step(self, *args: Any) -> torch.Tensor:
             seen.append(args[3].dtype)
             return sample.float()
@@ -364,34 +364,35 @@ class Cache:
     layers: dict[str, Layer] = field(default_factory=lambda: {"first": Layer()})
 
 
-def call_component(caches: Caches, step: int, argument: Any, output: Any = None, fill: bool = False) -> None:
-    held = caches.check_arguments(step, "transformer", ((), {"attention": {"cache": argument}}))
+def call_component(caches: Caches, step: int, argument: Any, output: Any = None, fill: bool = False) -> int | None:
+    held, reads = caches.arguments(step, ((), {"attention": {"cache": argument}}))
     if fill:
         argument.layers["first"].keys.append(torch.zeros(1))
-    caches.note(step, ((), {"attention": {"cache": argument}}), held, output)
+    caches.note(step, "transformer", ((), {"attention": {"cache": argument}}), held, output)
+    return reads
 
 
-def test_a_cache_filled_in_one_step_cannot_be_read_in_another() -> None:
+def test_a_step_that_reads_a_cache_knows_the_one_that_filled_it() -> None:
+    caches, cache, returned = Caches(), Cache(), Cache({"first": Layer([torch.zeros(1)])})
+    assert call_component(caches, 0, cache, output=(torch.zeros(1), returned), fill=True) is None
+    assert call_component(caches, 0, cache) is None  # the second half of guidance
+    assert call_component(caches, 2, cache) == call_component(caches, 2, returned) == 0
+
+
+def test_a_cache_that_is_filled_again_cannot_be_replayed() -> None:
     caches, cache = Caches(), Cache()
     call_component(caches, 0, cache, fill=True)
-    call_component(caches, 0, cache)  # the second half of guidance
-    with pytest.raises(ModelError, match=r"transformer .*step 1 .*Cache"):
-        call_component(caches, 1, cache)
-
-
-def test_a_cache_that_was_returned_cannot_be_read_in_another_step() -> None:
-    caches, cache = Caches(), Cache({"first": Layer([torch.zeros(1)])})
-    call_component(caches, 0, None, output=(torch.zeros(1), cache))
-    with pytest.raises(ModelError, match=r"stored in a Cache, .* set it in sampling\.call"):
-        call_component(caches, 1, cache)
+    with pytest.raises(ModelError, match=r"transformer .*step 1 .*Cache .* set it in sampling\.call"):
+        call_component(caches, 1, cache, fill=True)
 
 
 def test_constants_and_caches_of_one_step_are_none() -> None:
     caches, constant = Caches(), Cache({"mask": Layer([torch.ones(1)])})
     for step in range(3):
-        call_component(caches, step, constant)
-        call_component(caches, step, Cache(), fill=True)
-        call_component(caches, step, [torch.zeros(1), {"scale": 1.0}, None, "text", torch.nn.Linear(1, 1)])
+        assert call_component(caches, step, constant) is None
+        assert call_component(caches, step, Cache(), fill=True) is None
+        others = [torch.zeros(1), {"scale": 1.0}, None, "text", torch.nn.Linear(1, 1)]
+        assert call_component(caches, step, others) is None
 
 
 def test_a_rollout_with_a_cache_is_refused() -> None:
@@ -404,7 +405,7 @@ def test_a_rollout_with_a_cache_is_refused() -> None:
         cache.layers["first"].keys.append(kwargs["hidden_states"])
 
     pipe.transformer.transformer_blocks[0].register_forward_pre_hook(remember, with_kwargs=True)
-    with pytest.raises(ModelError, match="reads at step 1 what an earlier step stored in a Cache"):
+    with pytest.raises(ModelError, match="fills at step 1 a Cache again"):
         record(pipe, call, noise_level=0.7)
 
 

@@ -34,8 +34,11 @@ from replaying import (
     squares,
     with_controlnet,
 )
+from torch.utils._pytree import tree_leaves
+from zoo import checks
+from zoo.entries import BY_NAME
 
-from gerl.engine import RequiredTensors, backprop_step, compact, decoded, record, replay
+from gerl.engine import RequiredTensors, backprop_step, branch, compact, decoded, record, replay
 from gerl.engine.record import Tape, select_call
 from gerl.engine.replay import first_of_duplicates, loss_scale, unscaled
 from gerl.errors import ReplayError
@@ -710,7 +713,7 @@ def test_the_scale_is_a_power_of_two_that_brings_the_largest_below_one() -> None
         assert 2 * factor * scale >= 0.5 or factor == 1e-42
     assert loss_scale((output * 0).sum(), output) == 1.0
     assert loss_scale((output * math.inf).sum(), output) == 1.0
-    with unscaled([output], 8.0):
+    with unscaled([output], torch.tensor(8.0)):
         (output * 8.0).sum().backward()
     assert output.grad is not None and output.grad.tolist() == [1.0, 1.0]
 
@@ -781,3 +784,20 @@ def test_a_part_that_needs_no_gradient_may_go_without() -> None:
     embed = transformer.time_text_embed  # frozen, and so is all that goes into it
     embed.forward = torch.no_grad()(embed.forward)
     assert gradients(rolled_out(r))[1] == 0.0
+
+
+def test_a_cache_of_an_earlier_step_is_neither_branched_from_nor_trained_in_fp16() -> None:
+    entry = BY_NAME["Flux2KleinKVPipeline-editing"]
+    pipe, _ = checks.build(entry)
+    call = checks.call_for(entry, pipe, guided=False)
+    _, tape = record(pipe, call, generators=tiny.generators(entry.batch))
+    assert tape.filling_steps == {0} and tape.live_at([1]) == {0, 1}
+    assert not any(torch.is_tensor(v) and not v.is_meta for c in tape.component_calls for v in tree_leaves(c.inputs))
+    _, shared = record(pipe, call, generators=tiny.generators(entry.batch), stop=0)
+    for parents, fork in ((tape, 1), (shared, 0)):
+        with pytest.raises(ReplayError, match="fills a cache that later steps read"):
+            branch(pipe, parents, fork, [0, 1])
+    pipe.to(torch.float16)
+    _, tape = record(pipe, call, generators=tiny.generators(entry.batch))
+    with pytest.raises(ReplayError, match="bfloat16"):
+        replay(pipe, tape, lambda k, step: step.log_prob.sum())

@@ -1,6 +1,7 @@
 """Where the frozen parts are and in which precision they compute."""
 
 import builtins
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from drills import more
+from torch.utils._pytree import tree_leaves
 
 from gerl.config import Config, ModelConfig, RolloutConfig, SamplingConfig
-from gerl.engine import record, replay
+from gerl.engine import ReplayedStep, record, replay
 from gerl.errors import ConfigError, ModelError
 from gerl.model.loading import load_policy
 from gerl.model.lora import add_lora
@@ -367,6 +370,41 @@ def test_blocks_are_compiled_one_by_one() -> None:
     compile_blocks(denoiser, "eager")
     assert denoiser._compiled_call_impl is None
     assert all(block._compiled_call_impl is not None for block in repeated_blocks(denoiser))
+
+
+@more
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_a_compiled_rollout_rounds_as_its_update_does() -> None:
+    pipe = tiny.build(tiny.CASES["sd3"])
+    lora = tiny.add_lora(pipe)
+    pipe.to(torch.bfloat16)
+    compile_blocks(pipe.transformer, "inductor")
+    call = tiny.call_for(tiny.CASES["sd3"], False)
+    _, tape = record(pipe, call, generators=tiny.generators(), probe=False)
+    deviations: list[torch.Tensor] = []
+
+    def on_step(k: int, step: ReplayedStep) -> torch.Tensor:
+        deviations.append((step.log_prob.detach() - step.recorded_log_prob).abs().max())
+        return step.log_prob.sum()
+
+    replay(pipe, tape, on_step)
+    assert deviations and max(deviations) == 0
+    assert any(p.grad is not None and bool(p.grad.any()) for p in lora)
+
+
+def test_without_gradient_a_compiled_block_keeps_no_graph_of_the_one_before_it() -> None:
+    plain, pipe = (tiny.build(tiny.CASES["sd3"]) for _ in range(2))
+    call = tiny.call_for(tiny.CASES["sd3"], False)
+    inputs: list[torch.Tensor] = []
+    for one in (plain, pipe):
+        tiny.add_lora(one)
+    compile_blocks(pipe.transformer, "eager")
+    second = repeated_blocks(pipe.transformer)[1]
+    second.register_forward_pre_hook(lambda _, *given: inputs.extend(tree_leaves(given)), with_kwargs=True)
+    images = [one(**call, generator=tiny.generators()).images for one in (plain, pipe)]
+    torch.testing.assert_close(images[1], images[0])
+    marked = [v for v in inputs if torch.is_tensor(v) and v.requires_grad]
+    assert marked and all(v.is_leaf for v in marked) and not images[1].requires_grad
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan"])

@@ -389,3 +389,30 @@ def test_the_folder_of_a_new_run_gets_the_whole_configuration(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "run").iterdir()] == [CURRENT]
     assert compose_run(["experiment=run/config.yaml"]).config == folder.composed.config
     assert "resume" not in (tmp_path / "run" / CURRENT).read_text()
+
+
+def test_a_new_run_knows_the_scorers_that_its_reward_replaces_and_a_resumed_run_has_its_own(made: Made) -> None:
+    mine = "reward.scorers={mine: {path: mine.py}}"
+    assert list(opened(mine).composed.replaced) == ["ocr", "colour"]
+    watched = "{weight: 0, during: validation}"
+    run = made("a", f"reward.scorers={{mine: {{path: mine.py}}, ocr: {watched}, colour: {watched}, sharpness: {{}}}}")
+    again = opened(f"checkpoint.resume={run}", mine).composed  # the same command line
+    assert list(again.config.reward.scorers) == ["mine", "ocr", "colour"] and not again.replaced
+    less = opened(f"checkpoint.resume={run}", mine, "~reward.scorers.ocr").composed.config.reward.scorers
+    assert list(less) == ["mine", "colour"]
+    assert list(opened(f"checkpoint.resume={run}", "reward.scorers.ocr=null").composed.config.reward.scorers) == [
+        "mine",
+        "colour",
+        "sharpness",
+    ]
+
+
+def test_a_scorer_that_stays_watched_is_no_other_value_of_the_experiment(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = "{weight: 0, during: validation}"
+    run = made("a", f"reward.scorers={{ocr: {{replicas: 2}}, sharpness: {watched}, imagereward: {watched}}}")
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        opened(f"checkpoint.resume={run}", "experiment=signs")
+    (said,) = [message for message in caplog.messages if message.startswith("kept from the run")]
+    assert "reward.scorers.colour" in said and "sharpness" not in said and "imagereward" not in said

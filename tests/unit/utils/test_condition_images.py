@@ -9,7 +9,7 @@ from PIL import Image
 from gerl.algorithms.planning import micro_batches, plan_prompts, plan_samples, plan_validation, prompt_schedule
 from gerl.config import Config, RolloutConfig, ValidationConfig
 from gerl.errors import DataError
-from gerl.protocol import Prompt
+from gerl.protocol import Prompt, References
 from gerl.utils.condition_images import picture_arguments, pictures_of
 from gerl.utils.dataset import load_prompts
 
@@ -67,7 +67,7 @@ def test_pictures_become_arguments_of_pipelines_that_take_them(folder: Path) -> 
     assert name == "image" and picture.size == (6, 4) and picture.mode == "RGB" and not rest
     assert picture_arguments(pipe, Prompt(0, "p", row)) == {}
     several = picture_arguments(kontext, Prompt(0, "p", {"image": [str(folder / "a.png")] * 2}))
-    assert [p.size for p in several["image"]] == [(6, 4)] * 2
+    assert isinstance(several["image"], References) and [p.size for p in several["image"]] == [(6, 4)] * 2
     (folder / "a.png").write_text("no image")
     with pytest.raises(DataError, match=r"prompt 0 'p': .*a\.png .*image.*replace"):
         picture_arguments(kontext, Prompt(0, "p", row))

@@ -111,7 +111,7 @@ def test_an_argument_that_is_null_is_not_given() -> None:
     for call in ({}, {"negative_prompt": None, "sigmas": None}):
         made = training.Training(training.config("flow_grpo", steps=2))
         made.config.sampling.call.update(call)
-        drawn.append(made.rollout.validate([task.samples[0] for task, _, _ in made.tasks]))
+        drawn.append(made.rollout.validate([task.samples[0] for task, _, _ in made.tasks])[0])
         task = made.tasks[0][0]
         assert np.array_equal(made.rollout.generate(task, made.algorithm)[0], made.tasks[0][1])
     assert np.array_equal(*drawn)
@@ -123,9 +123,9 @@ def test_a_validation_whose_scheduler_draws_noise_has_the_same_images_again() ->
     policy.pipe.scheduler = diffusers.FlowMatchLCMScheduler(shift=3.0)
     rollout = Rollout(policy, config.sampling, config.validation)
     samples = plan_samples(config, [Prompt(0, 'a red sign that reads "482"')], 1, 0)[:2]
-    first = rollout.validate(samples)
+    first = rollout.validate(samples)[0]
     torch.rand(3)  # the global generator has moved on
-    assert np.array_equal(rollout.validate(samples), first) and not np.array_equal(first[0], first[1])
+    assert np.array_equal(rollout.validate(samples)[0], first) and not np.array_equal(first[0], first[1])
 
 
 def test_images_of_a_single_colour_are_counted() -> None:
@@ -210,7 +210,7 @@ def test_a_pipeline_that_takes_one_prompt_a_call(entry: Entry, caplog: pytest.Lo
     (alone,) = divided(task, 1).segments[2:3]
     single = RolloutTask(9, [task.samples[2]], (alone.__class__(**{**vars(alone), "leaves": (0,)}),))
     assert np.array_equal(rollout.sample(single)[0][0], pixels[2])
-    assert rollout.validate(task.samples).shape == pixels.shape
+    assert rollout.validate(task.samples)[0].shape == pixels.shape
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "branch_grpo"])

@@ -139,6 +139,18 @@ def test_the_base_is_kept_where_an_algorithm_asks_for_it() -> None:
     assert whole_actor(kl_coef=0.0).policy.reference is None
 
 
+def test_the_base_is_kept_in_main_memory_for_the_guard() -> None:
+    actor = whole_actor(lr=0.01, judge="base")
+    first = weights(actor).clone()
+    update(actor, 0)
+    now = weights(actor).clone()
+    assert actor.policy.reference is not None
+    assert {value.device.type for value in actor.policy.reference.average.values()} == {"cpu"}
+    with actor.policy.first():
+        assert torch.equal(weights(actor), first)
+    assert torch.equal(weights(actor), now) and not torch.equal(now, first)
+
+
 def test_another_actor_continues_bitwise(tmp_path: Path) -> None:
     actor = whole_actor(lr=0.01)
     for number in range(2):
