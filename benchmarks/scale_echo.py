@@ -1,13 +1,13 @@
 """A worker that answers like gerl's and computes nothing; it imports no torch of its own, so that many find room."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gerl.protocol import CutPrompts, Images, Prompt, RolloutTask, StepResult, UpdateStats
+from gerl.protocol import CutPrompts, Images, ModelFacts, Prompt, RolloutTask, StepResult, UpdateStats
 
 STATISTICS = ("log_ratio_abs", "log_ratio_std", "clip_fraction_low", "clip_fraction_high", "loss")
 
@@ -50,8 +50,15 @@ class Echo:
     def checkpoint(self, step: int) -> tuple[dict[str, bytes], None]:
         return {"state.safetensors": b""}, None
 
-    def check(self, joined: bool) -> None:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Ignore a request for a worker with a model."""
+
+    def join(self, address: str, rank: int, ranks: int) -> None:
+        """There are no collective calls."""
+
+    def setup(self, remote: bool) -> ModelFacts:
         """There is no model."""
+        return ModelFacts("none", ["none"], 1, False, "none", [], None, [], [])
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt) -> CutPrompts:
         return CutPrompts({}, 0)

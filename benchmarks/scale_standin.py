@@ -26,7 +26,6 @@ from scale_echo import Echo, Pace
 from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
 from gerl.config import Config
-from gerl.protocol import ModelFacts
 from gerl.trainer import run as loop
 from gerl.trainer.run import Run
 from gerl.workers.worker import PolicyWorker
@@ -120,9 +119,6 @@ class StandIns(Cluster):
 
 class EchoRun(Run):
     """A run with workers that have no model."""
-
-    def load_model(self) -> ModelFacts:
-        return ModelFacts("none", ["none"], 1, False, "none", [], None, [], [])
 
     def calibrate(self) -> None:
         """There is nothing to measure."""
