@@ -15,6 +15,7 @@ writes benchmarks/results/guard.json; `--table` writes the table into docs/guard
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -23,10 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401 - imported once, before the runs are forked
 import yaml
+from diffusers import DDIMPipeline, StableDiffusion3Pipeline  # noqa: F401
 from sections import write_section
 
 from gerl.run.card import hardware, now, software
@@ -40,6 +44,8 @@ from gerl.run.guard import (
 )
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import Validation, known, load_validation, mean, share_interval, validation_steps
+from gerl.trainer import launch  # noqa: F401
+from gerl.trainer.main_flowgrpo import main as run_command
 from gerl.utils.files import write_file
 
 HERE = Path(__file__).resolve().parent
@@ -129,26 +135,38 @@ def jobs(seeds: int) -> Iterator[Job]:
                 yield from (Job(model, kind, rate, beside, seed) for kind in kinds)
 
 
+def measured() -> dict[str, dict[str, Any]]:
+    """The rows of the results by the name of the run."""
+    runs = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    return {Job(*(run[key] for key in ("model", "kind", "rate", "beside", "seed"))).name: run for run in runs}
+
+
+def train(arguments: list[str], log: Path) -> None:
+    """Run the command line in this process, which has imported everything, with its output in `log`."""
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    logging.getLogger().handlers.clear()
+    sys.exit(run_command(arguments))
+
+
 def run_all(waiting: list[Job], count: int, folder: Path) -> None:
-    """Run what is not known yet, `count` at a time, each in a process on one thread."""
-    running: dict[subprocess.Popen[bytes], Job] = {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    """Run what is not finished, `count` at a time, each in a forked process on one thread."""
+    running: dict[BaseProcess, Job] = {}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    forking = multiprocessing.get_context("fork")
+    waiting = [job for job in waiting if not (folder / f"{job.name}.done").exists()]
     while waiting or running:
         while waiting and len(running) < count:
             job = waiting.pop(0)
-            if (folder / f"{job.name}.done").exists():
-                continue
-            command = [sys.executable, "-m", "gerl.trainer.main_flowgrpo", *job.arguments(folder)]
             subprocess.run(["rm", "-rf", str(folder / job.name)], check=True)  # a run that was cut off
-            with (folder / f"{job.name}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command, cwd=HERE.parent, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
+            process = forking.Process(target=train, args=(job.arguments(folder), folder / f"{job.name}.log"))
+            process.start()
             running[process] = job
-        for process in [process for process in running if process.poll() is not None]:
+        for process in [process for process in running if not process.is_alive()]:
             job = running.pop(process)
             said = (folder / f"{job.name}.log").read_text()
-            if process.returncode and "ended the run for" not in said:  # by guard.action
+            if process.exitcode and "ended the run for" not in said:  # by guard.action
                 logger.error("%s: %s", job.name, said[-400:])
                 continue
             (folder / f"{job.name}.done").touch()
@@ -337,13 +355,15 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     wanted = [job for job in jobs(args.seeds) if not args.only or any(part in job.name for part in args.only)]
+    rows = measured()
     if args.folder is not None and not args.evaluate:
         args.folder.mkdir(parents=True, exist_ok=True)
-        run_all(wanted, args.jobs, args.folder.resolve())
+        run_all([job for job in wanted if job.name not in rows], args.jobs, args.folder.resolve())
     if args.evaluate:
         machine = hardware()
         card = {"cpu": machine["cpu"], "cores": machine["cores"], "torch": software()["packages"]["torch"]}
-        runs = [result(job, args.folder) for job in wanted if (args.folder / f"{job.name}.done").exists()]
+        rows |= {job.name: result(job, args.folder) for job in wanted if (args.folder / f"{job.name}.done").exists()}
+        runs = [rows[job.name] for job in jobs(args.seeds) if job.name in rows]
         results = {"command": "benchmarks/guard.py FOLDER", "date": now(), "card": card, "runs": runs}
         write_file(RESULTS, json.dumps(results, separators=(",", ":")).replace('{"model"', '\n{"model"') + "\n")
     if args.table:

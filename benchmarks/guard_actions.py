@@ -3,10 +3,10 @@
     python benchmarks/guard_actions.py FOLDER [--jobs 2] [--seeds 5]
     python benchmarks/guard_actions.py FOLDER --evaluate
 
-FOLDER has the runs of benchmarks/guard.py, whose runs at the small rate are those of `warn` and `stop`: until the first
-signal all actions train alike, and then `stop` ends. `kl` and `rollback` are run here with the same seeds, with the
-measures of the damage hidden from the guard (`guard.ignored`). `--evaluate` writes
-benchmarks/results/guard_actions.json and the table in docs/guard.md.
+The runs at the small rate in the results of benchmarks/guard.py are those of `warn` and `stop`: until the first signal
+all actions train alike, and then `stop` ends. `kl` and `rollback` are run here with the same seeds, with the measures
+of the damage hidden from the guard (`guard.ignored`). `--evaluate` adds the finished runs in FOLDER to
+benchmarks/results/guard_actions.json, whose runs are not repeated, and writes the table in docs/guard.md.
 """
 
 import json
@@ -14,20 +14,22 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from guard import FIRST_SEED, HIDDEN, PAGE, Job, result, run_or_evaluate
+from guard import FIRST_SEED, HIDDEN, PAGE, Job, measured, result, run_or_evaluate
 from sections import write_section
 
 from gerl.run.guard import read_guard
-from gerl.run.validation import Estimate, estimate, known, load_validation, mean, validation_steps
+from gerl.run.validation import Estimate, estimate
 from gerl.utils.files import write_file
 
 RESULTS = Path(__file__).resolve().parent / "results" / "guard_actions.json"
 BEGIN = "<!-- guard actions: begin, written by python benchmarks/guard_actions.py FOLDER --evaluate -->"
 END = "<!-- guard actions: end -->"
 ACTIONS = ("warn", "kl", "rollback", "stop")
+RUN = ("kl", "rollback")  # the others are known from the runs under `warn`
 KINDS = ("bright_part", "small_file", "frame", "length")
 UNSEEN = [f"{signal}/{column}" for signal in ("watched", "disagreement") for column in ("ocr", "ocr/exact", "colour")]
 UNSEEN += [f"{signal}/colour/named" for signal in ("watched", "disagreement")]
@@ -48,34 +50,44 @@ class ActionJob(Job):
         return [*kept, f"guard.action={self.action}", f"guard.ignored=[{','.join(UNSEEN)}]", "checkpoint.every=3"]
 
 
-def jobs(seeds: int) -> Iterator[Job]:
-    """All runs, those of benchmarks/guard.py under `warn`."""
-    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        for kind in KINDS:
-            for beside in (False, True):
-                yield Job("signs", kind, "small", beside, seed)
-                for action in ("kl", "rollback"):
-                    yield ActionJob("signs", kind, "small", beside, seed, action)
+def jobs(seeds: int) -> Iterator[ActionJob]:
+    """All runs that are not measured yet."""
+    done = [[run[key] for key in ("kind", "beside", "seed", "action")] for run in stored()]
+    for seed, kind, beside, action in product(range(FIRST_SEED, FIRST_SEED + seeds), KINDS, (False, True), RUN):
+        if [kind, beside, seed, action] not in done:
+            yield ActionJob("signs", kind, "small", beside, seed, action)
 
 
-def row(folder: Path, job: Job, action: str) -> dict[str, Any]:
-    """Return the measures at the first validation and at the one that is exported, the best reward that counts."""
-    run = folder / job.name
-    validations = {step: load_validation(run, step, pictures=False) for step in validation_steps(run)}
-    if isinstance(job, ActionJob):
-        alarms = [found["step"] for found in read_guard(run) if found["signal"] != "rollback"]
-    else:
-        alarms = [int(step) for step in result(job, folder)["signals"]]
-    counted = dict(validations)
+def stored() -> list[dict[str, Any]]:
+    """The measured runs."""
+    return json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+
+
+def measure(job: ActionJob, folder: Path) -> dict[str, Any]:
+    """Return the measures of a run in `folder` as benchmarks/guard.py has them; `signals`: as the run has met them."""
+    found = result(job, folder)
+    alarms = [str(alarm["step"]) for alarm in read_guard(folder / job.name) if alarm["signal"] != "rollback"]
+    return found | {"signals": {step: [] for step in alarms}}
+
+
+def row(run: dict[str, Any], action: str) -> dict[str, Any]:
+    """Return the measures at the first validation and at the one that is exported: the best reward that counts."""
+    alarms = [int(step) for step in run["signals"]]
+    rewards = dict(zip(run["steps"], run["reward"], strict=True))
     if action == "stop" and alarms:
-        counted = {step: found for step, found in validations.items() if step < min(alarms)}
+        rewards = {step: reward for step, reward in rewards.items() if step < min(alarms)}
     elif action == "rollback":
-        counted = {step: found for step, found in validations.items() if step not in alarms}
-    rewards = {step: statistics.fmean(known(found.rewards)) for step, found in counted.items()}
+        rewards = {step: reward for step, reward in rewards.items() if step not in alarms}
     best = max(rewards, key=lambda step: (rewards[step], step))
-    measures = {name: [mean(validations[step].by_scorer[name]) for step in (0, best)] for name in HIDDEN["signs"]}
-    shown = {"kind": job.kind, "beside": job.beside, "seed": job.seed, "action": action}
-    return shown | measures | {"alarms": len(set(alarms)), "exported": best}
+    at = [0, run["steps"].index(best)]
+    measures = {name: [values[i] for i in at] for name, values in run["measures"].items()}
+    shown = {key: run[key] for key in ("kind", "beside", "seed")} | {"action": action}
+    return shown | measures | {"alarms": len(alarms), "exported": best}
+
+
+def chosen(run: dict[str, Any]) -> bool:
+    """Whether a run of benchmarks/guard.py is one that the actions are compared on."""
+    return (run["model"], run["rate"]) == ("signs", "small") and run["kind"] in KINDS
 
 
 def text(found: Estimate) -> str:
@@ -107,8 +119,10 @@ def main(arguments: Sequence[str]) -> int:
     if (finished := run_or_evaluate(__doc__, arguments, jobs)) is None:
         return 0
     folder, done = finished
-    actions = {job: (job.action,) if isinstance(job, ActionJob) else ("warn", "stop") for job in done}
-    runs = [row(folder, job, action) for job in done for action in actions[job]]
+    runs = [row(run, action) for run in measured().values() if chosen(run) for action in ("warn", "stop")]
+    runs += [run for run in stored() if run["action"] in RUN]
+    runs += [row(measure(job, folder), job.action) for job in done]
+    runs.sort(key=lambda run: (run["seed"], run["kind"], run["beside"], ACTIONS.index(run["action"])))
     write_file(RESULTS, json.dumps({"runs": runs}, separators=(",", ":")).replace('{"kind"', '\n{"kind"') + "\n")
     write_section(PAGE, BEGIN, END, table(runs))
     return 0

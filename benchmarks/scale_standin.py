@@ -26,6 +26,7 @@ from scale_echo import Echo, Pace
 from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
 from gerl.config import Config
+from gerl.protocol import ModelFacts
 from gerl.trainer import run as loop
 from gerl.trainer.run import Run
 from gerl.workers.worker import PolicyWorker
