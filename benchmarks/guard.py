@@ -4,12 +4,12 @@
     python benchmarks/guard.py FOLDER --evaluate
     python benchmarks/guard.py --table
 
-Runs of the signs model, and of the shapes of benchmarks/shapes_model.py (in FOLDER/shapes_model), with rewards that
-can be hacked, alone and beside an honest one, at a small and a large rate, and honest runs of several algorithms,
-rates, KLs and lengths. Runs stay in FOLDER; finished ones are not repeated. The *damage* is measured by columns hidden
-from the guard: the largest relative drop, since the first validation, of OCR or the board's colour (signs), or of the
-score for the shapes (shapes). `--evaluate` applies the guard of this checkout to the stored validations in FOLDER and
-writes benchmarks/results/guard.json; `--table` writes the table into docs/guard.md.
+Runs of the signs model, and of the shapes of benchmarks/shapes, with rewards that can be hacked, alone and beside an
+honest one, at a small and a large rate, and honest runs of several algorithms, rates, KLs and lengths. Runs stay in
+FOLDER; finished ones, and those that benchmarks/results/guard.json has, are not repeated. The *damage* is measured by
+columns hidden from the guard: the largest relative drop, since the first validation, of OCR or the board's colour
+(signs), or of the score for the shapes (shapes). `--evaluate` applies the guard of this checkout to the stored
+validations in FOLDER and adds them to the results; `--table` writes the table into docs/guard.md.
 """
 
 import argparse
@@ -116,7 +116,7 @@ class Job:
             scorers = {self.kind: hack} | hidden | honest
         first = ["experiment=signs"]
         if self.model == "shapes":
-            first = [f"experiment={HERE / 'shapes.yaml'}", f"model.path={folder / 'shapes_model'}"]
+            first = [f"experiment={HERE / 'shapes.yaml'}", f"model.path={HERE / 'shapes'}"]
         text = yaml.safe_dump(scorers, default_flow_style=True, width=10**6).strip()
         fixed = [f"trainer.steps={steps}", f"validation.every={every}", f"trainer.seed={self.seed}"]
         plain = [key for key in PLAIN if key.partition("=")[0] not in {o.partition("=")[0] for o in own}]

@@ -97,5 +97,5 @@ def test_training_goes_on_where_it_was_interrupted_and_saves_a_stock_pipeline(tm
 
 
 def test_the_experiment_composes() -> None:
-    config = compose_run(["experiment=benchmarks/shapes.yaml", "model.path=shapes"]).config
+    config = compose_run(["experiment=benchmarks/shapes.yaml"]).config
     assert set(config.reward.scorers) == {"matches"} and config.sampling.guidance_scale == 1
