@@ -301,6 +301,8 @@ class StepResult:
     blank: int = 0  # images of the trainer step with a single colour
     notes: Sequence[str] = ()  # messages for the run's log
     memory_gb: float | None = None  # peak GPU memory reserved during the trainer step; None on a CPU
+    forward: int = 0  # evaluations of the denoiser on one image, without those of validations
+    backward: int = 0
 
 
 NO_UPDATE = StepResult()  # no optimizer step was taken

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
@@ -855,6 +856,48 @@ class LazySchedulerOutput:
         return 2
 
 
+@dataclass
+class Evaluations:
+    """Numbers of evaluations of denoisers on one image: forward passes, and those followed by a backward pass."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def taken(self) -> tuple[int, int]:
+        """Return the numbers and set them to 0."""
+        numbers = (self.forward, self.backward)
+        self.forward = self.backward = 0
+        return numbers
+
+    def call(self, forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Call the denoiser's `forward` and count its rows."""
+        output = forward(*args, **kwargs)
+        rows = len(leading(output))
+        self.forward += rows
+        self.backward += rows if torch.is_grad_enabled() else 0
+        return output
+
+
+_counted: WeakKeyDictionary[torch.nn.Module, Evaluations] = WeakKeyDictionary()
+
+
+def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
+    """Count the calls of `denoisers` in records and replays from now on, without those that are only answered."""
+    evaluations = Evaluations()
+    _counted.update(dict.fromkeys(denoisers, evaluations))
+    return evaluations
+
+
+@contextlib.contextmanager
+def uncounted(pipe: DiffusionPipeline) -> Iterator[None]:
+    """Do not count evaluations in the block: those that only find out how the pipeline calls its denoisers."""
+    modules = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
+    kept = [(e, e.forward, e.backward) for e in map(_counted.get, modules) if e is not None]
+    yield
+    for evaluations, forward, backward in kept:
+        evaluations.forward, evaluations.backward = forward, backward
+
+
 @contextlib.contextmanager
 def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]:
     """Route `scheduler.step`, the answered methods, `randn_tensor` and the components' forward of `pipe` to `head`.
@@ -869,8 +912,10 @@ def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]
     with contextlib.ExitStack() as undo:
 
         def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
-            original = getattr(target, name)
-            put(undo, target, name, functools.update_wrapper(functools.partial(route, label, original), original))
+            original = called = getattr(target, name)
+            if isinstance(target, torch.nn.Module) and (evaluations := _counted.get(target)) is not None:
+                called = functools.partial(evaluations.call, original)
+            put(undo, target, name, functools.update_wrapper(functools.partial(route, label, called), original))
 
         put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
         for name in dir(type(pipe)):
@@ -1047,7 +1092,8 @@ def record_batch_probe(pipe: DiffusionPipeline, call: Mapping[str, object], inde
     tape = Tape.of(call, index)
     takes_generator = "generator" in inspect.signature(type(pipe).__call__).parameters
     generator = fixed_generators(1)[0] if takes_generator else None
-    Recorder(tape, replace(DETERMINISTIC, stop=0), None).run(pipe, generator)
+    with uncounted(pipe):
+        Recorder(tape, replace(DETERMINISTIC, stop=0), None).run(pipe, generator)
     return tape.start()
 
 
@@ -1064,7 +1110,8 @@ def record_structure(
     found = Tape({**select_call(tape.call, index), **changed}, len(index))
     recorder = Recorder(found, DETERMINISTIC, None)
     recorder.skipping = StructureOnly(len(tape.steps) if steps is None else steps)
-    recorder.run(pipe, fixed_generators(len(index)))
+    with uncounted(pipe):
+        recorder.run(pipe, fixed_generators(len(index)))
     return found
 
 

@@ -231,10 +231,14 @@ def dataset_credit(
 
 
 def _end_metrics(ends: Sequence[StepResult], images: int) -> Metrics:
-    """Return the share of blank images among `images` and the peak GPU memory of a step."""
+    """Return the share of blank images among `images`, the denoiser's evaluations and the peak GPU memory of a step."""
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
-    blank = {"health/blank_fraction": sum(end.blank for end in ends) / images}
-    return blank | ({"gpu/memory_gb": max(memory)} if memory else {})
+    found = {
+        "health/blank_fraction": sum(end.blank for end in ends) / images,
+        "evaluations/forward": float(sum(end.forward for end in ends)),
+        "evaluations/backward": float(sum(end.backward for end in ends)),
+    }
+    return found | ({"gpu/memory_gb": max(memory)} if memory else {})
 
 
 def weights_problem(largest: float, lr: float) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.algorithms.flow_grpo import PolicyGradient
 from gerl.engine import ReplayedStep, Trajectory, replay
+from gerl.engine.record import uncounted
 from gerl.engine.transitions import EDMRule, FlowRule
 from gerl.model.errors import model_errors
 from gerl.protocol import SamplingProbe
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 def calibrate(worker: PolicyWorker, task: RolloutTask) -> SamplingProbe:
     """Sample a micro-batch on a worker, and `probe` it."""
     dtype = next(iter(worker.policy.denoisers.values())).dtype
-    return probe(worker.policy.pipe, worker.rollout.generate(task, worker.algorithm)[1], worker.algorithm, dtype)
+    with uncounted(worker.policy.pipe):
+        return probe(worker.policy.pipe, worker.rollout.generate(task, worker.algorithm)[1], worker.algorithm, dtype)
 
 
 def probe(

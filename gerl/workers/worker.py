@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from gerl.engine import Trajectory
+    from gerl.engine.record import Evaluations
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample
     from gerl.run.checkpoint import WorkerState
@@ -84,6 +85,7 @@ class PolicyWorker:
         self.ranks: Ranks | None = None  # in lockstep
         self.leads = rank % config.cluster.context == 0  # whether this is the first of the context-parallel ranks
         self.policy: Policy
+        self.evaluations: Evaluations  # since the last finished trainer step, without those of validations
         self.rollout: Rollout
         self.judge: BaseJudge | None = None
         self.actor: Actor
@@ -98,6 +100,7 @@ class PolicyWorker:
         with importing():  # imported lazily: the driver needs neither diffusers nor its dependencies
             from torch.distributed.tensor import DTensor
 
+            from gerl.engine.record import count_evaluations
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.base_judge import BaseJudge
@@ -110,6 +113,7 @@ class PolicyWorker:
         model = self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
             self.policy = load_worker_policy(self.config, self.device, self.ranks)
+        self.evaluations = count_evaluations(self.policy.denoisers.values())
         guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
         self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
@@ -143,6 +147,7 @@ class PolicyWorker:
         self.meeting.leave()
         if hasattr(self, "actor"):
             self.clear()
+            self.evaluations.taken()
 
     def call(self, function: Callable[Concatenate[PolicyWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `function` with this worker, for requests without a method of their own."""
@@ -171,15 +176,18 @@ class PolicyWorker:
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
+        from gerl.engine.record import uncounted  # imported lazily, as in `setup`
+
         start = time.perf_counter()
-        pixels, calls = self.rollout.validate(samples)
-        statistics = image_statistics(pixels)
-        scores: dict[str, np.ndarray] = {}
-        judging = time.perf_counter()
-        if self.judge is not None:
-            errors = self.judge(calls)
-            statistics |= errors if self.config.judges else {}
-            scores = self.judge.scores(errors) if self.config.reward.by_latents("validation") is not None else {}
+        with uncounted(self.policy.pipe):
+            pixels, calls = self.rollout.validate(samples)
+            statistics = image_statistics(pixels)
+            scores: dict[str, np.ndarray] = {}
+            judging = time.perf_counter()
+            if self.judge is not None:
+                errors = self.judge(calls)
+                statistics |= errors if self.config.judges else {}
+                scores = self.judge.scores(errors) if self.config.reward.by_latents("validation") is not None else {}
         end = time.perf_counter()
         return Images(task_id, pixels, end - start, statistics, end - judging, scores)
 
@@ -270,6 +278,8 @@ class PolicyWorker:
 def end_step(worker: PolicyWorker, step: int, result: StepResult = NO_UPDATE) -> StepResult:
     """End trainer step `step` of a worker, which may only sample; return `result` with its report."""
     blank, notes = worker.blank[step], worker.notes.copy()
+    forward, backward = worker.evaluations.taken() if worker.leads else (0, 0)
     worker.clear(step)
     worker.notes.clear()
-    return replace(result, ended=True, blank=blank, notes=notes, memory_gb=peak_memory(worker.device))
+    memory = peak_memory(worker.device)
+    return replace(result, ended=True, blank=blank, notes=notes, memory_gb=memory, forward=forward, backward=backward)

@@ -51,11 +51,38 @@ from zoo.checks import build, call_for
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
-from gerl.engine.record import Caches, LatentsTracker, _Step, num_elements, select_call, tensor_bytes
+from gerl.engine.record import (
+    Caches,
+    LatentsTracker,
+    _Step,
+    count_evaluations,
+    num_elements,
+    select_call,
+    tensor_bytes,
+    uncounted,
+)
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 
 # --- record
+
+
+@pytest.mark.parametrize("guided", [True, False])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_evaluations_are_those_that_the_denoiser_computes(name: str, guided: bool) -> None:
+    r = fresh(name, guided)
+    evaluations = count_evaluations([tiny.denoiser_of(r.pipe)])
+    with counted_rows(r.pipe) as rows:
+        tape = rolled_out(r).tape
+        first = 2 if guided else 1  # of the one-sample call that finds batch dimensions
+        assert evaluations.taken() == (rows[False] - first, 0)
+        rows.clear()
+        replayed(r, tape, squares)
+        replayed(r, tape)
+    assert evaluations.taken() == (rows[True] + rows[False], rows[True]) and evaluations.taken() == (0, 0)
+    with uncounted(r.pipe):
+        rolled_out(r)
+    assert evaluations.taken() == (0, 0)
 
 
 @EACH
