@@ -15,22 +15,17 @@ validations in FOLDER and adds them to the results; `--table` writes the table i
 import argparse
 import json
 import logging
-import multiprocessing
-import os
+import shutil
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import peft  # noqa: F401 - imported once, before the runs are forked
 import yaml
-from diffusers import DDIMPipeline, StableDiffusion3Pipeline  # noqa: F401
+from forked import run_jobs
 from sections import write_section
 
 from gerl.run.card import hardware, now, software
@@ -44,8 +39,6 @@ from gerl.run.guard import (
 )
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import Validation, known, load_validation, mean, share_interval, validation_steps
-from gerl.trainer import launch  # noqa: F401
-from gerl.trainer.main_flowgrpo import main as run_command
 from gerl.utils.files import write_file
 
 HERE = Path(__file__).resolve().parent
@@ -141,40 +134,18 @@ def measured() -> dict[str, dict[str, Any]]:
     return {Job(*(run[key] for key in ("model", "kind", "rate", "beside", "seed"))).name: run for run in runs}
 
 
-def train(arguments: list[str], log: Path) -> None:
-    """Run the command line in this process, which has imported everything, with its output in `log`."""
-    with log.open("wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    logging.getLogger().handlers.clear()
-    sys.exit(run_command(arguments))
-
-
 def run_all(waiting: list[Job], count: int, folder: Path) -> None:
-    """Run what is not finished, `count` at a time, each in a forked process on one thread."""
-    running: dict[BaseProcess, Job] = {}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    forking = multiprocessing.get_context("fork")
-    waiting = [job for job in waiting if not (folder / f"{job.name}.done").exists()]
-    while waiting or running:
-        while waiting and len(running) < count:
-            job = waiting.pop(0)
-            subprocess.run(["rm", "-rf", str(folder / job.name)], check=True)  # a run that was cut off
-            process = forking.Process(target=train, args=(job.arguments(folder), folder / f"{job.name}.log"))
-            process.start()
-            running[process] = job
-        for process in [process for process in running if not process.is_alive()]:
-            job = running.pop(process)
-            said = (folder / f"{job.name}.log").read_text()
-            if process.exitcode and "ended the run for" not in said:  # by guard.action
-                logger.error("%s: %s", job.name, said[-400:])
-                continue
-            (folder / f"{job.name}.done").touch()
-            subprocess.run(["rm", "-rf", str(folder / job.name / "checkpoints")], check=True)
-            for images in (folder / job.name / "validation").glob("*.npz"):
-                images.unlink() if job.seed > FIRST_SEED else None  # those of the first seed can be looked at
-            logger.info("%s", job.name)
-        time.sleep(0.5)
+    """Run what is not finished, `count` at a time."""
+    left = iter([job for job in waiting if not (folder / f"{job.name}.done").exists()])
+    for job, succeeded, said in run_jobs(lambda: next(left, None), count, folder):
+        if not succeeded and "ended the run for" not in said:  # by guard.action
+            logger.error("%s: %s", job.name, said[-400:])
+            continue
+        (folder / f"{job.name}.done").touch()
+        shutil.rmtree(folder / job.name / "checkpoints", ignore_errors=True)
+        for images in (folder / job.name / "validation").glob("*.npz"):
+            images.unlink() if job.seed > FIRST_SEED else None  # those of the first seed can be looked at
+        logger.info("%s", job.name)
 
 
 def run_or_evaluate(

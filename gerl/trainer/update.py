@@ -235,6 +235,7 @@ def _end_metrics(ends: Sequence[StepResult], images: int) -> Metrics:
     memory = [end.memory_gb for end in ends if end.memory_gb is not None]
     found = {
         "health/blank_fraction": sum(end.blank for end in ends) / images,
+        "evaluations/images": float(images),
         "evaluations/forward": float(sum(end.forward for end in ends)),
         "evaluations/backward": float(sum(end.backward for end in ends)),
     }

@@ -24,7 +24,7 @@ BLOCKS = {
     "lora_max grad_rms step_grad_norm/0 step_grad_norm/1 step_grad_norm/2 step_grad_share "
     "nonfinite_updates policy_version",
     "health": "no_signal_steps blank_fraction bright/constant_steps groups stuck_groups highest_reward",
-    "evaluations": "forward backward",
+    "evaluations": "images forward backward",
     "scorer/bright": "latency_s queue_s images_per_s retries restarts warnings",
     "timing": "rollout_s reward_wait_s update_s step_s",
 }
@@ -79,6 +79,7 @@ def test_metrics_have_their_names_and_mean_what_they_say(rising: Any) -> None:
         assert row["actor/lr"] == 0.02
         assert row["actor/policy_version"] == row["step"]
         trained = 3 + 24 + 24  # three prompts, whose images start from the same noise
+        assert row["evaluations/images"] == 24
         assert (row["evaluations/forward"], row["evaluations/backward"]) == (trained + 24 + trained, trained)
         parts = sum(row.get(f"timing/{name}_s", 0) for name in ("rollout", "reward_wait", "update", "validation"))
         assert parts <= row["timing/step_s"] < parts + 1

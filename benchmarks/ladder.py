@@ -1,0 +1,259 @@
+"""The ladder: every algorithm under one protocol, and the rows of others beside them.
+
+    python benchmarks/ladder.py FOLDER [ROW ...] [--tasks signs shapes] [--jobs 2] [--hours 1]
+    python benchmarks/ladder.py --table
+
+A row is a file in benchmarks/ladder: an algorithm, the tasks it is measured on, and at most one change of its preset
+where the model forces it. protocol.yaml has what all rows share. A probe of two steps counts a row's evaluations of the
+denoiser per step on a task, from which follow the steps of its other runs; each learning rate is trained to the end
+with the tuning seeds; the best mean decides, and other seeds make the table. Runs are made in FOLDER and their numbers
+kept in benchmarks/results/ladder, a file per row and task, from which the same command continues after an interruption.
+`--table` writes docs/algorithm_benchmark.md; ladder_table.py computes it.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from forked import run_jobs
+
+from gerl.commandline.composition import compose_run
+from gerl.run.card import hardware, software
+from gerl.run.tracking import METRICS, read_metrics
+from gerl.run.validation import load_validation, mean, validation_steps
+from gerl.utils.files import write_file
+
+HERE = Path(__file__).resolve().parent
+ROWS, PROTOCOL, RESULTS = HERE / "ladder", HERE / "ladder" / "protocol.yaml", HERE / "results" / "ladder"
+STAGES = ("probe", "tune", "final")
+PROBE_STEPS, CURVE = 2, 3  # steps of a probe; validations of a run that counts, after the first
+logger = logging.getLogger("ladder")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row on a task: the keys of its runs without seed, rate and steps, and its runs so far."""
+
+    name: str
+    task: str
+    keys: tuple[str, ...]
+    change: tuple[str, ...] = ()
+    why: str = ""
+    runs: list[dict[str, Any]] = field(default_factory=list, compare=False)
+
+    @property
+    def file(self) -> Path:
+        return RESULTS / self.task / f"{self.name}.json"
+
+    def of(self, stage: str) -> list[dict[str, Any]]:
+        """The runs of a stage: probe, tune or final."""
+        return [run for run in self.runs if run["stage"] == stage]
+
+    def write(self) -> None:
+        """Write the file of the row on its task."""
+        content = {"row": self.name, "task": self.task, "change": self.change, "why": self.why, "keys": self.keys}
+        text = json.dumps(content | {"runs": self.runs}).replace('{"stage"', '\n{"stage"')
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self.file, text + "\n")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a row."""
+
+    row: Row
+    stage: str
+    rate: float
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.row.task}-{self.row.name}-{self.stage}-{self.rate:g}-{self.seed}"
+
+    @property
+    def key(self) -> tuple[str, float, int]:
+        return self.stage, self.rate, self.seed
+
+    def own(self) -> list[str]:
+        """The keys that tell this run from the others of its row."""
+        every = max(1, self.steps // CURVE) if self.stage == "final" else self.steps
+        judge = "base" if self.stage == "final" else "off"
+        fixed = [f"trainer.seed={self.seed}", f"actor.lr={self.rate:g}", f"trainer.steps={self.steps}"]
+        few = ["validation.max_prompts=2"] if self.stage == "probe" else []
+        return [*fixed, f"validation.every={every}", f"guard.judge={judge}", *few]
+
+    def arguments(self, folder: Path) -> list[str]:
+        own = self.own()
+        common = [key for key in self.row.keys if key.partition("=")[0] not in {o.partition("=")[0] for o in own}]
+        return [*common, *own, f"hydra.run.dir={folder / self.name}"]
+
+
+def protocol() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(PROTOCOL.read_text())
+    return found
+
+
+def rows(names: Sequence[str] = (), tasks: Sequence[str] = ()) -> list[Row]:
+    """The rows on their tasks with the runs that are known of them; names, tasks: those wanted, none: all."""
+    rules, found = protocol(), []
+    for file in sorted(ROWS.glob("*.yaml")):
+        if file == PROTOCOL or (names and file.stem not in names):
+            continue
+        content = yaml.safe_load(file.read_text())
+        for task in content["tasks"]:
+            if not tasks or task in tasks:
+                found.append(read_row(file.stem, task, content, rules))
+    return sorted(found, key=lambda row: list(rules["tasks"]).index(row.task))
+
+
+def read_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any]) -> Row:
+    """A row on a task; results of other keys are left out."""
+    own = content.get(task, content)
+    change, why = tuple(own.get("change", ())), own.get("why", "")
+    given = {key.partition("=")[0] for key in change}
+    common = [key for key in rules["common"] if key.partition("=")[0] not in given]
+    keys = [f"algorithm={content['algorithm']}", *rules["tasks"][task]["keys"], *common, *change]
+    most = rules["denoising_steps"]
+    if compose_run(keys).config.sampling.num_inference_steps > most:
+        keys.append(f"sampling.num_inference_steps={most}")
+    row = Row(name, task, tuple(keys), change, why)
+    if row.file.exists():
+        known = json.loads(row.file.read_text())
+        if tuple(known["keys"]) == row.keys:
+            row.runs.extend(known["runs"])
+        else:
+            logger.warning("%s: its results have other keys, and are measured again", row.file.name)
+    return row
+
+
+# --- Which run is next
+
+
+def steps_of(row: Row, rules: dict[str, Any]) -> int:
+    """Trainer steps in which a run spends the budget, by the probe."""
+    evaluations = row.of("probe")[0]["points"][-1][1] / PROBE_STEPS
+    return max(2, round(rules["evaluations"] / evaluations))
+
+
+def best_rate(row: Row) -> float:
+    """The learning rate with the best mean reward at the end over the tuning seeds."""
+    ends: dict[float, list[float]] = {}
+    for run in row.of("tune"):
+        ends.setdefault(run["rate"], []).append(run["points"][-1][-1])
+    return max(ends, key=lambda rate: statistics.fmean(ends[rate]))
+
+
+def waiting(row: Row, rules: dict[str, Any]) -> list[Job]:
+    """The runs of the row's current stage that are not known."""
+    known = {(run["stage"], run["rate"], run["seed"]) for run in row.runs}
+    rates, seeds = rules["rates"], rules["tuning_seeds"]
+    planned = [Job(row, "probe", rates[1], seeds[0], PROBE_STEPS)]
+    if row.of("probe"):
+        planned = [Job(row, "tune", rate, seed, steps_of(row, rules)) for seed in seeds for rate in rates]
+        if len(row.of("tune")) == len(planned):
+            planned = [Job(row, "final", best_rate(row), seed, steps_of(row, rules)) for seed in rules["seeds"]]
+    return [job for job in planned if job.key not in known]
+
+
+def next_jobs(found: Sequence[Row], rules: dict[str, Any], until: float, last: str) -> Iterator[Job | None]:
+    """Yield the runs up to the stage `last`, of the first stage, task and seed first; None: another has to end before.
+
+    `until`: when to stop, on the monotonic clock.
+    """
+    taken: set[str] = set()
+    stages, tasks = STAGES[: STAGES.index(last) + 1], list(rules["tasks"])
+    while time.monotonic() < until:
+        left = [
+            ((tasks.index(row.task), stages.index(job.stage), i), job)
+            for row in found
+            for i, job in enumerate(waiting(row, rules))
+            if job.stage in stages and job.name not in taken
+        ]
+        job = min(left, key=lambda entry: entry[0])[1] if left else None
+        taken |= {job.name} if job else set()
+        yield job
+
+
+# --- What a run leaves
+
+
+def result(job: Job, folder: Path, error: str, rules: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a run: step, evaluations, images and held-out reward of each validation; measures of both ends."""
+    task, run = rules["tasks"][job.row.task], folder / job.name
+    evaluations = images = 0
+    points, updates = [], 0
+    for line in read_metrics(run / METRICS):
+        evaluations += int(line.get("evaluations/forward", 0) + line.get("evaluations/backward", 0))
+        images += int(line.get("evaluations/images", 0))
+        updates = int(line.get("actor/policy_version", updates))
+        if f"val/{task['reward']}/mean" in line:
+            points.append([line["step"], evaluations, images, round(line[f"val/{task['reward']}/mean"], 5)])
+    ends = {}
+    for name, step in zip(("first", "last"), (validation_steps(run)[0], validation_steps(run)[-1]), strict=True):
+        found = load_validation(run, step, pictures=False)
+        known = {measure: found.by_scorer.get(measure) for measure in task["others"]} | found.looks
+        wanted = (*task["others"], "unlike_others", "own_error")
+        ends[name] = {key: round(mean(known[key]), 5) for key in wanted if known.get(key) is not None}
+    return {
+        "stage": job.stage, "rate": job.rate, "seed": job.seed, "steps": job.steps, "points": points,
+        "updates": updates, **ends, "error": error, "code": code(), "machine": machine(), "own": job.own(),
+    }  # fmt: skip
+
+
+def code() -> str:
+    """The tree of gerl/ in git, with a star if it has changes."""
+    ask = {"cwd": HERE.parent, "capture_output": True, "text": True, "check": True}
+    tree = subprocess.run(["git", "rev-parse", "HEAD:gerl"], **ask).stdout.strip()[:12]
+    return tree + "*" * bool(subprocess.run(["git", "status", "--porcelain", "gerl", "configs"], **ask).stdout)
+
+
+def machine() -> str:
+    found = hardware()
+    return f"{found['cpu']}, torch {software()['packages']['torch']}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", help="of the runs")
+    parser.add_argument("rows", nargs="*", help="names of rows; none: all")
+    parser.add_argument("--tasks", nargs="*", default=[], help="none: all")
+    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to run")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--hours", type=float, default=1000.0, help="after these no run is started")
+    parser.add_argument("--table", action="store_true", help="write the table into the documentation")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    rules, failed = protocol(), 0
+    if args.folder is not None:
+        found = rows(args.rows, args.tasks)
+        jobs = next_jobs(found, rules, time.monotonic() + args.hours * 3600, args.until)
+        for job, succeeded, said in run_jobs(lambda: next(jobs, None), args.jobs, args.folder.resolve()):
+            error = "" if succeeded else said.strip().splitlines()[-1]
+            if not succeeded and job.stage == "probe":
+                logger.error("%s: %s", job.name, said[-600:])
+                failed += 1
+                continue
+            job.row.runs.append(kept := result(job, args.folder, error, rules))
+            job.row.write()
+            shutil.rmtree(args.folder / job.name)
+            logger.info("%s: %s %s", job.name, kept["points"][-1], error)
+    if args.table:
+        from ladder_table import write
+
+        write()
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

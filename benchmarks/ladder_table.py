@@ -1,0 +1,224 @@
+"""Tables and curves of the ladder, from its files of results alone."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ladder import CURVE, Row, best_rate, protocol, rows
+from sections import write_section
+
+from gerl.run.validation import estimate
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "algorithm_benchmark.md"
+PICTURES = PAGE.parent / "pictures"
+BEGIN = "<!-- ladder: begin, written by python benchmarks/ladder.py --table -->"
+END = "<!-- ladder: end -->"
+REFERENCE = "awm_fast"  # with which every row is compared: the default
+GOAL = 0.8  # reward of which the cost is given
+RESAMPLES, LEVEL = 10_000, 0.05
+EDGE = 0.005  # rewards are at least so far from 0 and 1 on the logit scale
+MARKERS = "os^vDPX*<>"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The final runs of a row on a task: rewards at the end [S], and best rewards [S], in the order of the seeds."""
+
+    row: Row
+    ends: list[float]
+    best: list[float]
+
+    @classmethod
+    def of(cls, row: Row, seeds: Sequence[int]) -> "Summary | None":
+        """None: there are not all of its seeds."""
+        final = {run["seed"]: run for run in row.of("final")}
+        if set(final) < set(seeds):
+            return None
+        rewards = [[point[-1] for point in final[seed]["points"]] for seed in seeds]
+        return cls(row, [r[-1] for r in rewards], [max(r[1:]) for r in rewards])
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.ends)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the mean reward at the end is below that at an earlier validation by more than its standard error."""
+        points = [run["points"] for run in self.row.of("final")]
+        for k in range(1, CURVE):
+            falls = [p[k][-1] - p[-1][-1] for p in points if len(p) > k + 1]
+            error = statistics.stdev(falls) / len(falls) ** 0.5 if len(falls) > 1 else 0.0
+            if falls and statistics.fmean(falls) > error:
+                return True
+        return False
+
+    def cost(self, goal: float) -> int | None:
+        """Evaluations until a validation is at `goal`, median over the seeds; None if fewer than half reach it."""
+        runs = self.row.of("final")
+        costs = [next((p[1] for p in run["points"][1:] if p[-1] >= goal), None) for run in runs]
+        known = sorted(cost for cost in costs if cost is not None)
+        return known[(len(costs) - 1) // 2] if 2 * len(known) > len(costs) else None
+
+    def change(self, measure: str) -> float | None:
+        """Mean change of a measure over the run, over the seeds."""
+        pairs = [(run["first"].get(measure), run["last"].get(measure)) for run in self.row.of("final")]
+        known = [after - before for before, after in pairs if before is not None and after is not None]
+        return statistics.fmean(known) if known else None
+
+
+# --- Statistics
+
+
+def logit(values: Sequence[float]) -> np.ndarray:
+    """The log-odds of rewards in [0, 1], on which rows near 0 and 1 spread as those between."""
+    clipped = np.clip(np.asarray(values), EDGE, 1 - EDGE)
+    return np.asarray(np.log(clipped / (1 - clipped)))
+
+
+def permutation_test(one: Sequence[float], other: Sequence[float]) -> float:
+    """Two-sided p-value of the difference of means of two samples, over all ways to divide them anew (Fisher)."""
+    pooled, n = np.concatenate([one, other]), len(one)
+    total, observed = pooled.sum(), abs(np.mean(one) - np.mean(other))
+    sums = np.array([pooled[list(chosen)].sum() for chosen in combinations(range(len(pooled)), n)])
+    differences = np.abs(sums / n - (total - sums) / (len(pooled) - n))
+    return float(np.mean(differences >= observed - 1e-12))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, which hold for all tests together."""
+    order, adjusted, largest = sorted(range(len(p_values)), key=lambda i: p_values[i]), [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
+        adjusted[i] = largest
+    return adjusted
+
+
+def rank_intervals(rewards: np.ndarray, seed: int = 0) -> list[tuple[int, int]]:
+    """95 % bootstrap intervals of the rows' ranks by mean reward; rewards: [R, S], whose seeds are resampled by row."""
+    rng, (count, seeds) = np.random.default_rng(seed), rewards.shape
+    drawn = rng.integers(seeds, size=(RESAMPLES, count, seeds))
+    means = np.take_along_axis(rewards[None], drawn, axis=2).mean(axis=2)
+    ranks = (-means).argsort(axis=1).argsort(axis=1) + 1
+    low, high = np.quantile(ranks, [LEVEL / 2, 1 - LEVEL / 2], axis=0, method="nearest")
+    return [(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+
+
+# --- The page
+
+
+def summaries(found: Sequence[Row], rules: dict[str, Any]) -> list[Summary]:
+    """The rows of a task that are measured, the best mean first."""
+    known = [summary for row in found if (summary := Summary.of(row, rules["seeds"])) is not None]
+    return sorted(known, key=lambda summary: -summary.mean)
+
+
+def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
+    """Markdown: a row per algorithm."""
+    ends = np.array([summary.ends for summary in found])
+    ranks = rank_intervals(logit(ends))
+    reference = next((summary for summary in found if summary.row.name == REFERENCE), None)
+    others = [summary for summary in found if summary is not reference]
+    p = [] if reference is None else [permutation_test(logit(s.ends), logit(reference.ends)) for s in others]
+    adjusted = {summary.row.name: value for summary, value in zip(others, holm(p), strict=bool(p))}
+    measures = rules["tasks"][task]["others"]
+    heads = ["algorithm", "rank", "reward at the end", "median", "best", f"p, `{REFERENCE}`", f"to {GOAL:g}"]
+    heads += [*(f"`{measure}`" for measure in measures), "diversity", "surprise", "rate", "updates"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for summary, (low, high) in zip(found, ranks, strict=True):
+        seeds, cost = list(range(len(summary.ends))), summary.cost(GOAL)
+        interval = estimate(seeds, summary.ends, (0.0, 1.0))
+        surprises = summary.row.of("final")
+        surprise = statistics.fmean(float(np.log(r["last"]["own_error"] / r["first"]["own_error"])) for r in surprises)
+        cells = [
+            f"`{summary.row.name}`{' ↓' if summary.diverges else ''}{' *' if summary.row.change else ''}",
+            f"{low}" if low == high else f"{low} to {high}",
+            f"{interval.mean:.3f} ({interval.low:.3f} to {interval.high:.3f})",
+            f"{statistics.median(summary.ends):.3f}",
+            f"{statistics.fmean(summary.best):.3f}",
+            "" if summary is reference or not p else p_text(adjusted[summary.row.name]),
+            "-" if cost is None else f"{cost:,}",
+            *(signed(summary.change(measure)) for measure in (*measures, "unlike_others")),
+            f"{surprise:+.2f}",
+            f"{best_rate(summary.row):.0e}".replace("e-0", "e-"),
+            f"{statistics.median(run['updates'] for run in summary.row.of('final')):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def p_text(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def changes(found: Sequence[Summary]) -> list[str]:
+    """A line for each declared change of a preset."""
+    by_text: dict[str, list[str]] = {}
+    for summary in found:
+        if summary.row.change:
+            keys = " ".join(f"`{key}`" for key in summary.row.change)
+            by_text.setdefault(f"{keys} ({summary.row.why})", []).append(f"`{summary.row.name}`")
+    return [f"* {', '.join(names)}: {text}" for text, names in by_text.items()]
+
+
+def section(rules: dict[str, Any]) -> str:
+    """The part of the page that the results make."""
+    parts: list[str] = []
+    everything = rows()
+    for task in rules["tasks"]:
+        found = summaries([row for row in everything if row.task == task], rules)
+        if not found:
+            continue
+        start = statistics.fmean(run["points"][0][-1] for s in found for run in s.row.of("final"))
+        spent = [run["points"][-1][1] for s in found for run in s.row.of("final")]
+        parts += [
+            f"## `{task}`",
+            f"Before training {start:.3f}. Evaluations per run: {min(spent):,} to {max(spent):,}.",
+            table(task, found, rules),
+        ]
+        if lines := changes(found):
+            parts += ["\\* with a declared change:", "\n".join(lines)]
+        if (PICTURES / f"ladder_{task}.svg").exists():
+            parts.append(f"![Held-out reward against denoiser evaluations](pictures/ladder_{task}.svg)")
+    finals = [run for row in everything for run in row.of("final")]
+    codes, machines = ({run[key] for run in finals} for key in ("code", "machine"))
+    if finals:
+        parts.append(f"Trees of `gerl/`: {', '.join(sorted(codes))}; machines: {', '.join(sorted(machines))}.")
+    return "\n\n".join(parts) or "not measured yet"
+
+
+def plot(task: str, found: Sequence[Summary], path: Path) -> None:
+    """Draw mean held-out reward against mean evaluations, a line for each row."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # texts stay texts and names do not change, so that a new picture differs only where the numbers do
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gerl", "font.family": "sans-serif"}):
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        axes = figure.subplots()
+        for number, summary in enumerate(found):
+            points = [run["points"] for run in summary.row.of("final")]
+            shortest = min(map(len, points))
+            means = np.array([[p[k][1::2] for k in range(shortest)] for p in points]).mean(axis=0)  # [points, 2]
+            style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "-" if number < 10 else "--"}
+            axes.plot(means[:, 0], means[:, 1], label=summary.row.name, markersize=4, linewidth=1.2, **style)
+        axes.set(title=task, xlabel="evaluations of the denoiser on an image", ylabel="held-out reward")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        figure.savefig(path, metadata={"Date": None})
+
+
+def write() -> None:
+    """Write the section of the page and its pictures."""
+    rules = protocol()
+    for task in rules["tasks"]:
+        if found := summaries(rows(tasks=[task]), rules):
+            plot(task, found, PICTURES / f"ladder_{task}.svg")
+    write_section(PAGE, BEGIN, END, section(rules))
