@@ -36,6 +36,10 @@ from gerl.utils.files import write_file
 HERE = Path(__file__).resolve().parent
 ROWS, PROTOCOL, RESULTS = HERE / "ladder", HERE / "ladder" / "protocol.yaml", HERE / "results" / "ladder"
 STAGES = ("probe", "tune", "final")
+# files that rows ask for by name in braces, made once in the folder of the runs: the command, and the file
+PREPARED = {
+    "{ranked_signs}": (["examples/ranked_signs.py", "ranked_signs", "--prompts=120", "--images=12"], "ranked.jsonl"),
+}
 PROBE_STEPS, CURVE = 2, 3  # steps of a probe; validations of a run that counts, after the first
 logger = logging.getLogger("ladder")
 
@@ -96,7 +100,7 @@ class Job:
     def arguments(self, folder: Path) -> list[str]:
         own = self.own()
         common = [key for key in self.row.keys if key.partition("=")[0] not in {o.partition("=")[0] for o in own}]
-        return [*common, *own, f"hydra.run.dir={folder / self.name}"]
+        return [*(with_files(key, folder) for key in common), *own, f"hydra.run.dir={folder / self.name}"]
 
 
 def protocol() -> dict[str, Any]:
@@ -124,9 +128,12 @@ def read_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any
     given = {key.partition("=")[0] for key in change}
     common = [key for key in rules["common"] if key.partition("=")[0] not in given]
     keys = [f"algorithm={content['algorithm']}", *rules["tasks"][task]["keys"], *common, *change]
-    most = rules["denoising_steps"]
-    if compose_run(keys).config.sampling.num_inference_steps > most:
+    most, noisy = rules["denoising_steps"], rules["tasks"][task].get("noisy", [])
+    sampling = compose_run([key for key in keys if not any(name in key for name in PREPARED)]).config.sampling
+    if sampling.num_inference_steps > most:
         keys.append(f"sampling.num_inference_steps={most}")
+    if sampling.kernel not in ("ode", "ddim"):
+        keys.extend(noisy)
     row = Row(name, task, tuple(keys), change, why)
     if row.file.exists():
         known = json.loads(row.file.read_text())
@@ -183,6 +190,17 @@ def next_jobs(found: Sequence[Row], rules: dict[str, Any], until: float, last: s
         job = min(left, key=lambda entry: entry[0])[1] if left else None
         taken |= {job.name} if job else set()
         yield job
+
+
+def with_files(key: str, folder: Path) -> str:
+    """A key with the path of the prepared file that it names, which is made if it is not there."""
+    for name, ((script, target, *options), file) in PREPARED.items():
+        if name in key:
+            path = folder / target / file
+            if not path.exists():
+                subprocess.run([sys.executable, script, str(folder / target), *options], cwd=HERE.parent, check=True)
+            return key.replace(name, str(path))
+    return key
 
 
 # --- What a run leaves
