@@ -1,0 +1,139 @@
+"""The protocol and rows of the ladder, which run is next, and the statistics of its table."""
+
+import json
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import ladder
+import ladder_table as report
+import numpy as np
+import pytest
+
+from gerl.commandline.composition import compose_run, shipped
+
+RULES = {"evaluations": 100, "rates": [1e-3, 3e-3], "tuning_seeds": [1, 2], "seeds": [11, 12], "tasks": {"signs": {}}}
+ROWS = [file.stem for file in ladder.ROWS.glob("*.yaml") if file != ladder.PROTOCOL]
+
+
+def run(stage: str, rate: float, seed: int, *rewards: float, error: float = 1.0) -> dict[str, Any]:
+    points = [[10 * k, 40 * k, 6 * k, reward] for k, reward in enumerate((0.5, *rewards))]
+    ends = {"first": {"colour": 0.9, "own_error": 1.0}, "last": {"colour": 0.8, "own_error": error}}
+    fixed = {"stage": stage, "rate": rate, "seed": seed, "steps": 20, "updates": 20, "error": "", "own": []}
+    return fixed | {"points": points, "code": "0123", "machine": "a CPU"} | ends
+
+
+def row(name: str, *runs: dict[str, Any], change: tuple[str, ...] = ()) -> ladder.Row:
+    return ladder.Row(name, "signs", ("algorithm=awm",), change, "for a reason" if change else "", list(runs))
+
+
+def measured(name: str, first: float, second: float, **more: Any) -> ladder.Row:
+    tuned = [run("tune", rate, seed, rate * 100) for rate in RULES["rates"] for seed in (1, 2)]
+    return row(name, *tuned, run("final", 3e-3, 11, 0.6, first), run("final", 3e-3, 12, 0.6, second), **more)
+
+
+# --- The protocol
+
+
+def test_every_preset_has_a_row() -> None:
+    assert set(ROWS) == set(shipped("algorithm"))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_runs_of_a_row_compose(name: str, tmp_path: Path) -> None:
+    rules = ladder.protocol()
+    for found in ladder.rows([name]):
+        given = [key for key in found.keys if not any(file in key for file in ladder.PREPARED)]
+        config = compose_run([*given, *ladder.Job(found, "final", 1e-3, 101, 20).own()]).config
+        assert config.actor.lr == 1e-3 and config.actor.lr_schedule == "linear" and config.trainer.seed == 101
+        assert config.sampling.num_inference_steps <= rules["denoising_steps"]
+        assert rules["tasks"][found.task]["reward"] in config.reward.scorers
+        assert bool(found.change) == bool(found.why)
+
+
+def test_seeds_of_the_table_were_not_tuned_on() -> None:
+    rules = ladder.protocol()
+    assert len(set(rules["seeds"])) >= 8 and len(set(rules["tuning_seeds"])) >= 3
+    assert not set(rules["seeds"]) & set(rules["tuning_seeds"])
+
+
+# --- Which run is next
+
+
+def names(*found: ladder.Row, last: str = "final") -> list[tuple[Any, ...]]:
+    jobs = islice(ladder.next_jobs(list(found), RULES, inf, last), 9)
+    return [(job.row.name, *job.key, job.steps) for job in jobs if job is not None]
+
+
+def test_a_probe_comes_first_and_says_how_many_steps_the_budget_has() -> None:
+    assert names(row("a")) == [("a", "probe", 3e-3, 1, 2)]
+    probed = row("a", run("probe", 3e-3, 1, 0.5))  # 40 evaluations in two steps
+    assert names(probed)[:3] == [("a", "tune", 1e-3, 1, 5), ("a", "tune", 3e-3, 1, 5), ("a", "tune", 1e-3, 2, 5)]
+    assert names(probed, last="probe") == []
+
+
+def test_all_rows_are_tuned_before_the_seeds_of_one_count() -> None:
+    tuned = [run("tune", rate, seed, rate * 100) for rate in RULES["rates"] for seed in (1, 2)]
+    done = row("a", run("probe", 3e-3, 1, 0.5), *tuned)
+    assert ladder.best_rate(done) == 3e-3
+    found = names(done, row("b"))
+    assert found[0] == ("b", "probe", 3e-3, 1, 2) and found[1:] == [("a", "final", 3e-3, s, 5) for s in (11, 12)]
+
+
+def test_results_of_other_keys_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ladder, "RESULTS", tmp_path)
+    (found,) = ladder.rows(["rwr"], ["shapes"])
+    found.runs.append(run("probe", 1e-3, 1, 0.5))
+    found.write()
+    assert ladder.rows(["rwr"], ["shapes"])[0].runs == found.runs
+    content = json.loads(found.file.read_text())
+    found.file.write_text(json.dumps(content | {"keys": [*content["keys"], "rollout.n=8"]}))
+    assert ladder.rows(["rwr"], ["shapes"])[0].runs == []
+
+
+# --- Statistics
+
+
+def test_the_permutation_test_counts_all_divisions() -> None:
+    assert report.permutation_test([3.0, 4.0, 5.0], [0.0, 1.0, 2.0]) == pytest.approx(2 / 20)
+    assert report.permutation_test([1.0, 2.0], [2.0, 1.0]) == 1.0
+
+
+def test_the_permutation_test_keeps_its_level() -> None:
+    rng = np.random.default_rng(0)
+    p = [report.permutation_test(*rng.lognormal(size=(2, 5))) for _ in range(400)]
+    assert 0.02 < np.mean(np.array(p) <= 0.05) < 0.08
+
+
+def test_holm_adjusts_for_all_tests_together() -> None:
+    assert report.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert report.holm([0.9, 0.6]) == [1.0, 1.0] and report.holm([]) == []
+
+
+def test_ranks_of_rows_that_do_not_overlap_are_certain() -> None:
+    rewards = np.array([[0.9, 0.91, 0.92], [0.5, 0.52, 0.51], [0.51, 0.5, 0.52]])
+    assert report.rank_intervals(rewards) == [(1, 1), (2, 3), (2, 3)]
+
+
+def test_a_row_that_ends_below_its_middle_diverges() -> None:
+    falls = row("a", run("final", 1e-3, 11, 0.7, 0.8, 0.5), run("final", 1e-3, 12, 0.7, 0.8, 0.4))
+    assert report.Summary.of(falls, [11, 12]).diverges  # type: ignore[union-attr]
+    assert not report.Summary.of(measured("b", 0.8, 0.7), [11, 12]).diverges  # type: ignore[union-attr]
+    assert report.Summary.of(row("c", run("final", 1e-3, 11, 0.7)), [11, 12]) is None
+
+
+def test_a_table_has_what_was_gained_and_what_was_lost() -> None:
+    found = report.summaries([measured("awm_fast", 0.9, 0.8), measured("b", 0.7, 0.6, change=("x=1",))], RULES)
+    rules = {"tasks": {"signs": {"others": ["colour"]}}}
+    lines = report.table("signs", found, rules).splitlines()
+    assert lines[2].startswith("| `awm_fast` | 1 | 0.850 (") and "| 3e-3 | 20 |" in lines[2]
+    assert lines[3].startswith("| `b` * | 2 | 0.650 (") and "| -0.100 |" in lines[3]
+    assert [summary.cost(0.8) for summary in found] == [80, None]
+    assert report.changes(found) == ["* `b`: `x=1` (for a reason)"]
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    page = report.PAGE.read_text(encoding="utf-8")
+    if report.BEGIN in page:
+        assert report.section(ladder.protocol()) in page
