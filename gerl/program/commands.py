@@ -30,6 +30,9 @@ COMMANDS = {
     "preflight": Command(
         "gerl.preflight.arguments", "Report whether, and how fast, a configuration can train, here or on other GPUs."
     ),
+    "tune": Command(
+        "gerl.trainer.tune", "Try presets and learning rates with growing budgets, and train the best one."
+    ),
     "score": Command("gerl.score.command", "Score existing images with a reward, before training on it."),
     "evaluate": Command("gerl.evaluate.command", "Compare the base model with LoRAs on the same noise."),
     "export": Command(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra import version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -282,7 +282,7 @@ def train_once(plan: Plan, folder: Path, config: DictConfig) -> float:
     write_file(place / JOB, json.dumps(job) + "\n")
     code: int | None = None
     try:
-        code = _run([*_arguments(overrides, plan), f"hydra.run.dir={composition.quoted(str(run_dir))}"])
+        code = run_training([*_arguments(overrides, plan), f"hydra.run.dir={composition.quoted(str(run_dir))}"])
     finally:
         write_file(place / JOB, json.dumps(job | {"code": code, "seconds": round(time.time() - started, 1)}) + "\n")
         write_table(folder)
@@ -297,8 +297,11 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _run(arguments: Sequence[str]) -> int:
-    """Train in a subprocess and return its exit code; a signal ends the training, with its checkpoint, first."""
+def run_training(arguments: Sequence[str], log: IO[bytes] | None = None) -> int:
+    """Train in a subprocess and return its exit code; a signal ends the training, with its checkpoint, first.
+
+    `log`: a file for what it prints.
+    """
     process: subprocess.Popen[bytes] | None = None
 
     def end() -> None:
@@ -308,7 +311,7 @@ def _run(arguments: Sequence[str]) -> int:
     with signals.handled(), signals.before_leaving(end):
         try:
             with signals.deferred():
-                process = subprocess.Popen([sys.executable, "-m", PROGRAM, *arguments])
+                process = subprocess.Popen([sys.executable, "-m", PROGRAM, *arguments], stdout=log, stderr=log)
             return process.wait()
         except KeyboardInterrupt:
             signals.answered()

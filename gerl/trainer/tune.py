@@ -1,0 +1,416 @@
+"""Search for the preset and learning rate that reach a reward: `gerl tune within=2h [reward=0.9] [key=value ...]`.
+
+Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943): all candidates train with a small budget, the best
+third with three times as much, and so on; the last one gets half of the whole budget. Each trial is a run of its own,
+trained from the start to the end of a linear learning-rate schedule: how good a rate is shows only at the end of a run.
+A trial of two steps, the screen, measures what a step of each preset costs, and drops presets that cannot train.
+
+The folder has the trials, `tune.json` with their results, `report.html` and `best.yaml`, an experiment file. The same
+command with `out=FOLDER` resumes it.
+"""
+
+import json
+import logging
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+from gerl.commandline import signals
+from gerl.commandline.arguments import Parser, key
+from gerl.commandline.command import run_command
+from gerl.commandline.composition import compose_run, key_of, quoted, shipped
+from gerl.config.reading import typed
+from gerl.errors import ConfigError, TrainingError
+from gerl.progress import duration
+from gerl.run.session import METRICS
+from gerl.run.tracking import read_metrics
+from gerl.run.validation import Estimate, estimate_gain, load_validation, validation_steps
+from gerl.trainer.sweep import HELD_OUT, run_training
+from gerl.utils.files import write_file
+from gerl.web.pages import render
+
+logger = logging.getLogger("gerl")
+PRESETS = "awm_fast,few_step_grpo,flow_grpo,mix_grpo,rwr,dgpo"
+RATES = "3e-4,1e-3,3e-3"
+SCREEN_STEPS, FEWEST_STEPS = 2, 4  # trainer steps of the screen, and of any other trial
+KEEP = 3  # of so many trials one continues
+LAST = 0.5  # share of the budget for the last trial
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+OWN = ("algorithm", "actor.lr", "actor.lr_schedule", "trainer.steps", "validation.every", "hydra.run.dir")
+TRIALS, RESULTS, REPORT, BEST = "trials", "tune.json", "report.html", "best.yaml"
+End = Literal["continued", "kept", "dropped", "failed", "waiting"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keys of the command itself, in addition to those of a run."""
+
+    within: str | None = key("2h, 90m or 1d; the time for all trials together")
+    evaluations: int | None = key(
+        "100000; instead of within, the denoiser's evaluations on one image, forward and backward, of all trials",
+        unit="an integer of at least 1",
+        low=1,
+    )
+    reward: str | None = key("0.9; end with the first trial whose held-out reward is at least this")
+    presets: str = key("A,B; the algorithm presets to try", PRESETS)
+    rates: str = key("3e-4,1e-3; the learning rates to try with each", RATES)
+    out: Path | None = key("a new folder for the trials and the report, or the folder of a search to resume")
+
+
+PARSER = Parser(
+    "the search",
+    "python -m gerl.trainer.tune",
+    "within=2h | evaluations=N [reward=R] [experiment=NAME|FILE.yaml] [key=value ...]",
+    "Try presets and learning rates with growing budgets, and train the best one with half of the budget.",
+    Options,
+    rest=True,
+    notes="The other keys are those of training, and the same for all trials: python -m gerl.trainer.main_flowgrpo "
+    "--help all lists them.",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A search: what all trials share, what they try, and their budget in `unit`s."""
+
+    keys: tuple[str, ...]
+    presets: tuple[str, ...]
+    rates: tuple[str, ...]
+    budget: float
+    unit: Literal["evaluations", "seconds"]
+    target: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate in a round: 0 is the screen."""
+
+    preset: str
+    rate: str
+    round: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.round}_{self.preset}" + (f"_{self.rate}" if self.round else "")
+
+
+@dataclass
+class Result:
+    """A trial that ended.
+
+    cost: in the budget's unit; evaluations are those of training, seconds also those of start and validation.
+    per_step: cost of a trainer step.
+    """
+
+    preset: str
+    rate: str
+    round: int
+    steps: int
+    reward: float | None
+    cost: float
+    per_step: float
+    error: str = ""
+
+
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
+    """Run the command line and return the exit code, see `run_command`."""
+    return run_command(argv, lambda: PARSER.help(program), tune)
+
+
+def tune(arguments: Sequence[str]) -> Path:
+    """Search, train the best candidate, write the report; returns the folder. Raises `ConfigError`, `TrainingError`."""
+    request, folder = parse(arguments)
+    search = Search(request, folder)
+    search.open()
+    try:
+        search.run()
+    except KeyboardInterrupt as error:
+        signals.answered()
+        error.add_note(f"the same command with {typed({'out': str(folder)})} resumes the search")
+        raise
+    return folder
+
+
+def parse(arguments: Sequence[str]) -> tuple[Request, Path]:
+    """Return the search that the command line asks for, and its folder; raises `ConfigError`."""
+    options, overrides = PARSER.parse(arguments)
+    for override in overrides:
+        if (name := key_of(override)) in OWN:
+            raise ConfigError(f"{override}: the search sets {name} itself; presets, rates and out choose what it tries")
+    if (options.within is None) == (options.evaluations is None):
+        raise ConfigError("give the budget of all trials together, either within=2h or evaluations=100000")
+    presets, rates = options.presets.split(","), options.rates.split(",")
+    if unknown := [name for name in presets if name not in shipped("algorithm")]:
+        raise ConfigError(f"presets: there is no {unknown[0]!r}; choose from {', '.join(shipped('algorithm'))}")
+    for rate in rates:
+        number(rate, "rates")
+    composed = compose_run([*overrides, f"algorithm={presets[0]}"])
+    if not composed.config.validation.data:
+        raise ConfigError("the search compares rewards of held-out prompts: set validation.data")
+    target = None if options.reward is None else number(options.reward, "reward")
+    budget = seconds(options.within) if options.within is not None else float(options.evaluations or 0)
+    unit: Literal["evaluations", "seconds"] = "evaluations" if options.within is None else "seconds"
+    folder = options.out or composed.run_dir.with_name(f"tune_{composed.run_dir.name}")
+    return Request(tuple(overrides), tuple(presets), tuple(rates), budget, unit, target), folder
+
+
+def number(text: str, name: str) -> float:
+    """Return a finite number; raises `ConfigError` with the key's name."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}: {text!r} is not a number")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Return the seconds of a duration such as `90m`; raises `ConfigError`."""
+    amount, unit = text[:-1], UNITS.get(text[-1:])
+    if unit is None or not amount.replace(".", "", 1).isdecimal() or float(amount) <= 0:
+        raise ConfigError(f"within={text}: give a duration, such as 90m, 2h or 1d")
+    return float(amount) * unit
+
+
+# --- The search
+
+
+class Search:
+    """The rounds of a search, in a folder whose results are kept."""
+
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.request, self.folder = request, folder
+        self.results: dict[str, Result] = {}
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the budget is one of time."""
+        return self.request.unit == "seconds"
+
+    def open(self) -> None:
+        """Create the folder, or read the results in it; raises `ConfigError` if it is of another search."""
+        file = self.folder / RESULTS
+        asked = json.loads(json.dumps(asdict(self.request)))
+        if file.exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            if changed := [name for name, value in known["request"].items() if asked[name] != value]:
+                raise ConfigError(f"out={self.folder}: there {', '.join(changed)} were others; choose a new folder")
+            for row in known["results"]:
+                found = Result(**row)
+                self.results[Trial(found.preset, found.rate, found.round).name] = found
+            logger.info("resumed the search in %s after %d trials", self.folder, len(self.results))
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise ConfigError(f"out={self.folder}: the folder is not empty and has no {RESULTS}; choose another")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.save()
+
+    def save(self) -> None:
+        """Write the results and the report."""
+        content = {"request": asdict(self.request), "results": [asdict(found) for found in self.results.values()]}
+        write_file(self.folder / RESULTS, json.dumps(content, indent=2) + "\n")
+        write_file(self.folder / REPORT, self.report())
+
+    def run(self) -> None:
+        """Run what is missing of the screen and the rounds, and write `best.yaml`."""
+        first = self.request.rates[len(self.request.rates) // 2]
+        screened = [self.measure(Trial(preset, first, 0), SCREEN_STEPS) for preset in self.request.presets]
+        able = [found for found in screened if not found.error]
+        if not able:
+            raise TrainingError(f"no preset can train here: {screened[0].preset}: {screened[0].error}")
+        best = None
+        for trials, budget in self.rounds(able):
+            ended = [self.measure(trial, self.steps(trial, budget)) for trial in trials]
+            best = self.best_of(ended) or best
+            if best is not None and self.reached(best):
+                break
+        if best is None:
+            raise TrainingError(f"all trials failed; the first: {next(iter(self.results.values())).error}")
+        self.conclude(best)
+
+    def rounds(self, able: Sequence[Result]) -> Iterator[tuple[list[Trial], float]]:
+        """Yield the trials of each round and the budget of each trial; the results of a round decide the next."""
+        left = self.request.budget - sum(found.cost for found in self.results.values() if found.round == 0)
+        candidates = list(product([found.preset for found in able], self.request.rates))
+        counts = self.counts(len(candidates), left)
+        order = sorted(
+            candidates, key=lambda pair: abs(self.request.rates.index(pair[1]) - len(self.request.rates) // 2)
+        )
+        chosen = order[: counts[0]]  # of fewer than all, those with the middle rates
+        for i, count in enumerate(counts):
+            share = (LAST if i == len(counts) - 1 else (1 - LAST) / (len(counts) - 1)) if counts[1:] else 1.0
+            yield [Trial(*pair, i + 1) for pair in chosen], left * share / count
+            if i + 1 < len(counts):
+                ended = [self.results[Trial(*pair, i + 1).name] for pair in chosen]
+                ranked = sorted((r for r in ended if r.reward is not None), key=lambda r: -(r.reward or 0.0))
+                chosen = [(r.preset, r.rate) for r in ranked[: counts[i + 1]]]
+                if not chosen:
+                    return
+
+    def counts(self, candidates: int, budget: float) -> list[int]:
+        """Numbers of trials by round: as many candidates as the budget has `FEWEST_STEPS` for, then a third of them."""
+        dearest = max(self.step_cost(found.preset) for found in self.results.values() if not found.error)
+        while True:
+            counts = [candidates]
+            while counts[-1] > 1:
+                counts.append(math.ceil(counts[-1] / KEEP))
+            rounds = max(len(counts) - 1, 1)
+            if candidates == 1 or budget * (1 - LAST) / rounds / candidates >= FEWEST_STEPS * dearest:
+                return counts
+            candidates -= 1
+
+    def step_cost(self, preset: str) -> float:
+        """Cost of a trainer step by the latest trial of the preset."""
+        return [found.per_step for found in self.results.values() if found.preset == preset and found.per_step][-1]
+
+    def steps(self, trial: Trial, budget: float) -> int:
+        """Trainer steps that the budget has."""
+        return max(FEWEST_STEPS, round(budget / self.step_cost(trial.preset)))
+
+    def reached(self, result: Result) -> bool:
+        target = self.request.target
+        return target is not None and result.reward is not None and result.reward >= target
+
+    def best_of(self, results: Sequence[Result]) -> Result | None:
+        return max((r for r in results if r.reward is not None), key=lambda r: r.reward or 0.0, default=None)
+
+    def measure(self, trial: Trial, steps: int) -> Result:
+        """Run a trial, or return its result if it is known."""
+        if trial.name in self.results:
+            return self.results[trial.name]
+        logger.info("trial %s: %d steps", trial.name, steps)
+        place, start = self.folder / TRIALS / trial.name, time.monotonic()
+        place.parent.mkdir(exist_ok=True)
+        if not (place / "checkpoints").exists():
+            shutil.rmtree(place, ignore_errors=True)  # of a trial that was cut off
+        with place.with_name(f"{trial.name}.log").open("wb") as log:
+            code = run_training(self.arguments(trial, steps), log)
+        result = read_result(trial, place, steps, code, time.monotonic() - start if self.in_time else None)
+        self.results[trial.name] = result
+        self.save()
+        shown = "" if result.reward is None else f": {result.reward:.3f}"
+        logger.info("trial %s ended%s%s", trial.name, shown, f": {result.error}" if result.error else "")
+        return result
+
+    def arguments(self, trial: Trial, steps: int) -> list[str]:
+        """The command line of a trial; its checkpoint, if there is one, is resumed."""
+        place = self.folder / TRIALS / trial.name
+        own = {
+            "algorithm": trial.preset, "actor.lr": trial.rate, "actor.lr_schedule": "linear", "trainer.steps": steps,
+            "validation.every": steps if trial.round == 0 else max(1, steps // 3),
+        }  # fmt: skip
+        resume = {"checkpoint.resume": "auto"} if (place / "checkpoints").exists() else {}
+        few = {"validation.max_prompts": 1} if trial.round == 0 else {}
+        given = own | resume | few
+        common = [k for k in self.request.keys if key_of(k) not in given]
+        return [*common, *(f"{name}={value}" for name, value in given.items()), f"hydra.run.dir={quoted(str(place))}"]
+
+    # --- What is left at the end
+
+    def conclude(self, best: Result) -> None:
+        """Write the experiment file of the best trial, and log where everything is."""
+        place = self.folder / TRIALS / Trial(best.preset, best.rate, best.round).name
+        head = f"# Found by {' '.join(self.command())}: held-out reward {best.reward:.3f} after {best.steps} steps.\n"
+        write_file(self.folder / BEST, head + (place / "config.yaml").read_text(encoding="utf-8"))
+        self.save()
+        gain = self.gain(best)
+        interval = "" if gain is None else f", {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+        logger.info(
+            "\nbest: %s with actor.lr=%s: held-out reward %.3f%s\nLoRA: %s\nreport: %s\nto train it again: %s",
+            *(best.preset, best.rate, best.reward, interval, place / "checkpoints" / f"step_{best.steps}" / "lora"),
+            *(self.folder / REPORT, f"gerl train experiment={self.folder / BEST}"),
+        )
+
+    def command(self) -> list[str]:
+        """The command line of this search."""
+        request = self.request
+        budget = (
+            f"evaluations={request.budget:.0f}" if request.unit == "evaluations" else f"within={request.budget:.0f}s"
+        )
+        target = [] if request.target is None else [f"reward={request.target:g}"]
+        own = [f"presets={','.join(request.presets)}", f"rates={','.join(request.rates)}"]
+        return ["gerl", "tune", budget, *target, *own, *(typed(dict([k.split("=", 1)])) for k in request.keys)]
+
+    def gain(self, result: Result) -> Estimate | None:
+        """The gain of a trial over its first validation, with its interval; None without validations."""
+        place = self.folder / TRIALS / Trial(result.preset, result.rate, result.round).name
+        steps = validation_steps(place)
+        if len(steps) < 2:
+            return None
+        first, last = (load_validation(place, steps[i], pictures=False) for i in (0, -1))
+        return estimate_gain(first.ids or range(len(first.prompts)), first.rewards, last.rewards)
+
+    def report(self) -> str:
+        """The page: what was tried in each round, and why it was dropped."""
+        results = sorted(self.results.values(), key=lambda r: (r.round, -(r.reward if r.reward is not None else -1e9)))
+        last = max((found.round for found in results), default=0)
+        rounds = []
+        for number in range(last + 1):
+            own = [found for found in results if found.round == number]
+            rounds.append({"number": number, "trials": [(found, self.verdict(found, last)) for found in own]})
+        best = self.best_of([found for found in results if found.round == last and last]) if results else None
+        gain = None if best is None else self.gain(best)
+        spent = sum(found.cost for found in results)
+        return render(
+            "tune.html.j2",
+            title="gerl tune",
+            command=" ".join(self.command()),
+            unit=self.request.unit,
+            rounds=rounds,
+            best=best,
+            gain=gain,
+            spent=self.shown(spent),
+            budget=self.shown(self.request.budget),
+            shown=self.shown,
+            folder=TRIALS,
+            name=lambda found: Trial(found.preset, found.rate, found.round).name,
+        )
+
+    def shown(self, cost: float) -> str:
+        return duration(cost) if self.in_time else f"{cost:,.0f} evaluations"
+
+    def verdict(self, result: Result, last: int) -> str:
+        """Why a trial did or did not continue."""
+        if result.error:
+            return result.error
+        if result.round == 0:
+            return "can train"
+        if Trial(result.preset, result.rate, result.round + 1).name in self.results:
+            return "continued"
+        peers = [r.reward for r in self.results.values() if r.round == result.round and r.reward is not None]
+        rank = sum(reward > (result.reward or 0.0) for reward in peers) + 1
+        if result.round == last:
+            return "reached the target" if self.reached(result) else f"rank {rank} of {len(peers)}"
+        return f"dropped: rank {rank} of {len(peers)}"
+
+
+def read_result(trial: Trial, place: Path, steps: int, code: int, elapsed: float | None) -> Result:
+    """Read the result of a trial from its run folder; `elapsed`: seconds it took, if the budget is one of time.
+
+    The screen fails also if all images of each prompt have equal rewards.
+    """
+    rows = read_metrics(place / METRICS) if (place / METRICS).exists() else []
+    error = ""
+    if code:
+        said = place.with_name(f"{trial.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), said[-1])
+    rewards = [float(row[HELD_OUT]) for row in rows if row.get(HELD_OUT) is not None]
+    trained = [row for row in rows if row["step"]]
+    evaluations = [row["evaluations/forward"] + row["evaluations/backward"] for row in trained]
+    times = [row["timing/step_s"] - row.get("timing/validation_s", 0.0) for row in trained]
+    own = evaluations if elapsed is None else times
+    cost, per_step = (sum(evaluations) if elapsed is None else elapsed), (statistics.fmean(own) if own else 0.0)
+    if not error and trial.round == 0 and trained and all(row.get("group/zero_std_fraction") == 1.0 for row in trained):
+        error = "all images of each prompt had the same reward in the first two steps"
+    reward = rewards[-1] if rewards and not error and trial.round else None
+    return Result(trial.preset, trial.rate, trial.round, steps, reward, cost, per_step, error)
+
+
+if __name__ == "__main__":
+    signals.exit_with(main())
