@@ -110,7 +110,10 @@ def assert_same_run(run: Any, other: Any) -> None:
 
 
 def test_one_and_two_workers_draw_and_learn_the_same(run: Callable[..., Any], two: Any) -> None:
-    assert_same_run(run(cluster__num_workers=1), two)
+    one = run(cluster__num_workers=1)
+    assert_same_run(one, two)
+    for name in ("images", "forward", "backward"):
+        assert one.column(f"evaluations/{name}") == two.column(f"evaluations/{name}")
 
 
 def meeting_class() -> type[Any]:
