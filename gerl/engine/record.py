@@ -878,13 +878,13 @@ class Evaluations:
         return output
 
 
-_counted: WeakKeyDictionary[torch.nn.Module, Evaluations] = WeakKeyDictionary()
+COUNTED: WeakKeyDictionary[torch.nn.Module, Evaluations] = WeakKeyDictionary()
 
 
 def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
     """Count the calls of `denoisers` in records and replays from now on, without those that are only answered."""
     evaluations = Evaluations()
-    _counted.update(dict.fromkeys(denoisers, evaluations))
+    COUNTED.update(dict.fromkeys(denoisers, evaluations))
     return evaluations
 
 
@@ -892,7 +892,7 @@ def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
 def uncounted(pipe: DiffusionPipeline) -> Iterator[None]:
     """Do not count evaluations in the block: those that only find out how the pipeline calls its denoisers."""
     modules = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
-    kept = [(e, e.forward, e.backward) for e in map(_counted.get, modules) if e is not None]
+    kept = [(e, e.forward, e.backward) for e in map(COUNTED.get, modules) if e is not None]
     yield
     for evaluations, forward, backward in kept:
         evaluations.forward, evaluations.backward = forward, backward
@@ -913,7 +913,9 @@ def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]
 
         def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
             original = called = getattr(target, name)
-            if isinstance(target, torch.nn.Module) and (evaluations := _counted.get(target)) is not None:
+            # a replay counts by itself: not all of its calls run the denoiser
+            counts = isinstance(head, Recorder) and isinstance(target, torch.nn.Module)
+            if counts and (evaluations := COUNTED.get(target)) is not None:
                 called = functools.partial(evaluations.call, original)
             put(undo, target, name, functools.update_wrapper(functools.partial(route, label, called), original))
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
 from gerl.engine.latents import started_at
 from gerl.engine.record import (
+    COUNTED,
     Arguments,
     ComponentCall,
     StopPipeline,
@@ -105,8 +106,16 @@ class Differentiable:
             module.training = False
 
     def run(self, denoiser: torch.nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Run `forward`, which calls `denoiser`. Raises `ReplayError` if its gradient would be wrong."""
-        compute = partial(forward, *args, **kwargs)
+        """Run `forward`, which calls `denoiser`, and count it. Raises `ReplayError` if its gradient would be wrong."""
+        output = self._run(denoiser, partial(forward, *args, **kwargs))
+        if (evaluations := COUNTED.get(denoiser)) is not None:
+            values = tree_leaves(output, is_leaf=lambda value: isinstance(value, list))
+            rows = next(len(v) for v in values if isinstance(v, list) or (torch.is_tensor(v) and v.ndim))
+            evaluations.forward += rows
+            evaluations.backward += rows if torch.is_grad_enabled() else 0
+        return output
+
+    def _run(self, denoiser: torch.nn.Module, compute: Callable[[], object]) -> object:
         if not torch.is_grad_enabled():
             return compute()
         if (known := _BLOCKED[self.carries].get(denoiser)) is not None:

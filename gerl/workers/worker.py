@@ -278,7 +278,9 @@ class PolicyWorker:
 def end_step(worker: PolicyWorker, step: int, result: StepResult = NO_UPDATE) -> StepResult:
     """End trainer step `step` of a worker, which may only sample; return `result` with its report."""
     blank, notes = worker.blank[step], worker.notes.copy()
-    forward, backward = worker.evaluations.taken() if worker.leads else (0, 0)
+    counted = worker.evaluations
+    forward, backward = (counted.forward, counted.backward) if worker.leads else (0, 0)
+    counted.forward = counted.backward = 0
     worker.clear(step)
     worker.notes.clear()
     memory = peak_memory(worker.device)
