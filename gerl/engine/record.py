@@ -914,9 +914,8 @@ def routed(pipe: DiffusionPipeline, head: Recorder | TapeHead) -> Iterator[None]
         def put_routed(target: object, name: str, route: Callable[..., object], label: str) -> None:
             original = called = getattr(target, name)
             # a replay counts by itself: not all of its calls run the denoiser
-            counts = isinstance(head, Recorder) and isinstance(target, torch.nn.Module)
-            if counts and (evaluations := COUNTED.get(target)) is not None:
-                called = functools.partial(evaluations.call, original)
+            if isinstance(head, Recorder) and isinstance(target, torch.nn.Module) and target in COUNTED:
+                called = functools.partial(COUNTED[target].call, original)
             put(undo, target, name, functools.update_wrapper(functools.partial(route, label, called), original))
 
         put(undo, pipe.scheduler, "step", _Step(head, pipe.scheduler))
