@@ -17,7 +17,7 @@ from zoo.entries import ENTRIES
 from gerl.engine import record, replay
 from gerl.model.denoisers import find_denoisers
 
-DEPTHS: dict[str, dict[str, Any]] = {  # the denoisers' real numbers of layers, at tiny widths
+DEPTHS: dict[str, dict[str, Any]] = {  # numbers of layers of the real denoisers; their widths are tiny
     "StableDiffusion3Pipeline": {"num_layers": 24},
     "FluxPipeline": {"num_layers": 19, "num_single_layers": 38},
     "QwenImagePipeline": {"num_layers": 60},

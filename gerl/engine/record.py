@@ -858,13 +858,13 @@ class LazySchedulerOutput:
 
 @dataclass
 class Evaluations:
-    """Numbers of evaluations of denoisers on one image: forward passes, and those followed by a backward pass."""
+    """Counts of a denoiser's evaluations on one image: forward passes, and those followed by a backward pass."""
 
     forward: int = 0
     backward: int = 0
 
     def taken(self) -> tuple[int, int]:
-        """Return the numbers and set them to 0."""
+        """Return both numbers and reset them."""
         numbers = (self.forward, self.backward)
         self.forward = self.backward = 0
         return numbers
@@ -882,7 +882,7 @@ COUNTED: WeakKeyDictionary[torch.nn.Module, Evaluations] = WeakKeyDictionary()
 
 
 def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
-    """Count the calls of `denoisers` in records and replays from now on, without those that are only answered."""
+    """Count the evaluations of `denoisers` in records and replays from now on; calls answered from a tape are none."""
     evaluations = Evaluations()
     COUNTED.update(dict.fromkeys(denoisers, evaluations))
     return evaluations
@@ -890,7 +890,7 @@ def count_evaluations(denoisers: Iterable[torch.nn.Module]) -> Evaluations:
 
 @contextlib.contextmanager
 def uncounted(pipe: DiffusionPipeline) -> Iterator[None]:
-    """Do not count evaluations in the block: those that only find out how the pipeline calls its denoisers."""
+    """Exclude the block from the count: validations, and calls that probe how the pipeline calls its denoisers."""
     modules = [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
     kept = [(e, e.forward, e.backward) for e in map(COUNTED.get, modules) if e is not None]
     yield

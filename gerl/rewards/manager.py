@@ -439,7 +439,7 @@ class ScoringRound:
         self.images: dict[int, Pending[Images]] = {}  # of the sampled micro-batches
         self.rows: list[list[Row]] = [[{} for _ in batch] for batch in samples]
         self.left = 0  # calls that have not ended
-        self.left_of: dict[int, int] = {}  # of them by micro-batch, for those sampled
+        self.left_of: dict[int, int] = {}  # the same by sampled micro-batch
         self.groups: dict[Group, list[tuple[int, int]]] = {}
         for i, batch in enumerate(samples):
             for row, sample in enumerate(batch):

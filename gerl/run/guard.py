@@ -17,24 +17,24 @@ from gerl.run.settings import get
 from gerl.run.validation import Validation, judged, known, mean, paired_gains
 from gerl.utils.files import finite, write_file, writing
 
-# --- Chance: how often a change as large would come about if nothing had changed
+# --- One-sided tests; each returns its p-value
 #
-# Changes are paired: of the same prompt, from the same noise. Without an effect each is as likely to go up as down.
+# Changes are paired: of the same prompt, from the same noise. Under the null hypothesis both signs are equally likely.
 
-ENUMERATED = 16  # changes up to which all signs are tried
-NEWTON = 50  # most iterations
+ENUMERATED = 16  # most changes whose signs are enumerated
+NEWTON = 50  # iterations at most
 
 
 def sign_chance(changes: Sequence[float]) -> float:
-    """Return the probability of as many positive ones among the `changes` that are not 0 (exact sign test)."""
+    """Test for positive `changes` by the exact sign test, without zeros."""
     risen, count = sum(change > 0 for change in changes), sum(change != 0 for change in changes)
     return sum(math.comb(count, k) for k in range(risen, count + 1)) / 2**count
 
 
 def mean_chance(changes: Sequence[float]) -> float:
-    """Return the probability of a mean as high if all signs of the `changes` were random (Fisher 1935, section 21).
+    """Test for a positive mean of `changes` by randomizing their signs (Fisher 1935, section 21).
 
-    All signs are tried for up to 16 changes; more are approximated by a saddlepoint (Lugannani and Rice 1980).
+    The signs of up to 16 changes are enumerated; more are approximated by a saddlepoint (Lugannani and Rice 1980).
     """
     sizes = np.abs([change for change in changes if change != 0])
     total = float(np.sum(changes))
@@ -49,10 +49,7 @@ def mean_chance(changes: Sequence[float]) -> float:
     sizes, total = sizes / largest, total / largest
     if total >= sizes.sum() * (1 - 1e-9):
         return 0.5 ** len(sizes)
-    z, tanh = (
-        0.0,
-        np.zeros(len(sizes)),
-    )  # the saddlepoint: sum(sizes * tanh(z * sizes)) = total, by Newton
+    z, tanh = 0.0, np.zeros(len(sizes))  # Newton's method for the saddlepoint: sum(sizes * tanh(z * sizes)) = total
     for _ in range(NEWTON):
         missing, slope = total - float(sizes @ tanh), float(sizes**2 @ (1 - tanh**2))
         if missing <= 1e-9 * total or slope < 1e-12:
@@ -69,12 +66,12 @@ def mean_chance(changes: Sequence[float]) -> float:
 
 
 def rise_chance(changes: Sequence[float]) -> float:
-    """Return the probability of a rise as clear by one of the two tests above; twice the smaller one."""
+    """Test for a rise by the two tests above: twice the smaller p-value (Bonferroni)."""
     return min(1.0, 2 * min(sign_chance(changes), mean_chance(changes)))
 
 
 def share_chance(before: int, of: int, after: int, of_then: int) -> float:
-    """Return the probability of a share `after / of_then` so far above `before / of` (Fisher's exact test)."""
+    """Test whether the share `after / of_then` exceeds `before / of` by Fisher's exact test."""
     marked, ways = before + after, math.comb(of + of_then, before + after)
     low = max(after, marked - of)
     return sum(math.comb(of_then, k) * math.comb(of, marked - k) for k in range(low, min(of_then, marked) + 1)) / ways
@@ -93,7 +90,7 @@ SHOWN = 8  # images shown per signal
 QUOTED = 3  # prompts quoted per signal
 FEWEST = 8  # fewest prompts for a test
 ALIGNMENT = "base/alignment"  # key of the signal that needs no watched scorer
-RAREST = 1e-6  # chance below which the figure is not said
+RAREST = 1e-6  # smallest p-value shown as a number
 WORDS = yaml.safe_load(Path(__file__).with_name("guard.yaml").read_text(encoding="utf-8"))
 LOOKS, UNLIKE, NEXT = WORDS["looks"], WORDS["unlike"], WORDS["next"]  # statistic -> words; signal -> words
 
@@ -124,7 +121,7 @@ class Signal:
 
     @property
     def sentence(self) -> str:
-        """What was seen, how rare it is by chance, and what to do next."""
+        """The finding, its p-value in words, and what to do next."""
         odds = f"1 in {1 / self.chance:,.0f}" if self.chance > RAREST else f"less than 1 in {1 / RAREST:,.0f}"
         rare = f" (by chance: {odds})" if self.chance < 0.5 else ""
         return f"{self.text}{rare}; {NEXT[self.name].format(key=self.key, column=self.column)}"
@@ -132,7 +129,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Levels:
-    """Chances up to which the tests of a validation are signals."""
+    """Significance levels of the tests of one validation."""
 
     alignment: float
     others: float
@@ -185,7 +182,7 @@ def guard_scope(watched: Sequence[str], action: str, held_out: int, judge: bool,
 
 
 def found_signals(tested: Sequence[Signal], config: Mapping[str, Any]) -> list[Signal]:
-    """Return the results of the tests of a validation that are signals: those too rare by chance (`levels`)."""
+    """Return the tests of a validation whose p-value is within their level (`levels`)."""
     importance = get(config, "guard", "importance") or 0.0
     level = levels(config, sum(not signal.drift and signal.key != ALIGNMENT for signal in tested))
     limits = [level.drifts if s.drift else level.alignment if s.key == ALIGNMENT else level.others for s in tested]

@@ -25,6 +25,7 @@ from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run, key_of, quoted, shipped
+from gerl.commandline.form import either, near_names
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.progress import duration
@@ -39,7 +40,7 @@ logger = logging.getLogger("gerl")
 PRESETS = "awm_fast,few_step_grpo,flow_grpo,mix_grpo,rwr,dgpo"
 RATES = "3e-4,1e-3,3e-3"
 SCREEN_STEPS, FEWEST_STEPS = 2, 4  # trainer steps of the screen, and of any other trial
-KEEP = 3  # of so many trials one continues
+KEEP = 3  # one of so many trials continues
 LAST = 0.5  # share of the budget for the last trial
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 OWN = ("algorithm", "actor.lr", "actor.lr_schedule", "trainer.steps", "validation.every", "hydra.run.dir")
@@ -89,7 +90,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate in a round: 0 is the screen."""
+    """A candidate in a round; round 0 is the screen."""
 
     preset: str
     rate: str
@@ -105,7 +106,7 @@ class Result:
     """A trial that ended.
 
     cost: in the budget's unit; evaluations are those of training, seconds also those of start and validation.
-    per_step: cost of a trainer step.
+    per_step: mean cost of a trainer step, without start and validation.
     """
 
     preset: str
@@ -147,9 +148,11 @@ def parse(arguments: Sequence[str]) -> tuple[Request, Path]:
         raise ConfigError("give the budget of all trials together, either within=2h or evaluations=100000")
     presets, rates = options.presets.split(","), options.rates.split(",")
     if unknown := [name for name in presets if name not in shipped("algorithm")]:
-        raise ConfigError(f"presets: there is no {unknown[0]!r}; choose from {', '.join(shipped('algorithm'))}")
-    for rate in rates:
-        number(rate, "rates")
+        near = near_names(unknown[0], shipped("algorithm"))
+        hint = f"did you mean {either(near)}?" if near else f"choose from {', '.join(shipped('algorithm'))}"
+        raise ConfigError(f"presets: there is no preset {unknown[0]!r}; {hint}")
+    if slow := [rate for rate in rates if number(rate, "rates") <= 0]:
+        raise ConfigError(f"rates: {slow[0]} is not above 0")
     composed = compose_run([*overrides, f"algorithm={presets[0]}"])
     if not composed.config.validation.data:
         raise ConfigError("the search compares rewards of held-out prompts: set validation.data")
@@ -191,7 +194,7 @@ class Search:
 
     @property
     def in_time(self) -> bool:
-        """Whether the budget is one of time."""
+        """Whether the budget is time."""
         return self.request.unit == "seconds"
 
     def open(self) -> None:
@@ -219,7 +222,7 @@ class Search:
 
     def run(self) -> None:
         """Run what is missing of the screen and the rounds, and write `best.yaml`."""
-        first = self.request.rates[len(self.request.rates) // 2]
+        first = self.request.rates[(len(self.request.rates) - 1) // 2]
         screened = [self.measure(Trial(preset, first, 0), SCREEN_STEPS) for preset in self.request.presets]
         able = [found for found in screened if not found.error]
         if not able:
@@ -236,16 +239,17 @@ class Search:
 
     def rounds(self, able: Sequence[Result]) -> Iterator[tuple[list[Trial], float]]:
         """Yield the trials of each round and the budget of each trial; the results of a round decide the next."""
-        left = self.request.budget - sum(found.cost for found in self.results.values() if found.round == 0)
         candidates = list(product([found.preset for found in able], self.request.rates))
-        counts = self.counts(len(candidates), left)
-        order = sorted(
-            candidates, key=lambda pair: abs(self.request.rates.index(pair[1]) - len(self.request.rates) // 2)
-        )
-        chosen = order[: counts[0]]  # of fewer than all, those with the middle rates
+        counts = self.counts(len(candidates), self.left(1))
+        middle = (len(self.request.rates) - 1) // 2  # of two the first
+        candidates.sort(key=lambda pair: abs(self.request.rates.index(pair[1]) - middle))
+        chosen = candidates[: counts[0]]
+        if len(chosen) < len(candidates):
+            tried = ", ".join(f"{preset} with {rate}" for preset, rate in chosen)
+            logger.warning("the budget allows %d of %d candidates: %s", counts[0], len(candidates), tried)
+        shares = [(1 - LAST) / (len(counts) - 1)] * (len(counts) - 1) + [LAST] if counts[1:] else [1.0]
         for i, count in enumerate(counts):
-            share = (LAST if i == len(counts) - 1 else (1 - LAST) / (len(counts) - 1)) if counts[1:] else 1.0
-            yield [Trial(*pair, i + 1) for pair in chosen], left * share / count
+            yield [Trial(*pair, i + 1) for pair in chosen], self.left(i + 1) * shares[i] / sum(shares[i:]) / count
             if i + 1 < len(counts):
                 ended = [self.results[Trial(*pair, i + 1).name] for pair in chosen]
                 ranked = sorted((r for r in ended if r.reward is not None), key=lambda r: -(r.reward or 0.0))
@@ -253,8 +257,12 @@ class Search:
                 if not chosen:
                     return
 
+    def left(self, number: int) -> float:
+        """Return the budget that the rounds before `number` left."""
+        return self.request.budget - sum(found.cost for found in self.results.values() if found.round < number)
+
     def counts(self, candidates: int, budget: float) -> list[int]:
-        """Numbers of trials by round: as many candidates as the budget has `FEWEST_STEPS` for, then a third of them."""
+        """Return the number of trials by round: as many candidates as `budget` allows, then a third, and so on."""
         dearest = max(self.step_cost(found.preset) for found in self.results.values() if not found.error)
         while True:
             counts = [candidates]
@@ -266,12 +274,21 @@ class Search:
             candidates -= 1
 
     def step_cost(self, preset: str) -> float:
-        """Cost of a trainer step by the latest trial of the preset."""
-        return [found.per_step for found in self.results.values() if found.preset == preset and found.per_step][-1]
+        """Return the cost of a trainer step in the preset's latest trial."""
+        return self.latest(preset).per_step
+
+    def latest(self, preset: str) -> Result:
+        """Return the preset's latest trial that trained."""
+        return [found for found in self.results.values() if found.preset == preset and found.per_step][-1]
 
     def steps(self, trial: Trial, budget: float) -> int:
-        """Trainer steps that the budget has."""
-        return max(FEWEST_STEPS, round(budget / self.step_cost(trial.preset)))
+        """Return the number of trainer steps that `budget` allows, `FEWEST_STEPS` at least."""
+        latest = self.latest(trial.preset)
+        fixed = latest.cost - latest.steps * latest.per_step  # start and validation, which take time
+        steps = round((budget - fixed) / latest.per_step)
+        if steps < FEWEST_STEPS:
+            logger.warning("trial %s exceeds its budget: it takes %d steps at least", trial.name, FEWEST_STEPS)
+        return max(FEWEST_STEPS, steps)
 
     def reached(self, result: Result) -> bool:
         target = self.request.target
@@ -299,7 +316,7 @@ class Search:
         return result
 
     def arguments(self, trial: Trial, steps: int) -> list[str]:
-        """The command line of a trial; its checkpoint, if there is one, is resumed."""
+        """Return the command line of a trial, which resumes from its checkpoint if there is one."""
         place = self.folder / TRIALS / trial.name
         own = {
             "algorithm": trial.preset, "actor.lr": trial.rate, "actor.lr_schedule": "linear", "trainer.steps": steps,
@@ -328,7 +345,7 @@ class Search:
         )
 
     def command(self) -> list[str]:
-        """The command line of this search."""
+        """Return the command line of this search."""
         request = self.request
         budget = (
             f"evaluations={request.budget:.0f}" if request.unit == "evaluations" else f"within={request.budget:.0f}s"
@@ -338,7 +355,7 @@ class Search:
         return ["gerl", "tune", budget, *target, *own, *(typed(dict([k.split("=", 1)])) for k in request.keys)]
 
     def gain(self, result: Result) -> Estimate | None:
-        """The gain of a trial over its first validation, with its interval; None without validations."""
+        """Return the gain of a trial over its first validation, None with fewer than two validations."""
         place = self.folder / TRIALS / Trial(result.preset, result.rate, result.round).name
         steps = validation_steps(place)
         if len(steps) < 2:
@@ -347,7 +364,7 @@ class Search:
         return estimate_gain(first.ids or range(len(first.prompts)), first.rewards, last.rewards)
 
     def report(self) -> str:
-        """The page: what was tried in each round, and why it was dropped."""
+        """Render the page: the trials of each round, and why they were dropped."""
         results = sorted(self.results.values(), key=lambda r: (r.round, -(r.reward if r.reward is not None else -1e9)))
         last = max((found.round for found in results), default=0)
         rounds = []
@@ -376,7 +393,7 @@ class Search:
         return duration(cost) if self.in_time else f"{cost:,.0f} evaluations"
 
     def verdict(self, result: Result, last: int) -> str:
-        """Why a trial did or did not continue."""
+        """Return why a trial continued or was dropped."""
         if result.error:
             return result.error
         if result.round == 0:

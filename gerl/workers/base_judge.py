@@ -126,7 +126,7 @@ class LatentReward:
 
 @contextlib.contextmanager
 def constant(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Let `parameters` get no gradient in the block."""
+    """Exclude `parameters` from gradients in the block."""
     changed = [p for p in parameters if p.requires_grad]
     for p in changed:
         p.requires_grad_(False)

@@ -7,8 +7,8 @@ finite and they are not zero. `derivative`: it is the change of the log-probs pe
 ratio and gradient for a replay of one step. `encoders`: the same without the text and image encoders. `sub_batch`: a
 replay of some samples of a lean tape has a ratio within 1e-5 of 1. `micro_batch`: the gradients of sub-batches add up
 to that of the batch. `modes`: replays that treat guidance otherwise (`algorithm.cfg`) have the same ratio or are
-refused. `stacked`: two steps in one pass have the same gradient or are refused. `noised`: replays at latents of the
-caller's, as forward-process algorithms make them, have the gradient of their loss. `judged`: the denoising errors of
+refused. `stacked`: two steps in one pass have the same gradient or are refused. `noised`: replays at given latents, as
+forward-process algorithms need them, have the gradient of their loss. `judged`: the denoising errors of
 the stock pipeline's latents are those of a recorded call.
 """
 

@@ -46,7 +46,7 @@ class HackingGuard(Extension):
         self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
     def validated(self, run: Run, step: Step) -> None:
-        """Log the signs; if they end or move the run, a validation with signs cannot become the best one."""
+        """Log the signals; if the action ends the run or rolls it back, a validation with signals is never the best."""
         guard, found, first = self.config.guard, step.validation, run.first_validation
         acts = guard.action in ("rollback", "stop")
         if guard.action == "off" or first is None or found is None:

@@ -26,12 +26,13 @@ def search(folder: Path, *found: Result, request: Request = REQUEST) -> Search:
 
 
 def play(made: Search, rewards: dict[tuple[str, str], float]) -> list[tuple[list[str], float]]:
-    """The rounds of a search whose candidates have these rewards, whatever the budget."""
+    """The rounds of a search whose candidates have these rewards and spend their budgets."""
     able = [made.results[Trial(preset, "1e-3", 0).name] for preset in made.request.presets]
     rounds = []
     for trials, budget in made.rounds(able):
         for trial in trials:
-            made.results[trial.name] = result(trial.preset, trial.rate, trial.round, rewards[trial.preset, trial.rate])
+            reward = rewards[trial.preset, trial.rate]
+            made.results[trial.name] = result(trial.preset, trial.rate, trial.round, reward, cost=budget)
         rounds.append(([trial.name for trial in trials], budget))
     return rounds
 
@@ -69,9 +70,23 @@ def test_a_failed_trial_does_not_continue(tmp_path: Path) -> None:
     assert list(rounds) == [] and made.best_of(list(made.results.values())) is None
 
 
-def test_steps_follow_from_the_cost_of_the_latest_trial(tmp_path: Path) -> None:
+def test_what_a_round_leaves_is_for_the_later_ones(tmp_path: Path) -> None:
     made = search(tmp_path, *SCREENED)
-    assert made.steps(Trial("rwr", "1e-3", 1), 1_000) == 20 and made.steps(Trial("rwr", "1e-3", 1), 1) == 4
+    rounds = made.rounds(SCREENED)
+    trials, _ = next(rounds)
+    for trial in trials:
+        made.results[trial.name] = result(trial.preset, trial.rate, 1, 0.5, cost=0)
+    assert next(rounds)[1] == pytest.approx((90_000 - 200) / 3 / 2)
+
+
+def test_steps_follow_from_the_cost_of_the_latest_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trial = Trial("rwr", "1e-3", 1)
+    made = search(tmp_path, *SCREENED)
+    assert made.steps(trial, 1_000) == 20 and not caplog.text
+    assert made.steps(trial, 1) == 4 and "exceeds its budget" in caplog.text
+    # 40 of 140 seconds were start and validation
+    slow = search(tmp_path, Result("rwr", "1e-3", 0, 2, None, 140.0, 50.0))
+    assert slow.steps(trial, 1_040) == 20
 
 
 # --- Results
@@ -114,7 +129,7 @@ def test_the_report_says_why_a_trial_was_dropped(tmp_path: Path) -> None:
     play(made, REWARDS)
     page = made.report()
     assert "dropped: rank 3 of 6" in page and page.count("continued") == 3 and "rank 1 of 1" in page
-    assert "0.900" in page and "Spent: 1,100 evaluations of 90,000 evaluations" in page
+    assert "0.900" in page and "Spent: 90,000 evaluations of 90,000 evaluations" in page
 
 
 # --- The command
@@ -127,7 +142,8 @@ def test_the_report_says_why_a_trial_was_dropped(tmp_path: Path) -> None:
         (["within=2h", "evaluations=100"], "within=2h or evaluations"),
         (["within=2"], "such as 90m"),
         (["within=0h"], "such as 90m"),
-        (["evaluations=100", "presets=awm,nothing"], "'nothing'"),
+        (["evaluations=100", "presets=awm,awm_fst"], "'awm_fst'; did you mean 'awm_fast'"),
+        (["evaluations=100", "rates=1e-3,-1"], "-1 is not above 0"),
         (["evaluations=100", "rates=fast"], "'fast' is not a number"),
         (["evaluations=100", "reward=nan"], "'nan' is not a number"),
         (["evaluations=100", "actor.lr=1e-3"], "the search sets actor.lr itself"),
