@@ -23,7 +23,7 @@ def test_a_search_ends_with_a_lora_a_report_and_an_experiment(
     assert main([*searched, *keys]) == 0
     found = json.loads((tmp_path / "found" / "tune.json").read_text())["results"]
     by_name = {(row["preset"], row["rate"], row["round"]): row for row in found}
-    assert "no gradient" in by_name["refl", "1e-2", 0]["error"]
+    assert "no gradient" in by_name["refl", "1e-3", 0]["error"]
     last = max(found, key=lambda row: row["round"])
     assert last["round"] == 2 and sum(row["cost"] for row in found) == pytest.approx(1200, rel=0.3)
     trial = tmp_path / "found" / "trials" / f"2_flow_grpo_{last['rate']}"
