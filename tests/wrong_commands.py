@@ -84,7 +84,7 @@ OTHERS = [
     row("export a LoRA", "export run=RUN/checkpoints/step_2/lora out=o", "lora has no checkpoints: ", "give a run folder"),
     row("no such command", "gerl tarin trainer.steps=3", "tarin: ", "'train'"),
     row("no command", "gerl trainer.steps=3", "trainer.steps=3: ", "gerl train trainer.steps=3"),
-    row("command unlike any", "gerl zebra", "zebra: ", "train, preflight, score"),
+    row("command unlike any", "gerl zebra", "zebra: ", "train, preflight, tune, score"),
     row("gerl, mistyped key", "gerl train trainer.stepz=3", "trainer.stepz: ", r"'trainer\.steps'"),
     row("a recipe, mistyped", "gerl recipes sings", "name=sings: ", "'signs'"),
     row("versions, as a table", "gerl version format=json", "format=json: ", "text or yaml"),
