@@ -242,6 +242,11 @@ def in_time(run: dict[str, Any], late: int = 0, **which: Any) -> bool:
     return step is not None and step < halfway(run) + late
 
 
+def is_sudden(run: dict[str, Any]) -> bool:
+    """Whether less than `UNHARMED` is lost at the last validation before half of the damage: nothing to see yet."""
+    return run["damage"][max(0, run["steps"].index(halfway(run)) - 1)] < UNHARMED
+
+
 def share(flags: Sequence[bool]) -> str:
     """A count with its share and exact 95 % interval."""
     low, high = share_interval(sum(flags), len(flags))
@@ -288,8 +293,14 @@ def table(results: dict[str, Any]) -> str:
             ever = share([first_alarm(run) is not None for run in own])
             early = [share([in_time(run, late) for run in own]) for late in (0, 1)]
             lines.append(f"| {name} | {early[0]} | {early[1]} | {ever} |")
+    late = [run for run in hacked if not in_time(run)]
+    gradual = [in_time(run) for run in hacked if not is_sudden(run)]
     wrong = [first_alarm(run) is not None for run in honest]
     none = [first_alarm(run) is not None for run in harmless]
+    if late:
+        sudden = f"{sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage"
+        lines += ["", f"In {sudden}, less than {UNHARMED:.0%} is lost at the validation before: nothing to see yet.", ""]
+        lines += [f"Of the runs with a validation in between: {share(gradual)}."]
     lines += [
         "",
         f"False alarms: {share(wrong)} honest runs." if honest else "",

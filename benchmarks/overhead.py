@@ -2,8 +2,9 @@
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
-Also prints the shares of a rollout's time spent in the denoiser, in encoding prompts (once per prompt in a run, see
-`data.cache_gb`), and elsewhere: the pipeline's loop, the sampler and gerl.
+The rollout is measured with encoded prompts, as a run's workers keep them (`data.cache_gb`), and with new ones. Also
+prints the shares of the latter's time spent in the denoiser, in encoding prompts, and elsewhere: the pipeline's loop,
+the sampler and gerl.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from gerl.config import Config, SamplingConfig
 from gerl.engine import record, record_batch_probe
 from gerl.model.loading import load_policy
 from gerl.model.policy import Policy
-from gerl.model.prompts import pipeline_call
+from gerl.model.prompts import PromptCache, detach, pipeline_call
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators
 from gerl.workers.actor import Actor
@@ -94,7 +95,7 @@ def shares(pipe: Any, denoiser: torch.nn.Module, rollout: Callable[[], Any], rep
 def measure(
     policy: Policy, sampling: SamplingConfig, batch: int, repetitions: int
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Ratios of gerl's time to the bare denoiser's by repetition, for rollout and update; `shares` of a rollout."""
+    """Ratios of gerl's time to the bare denoiser's by repetition, and the `shares` of a rollout of new prompts."""
     prompts = [f'a red sign that reads "{100 + i}"' for i in range(batch)]
     call = pipeline_call(policy.pipe, sampling, prompts) | {"output_type": "latent"}
     window = tuple(range(sampling.trained_steps))
@@ -102,10 +103,16 @@ def measure(
     config = Config(sampling=sampling)
     actor = Actor(policy, config.actor, build_algorithm(config), total_updates=1)
     (denoiser,) = policy.denoisers.values()
+    cache = PromptCache(1.0)
 
     def rollout() -> Any:
         generators = sample_generators(list(range(batch)))
         return record(policy.pipe, call, sampling.kernel, sampling.noise_level, window, generators, probe)[1]
+
+    def encoded_rollout() -> None:
+        cache.attach(policy.pipe)
+        rollout()
+        detach(policy.pipe)
 
     tape = rollout()
     credit = torch.tensor([[1.0 if i % 2 else -1.0] * len(tape.steps) for i in range(batch)])
@@ -116,7 +123,8 @@ def measure(
 
     rollout_inputs, update_inputs = captured_inputs(policy, rollout), captured_inputs(policy, update)
     pairs = {
-        "rollout": (rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
+        "rollout": (encoded_rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
+        "rollout of new prompts": (rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
         "update": (update, lambda: bare(denoiser, update_inputs, backward=True)),
     }
     ratios: dict[str, list[float]] = {name: [] for name in pairs}
@@ -146,8 +154,8 @@ def main() -> None:
     ratios, (inside, encoding, rest) = measure(policy, config.sampling, batch, args.repetitions)
     for name, values in ratios.items():
         low, middle, high = min(values), statistics.median(values), max(values)
-        print(f"{name:8s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})")
-    print(f"a rollout's time: {inside:.1%} in the denoiser, {encoding:.1%} encoding prompts, {rest:.1%} elsewhere")
+        print(f"{name:22s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})")
+    print(f"a rollout of new prompts: {inside:.1%} in the denoiser, {encoding:.1%} encoding prompts, {rest:.1%} elsewhere")
 
 
 if __name__ == "__main__":
