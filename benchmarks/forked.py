@@ -19,7 +19,7 @@ from gerl.trainer.main_flowgrpo import main
 
 
 class Job(Protocol):
-    """A run to be made, in the folder `folder / name`."""
+    """A run to be made, in the folder `folder / name`; `train(arguments)`, if it has that, makes it instead of gerl."""
 
     @property
     def name(self) -> str: ...
@@ -31,13 +31,13 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
-def train(arguments: list[str], log: Path) -> None:
+def train(arguments: list[str], log: Path, run: Callable[[list[str]], int] = main) -> None:
     """Run a command line in this process, with its output in `log`."""
     with log.open("wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     logging.getLogger().handlers.clear()
-    sys.exit(main(arguments))
+    sys.exit(run(arguments))
 
 
 def run_jobs(next_job: Callable[[], J | None], count: int, folder: Path) -> Iterator[tuple[J, bool, str]]:
@@ -53,7 +53,8 @@ def run_jobs(next_job: Callable[[], J | None], count: int, folder: Path) -> Iter
     while True:
         while len(running) < count and (job := next_job()) is not None:
             shutil.rmtree(folder / job.name, ignore_errors=True)
-            process = forking.Process(target=train, args=(job.arguments(folder), folder / f"{job.name}.log"))
+            given = (job.arguments(folder), folder / f"{job.name}.log", getattr(job, "train", main))
+            process = forking.Process(target=train, args=given)
             process.start()
             running[process] = job
         if not running:

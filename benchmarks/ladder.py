@@ -1,6 +1,6 @@
 """The ladder: every algorithm under one protocol, and the rows of others beside them.
 
-    python benchmarks/ladder.py FOLDER [ROW ...] [--tasks signs shapes] [--jobs 2] [--hours 1]
+    python benchmarks/ladder.py FOLDER [ROW ...] [--tasks signs shapes] [--jobs 2] [--hours 1] [--flow-factory FOLDER]
     python benchmarks/ladder.py --table
 
 A row is a file in benchmarks/ladder: an algorithm, the tasks it is measured on, and at most one change of its preset
@@ -8,10 +8,12 @@ where the model forces it. protocol.yaml has what all rows share. A probe of two
 denoiser per step on a task, from which follow the steps of its other runs; each learning rate is trained to the end
 with the tuning seeds; the best mean decides, and other seeds make the table. Runs are made in FOLDER and their numbers
 kept in benchmarks/results/ladder, a file per row and task, from which the same command continues after an interruption.
-`--table` writes docs/algorithm_benchmark.md; ladder_table.py computes it.
+`--table` writes docs/algorithm_benchmark.md; ladder_table.py computes it. A row that names a `trainer` is trained by
+that program instead of gerl, through its module in `TRAINERS`.
 """
 
 import argparse
+import importlib
 import json
 import logging
 import shutil
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ STAGES = ("probe", "tune", "final")
 PREPARED = {
     "{ranked_signs}": (["examples/ranked_signs.py", "ranked_signs", "--prompts=120", "--images=12"], "ranked.jsonl"),
 }
+TRAINERS = {"flow_factory": "flow_factory_adapter"}  # modules whose `row` makes the rows of other trainers
 PROBE_STEPS, CURVE = 2, 3  # steps of a probe; validations of a run that counts, after the first
 logger = logging.getLogger("ladder")
 
@@ -54,6 +57,10 @@ class Row:
     change: tuple[str, ...] = ()
     why: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    trainer: str = ""  # one of `TRAINERS`; empty: gerl
+
+    def job(self, stage: str, rate: float, seed: int, steps: int) -> "Job":
+        return Job(self, stage, rate, seed, steps)
 
     @property
     def file(self) -> Path:
@@ -123,6 +130,20 @@ def rows(names: Sequence[str] = (), tasks: Sequence[str] = ()) -> list[Row]:
 
 def read_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any]) -> Row:
     """A row on a task; results of other keys are left out."""
+    trainer = content.get("trainer")
+    make = importlib.import_module(TRAINERS[trainer]).row if trainer else make_row
+    row: Row = make(name, task, content, rules)
+    if row.file.exists():
+        known = json.loads(row.file.read_text())
+        if tuple(known["keys"]) == row.keys:
+            row.runs.extend(known["runs"])
+        else:
+            logger.warning("%s: its results have other keys, and are measured again", row.file.name)
+    return row
+
+
+def make_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any]) -> Row:
+    """A row on a task, without its runs."""
     own = content.get(task, content)
     change, why = tuple(own.get("change", ())), own.get("why", "")
     given = {key.partition("=")[0] for key in change}
@@ -134,14 +155,20 @@ def read_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any
         keys.append(f"sampling.num_inference_steps={most}")
     if sampling.kernel not in ("ode", "ddim"):
         keys.extend(noisy)
-    row = Row(name, task, tuple(keys), change, why)
-    if row.file.exists():
-        known = json.loads(row.file.read_text())
-        if tuple(known["keys"]) == row.keys:
-            row.runs.extend(known["runs"])
-        else:
-            logger.warning("%s: its results have other keys, and are measured again", row.file.name)
-    return row
+    return Row(name, task, tuple(keys), change, why)
+
+
+def runnable(found: Sequence[Row], folders: dict[str, Path | None]) -> list[Row]:
+    """The rows whose trainer is there, with its folder; folders: those of `TRAINERS`."""
+    kept = [row for row in found if not row.trainer]
+    for trainer, folder in folders.items():
+        others = [row for row in found if row.trainer == trainer]
+        if folder is not None:
+            kept += [replace(row, folder=folder.resolve()) for row in others]
+        elif others:
+            names = ", ".join(dict.fromkeys(row.name for row in others))
+            logger.info("skipped without --%s FOLDER: %s", trainer.replace("_", "-"), names)
+    return kept
 
 
 # --- Which run is next
@@ -165,11 +192,11 @@ def waiting(row: Row, rules: dict[str, Any]) -> list[Job]:
     """The runs of the row's current stage that are not known."""
     known = {(run["stage"], run["rate"], run["seed"]) for run in row.runs}
     rates, seeds = rules["rates"], rules["tuning_seeds"]
-    planned = [Job(row, "probe", rates[1], seeds[0], PROBE_STEPS)]
+    planned = [row.job("probe", rates[1], seeds[0], PROBE_STEPS)]
     if row.of("probe"):
-        planned = [Job(row, "tune", rate, seed, steps_of(row, rules)) for seed in seeds for rate in rates]
+        planned = [row.job("tune", rate, seed, steps_of(row, rules)) for seed in seeds for rate in rates]
         if len(row.of("tune")) == len(planned):
-            planned = [Job(row, "final", best_rate(row), seed, steps_of(row, rules)) for seed in rules["seeds"]]
+            planned = [row.job("final", best_rate(row), seed, steps_of(row, rules)) for seed in rules["seeds"]]
     return [job for job in planned if job.key not in known]
 
 
@@ -249,12 +276,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to run")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--hours", type=float, default=1000.0, help="after these no run is started")
+    parser.add_argument("--flow-factory", type=Path, metavar="FOLDER", help="its clone, for the rows that it trains")
     parser.add_argument("--table", action="store_true", help="write the table into the documentation")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rules, failed = protocol(), 0
     if args.folder is not None:
-        found = rows(args.rows, args.tasks)
+        found = runnable(rows(args.rows, args.tasks), {"flow_factory": args.flow_factory})
         jobs = next_jobs(found, rules, time.monotonic() + args.hours * 3600, args.until)
         for job, succeeded, said in run_jobs(lambda: next(jobs, None), args.jobs, args.folder.resolve()):
             error = "" if succeeded else said.strip().splitlines()[-1]
