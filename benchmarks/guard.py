@@ -298,8 +298,8 @@ def table(results: dict[str, Any]) -> str:
     wrong = [first_alarm(run) is not None for run in honest]
     none = [first_alarm(run) is not None for run in harmless]
     if late:
-        sudden = f"{sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage"
-        lines += ["", f"In {sudden}, less than {UNHARMED:.0%} is lost at the validation before: nothing to see yet.", ""]
+        said = f"In {sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage, less than"
+        lines += ["", f"{said} {UNHARMED:.0%} is lost at the validation before: nothing to see yet.", ""]
         lines += [f"Of the runs with a validation in between: {share(gradual)}."]
     lines += [
         "",

@@ -155,7 +155,8 @@ def main() -> None:
     for name, values in ratios.items():
         low, middle, high = min(values), statistics.median(values), max(values)
         print(f"{name:22s} x{middle:.3f} of the bare denoiser (min {low:.3f}, max {high:.3f}, batch {batch})")
-    print(f"a rollout of new prompts: {inside:.1%} in the denoiser, {encoding:.1%} encoding prompts, {rest:.1%} elsewhere")
+    shown = f"{inside:.1%} in the denoiser, {encoding:.1%} encoding prompts, {rest:.1%} elsewhere"
+    print(f"a rollout of new prompts: {shown}")
 
 
 if __name__ == "__main__":
