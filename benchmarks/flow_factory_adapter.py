@@ -60,7 +60,7 @@ class FlowFactoryJob(Job):
         """The folder of the run, all that `train` needs."""
         return [str(folder / self.name)]
 
-    def train(self, arguments: Sequence[str]) -> int:
+    def train(self, arguments: list[str]) -> int:
         """Train and validate; returns the exit code, 0 if Flow-Factory came to its end and all LoRAs are validated."""
         folder = Path(arguments[0])
         (folder / "data").mkdir(parents=True)
@@ -78,6 +78,8 @@ class FlowFactoryJob(Job):
                 break
             found[step] = run
         write_run(folder, counts, found)
+        if found and not ended:
+            self.measure(folder, saved_loras(folder)[max(found)])
         return ended
 
     def run_launcher(self, config: Config, folder: Path) -> int:

@@ -5,8 +5,9 @@
 
 A row is a file in benchmarks/ladder: an algorithm, the tasks it is measured on, and at most one change of its preset
 where the model forces it. protocol.yaml has what all rows share. A probe of two steps counts a row's evaluations of the
-denoiser per step on a task, from which follow the steps of its other runs; each learning rate is trained to the end
-with the tuning seeds; the best mean decides, and other seeds make the table. Runs are made in FOLDER and their numbers
+denoiser per step on a task, from which follow the steps of its next runs; each learning rate is trained to the end
+with the tuning seeds; the best mean decides, and other seeds make the table, in as many steps as the tuning runs with
+that rate would have needed for the budget. Runs are made in FOLDER and their numbers
 kept in benchmarks/results/ladder, a file per row and task, from which the same command continues after an interruption.
 `--table` writes docs/algorithm_benchmark.md; ladder_table.py computes it. A row that names a `trainer` is trained by
 that program instead of gerl, through its module in `TRAINERS`.
@@ -27,13 +28,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forked import main as train_by_gerl
 from forked import run_jobs
 
+from gerl.algorithms.common import replayed
+from gerl.algorithms.core_algos import gaussian_kl
+from gerl.algorithms.planning import validation_seed
 from gerl.commandline.composition import compose_run
+from gerl.config import Config
+from gerl.data.sources import load
+from gerl.engine import Tape, record
+from gerl.model.loading import load_policy
+from gerl.model.policy import Policy
+from gerl.model.prompts import pipeline_call
 from gerl.run.card import hardware, software
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import load_validation, mean, validation_steps
 from gerl.utils.files import write_file
+from gerl.utils.seeding import sample_generators
 
 HERE = Path(__file__).resolve().parent
 ROWS, PROTOCOL, RESULTS = HERE / "ladder", HERE / "ladder" / "protocol.yaml", HERE / "results" / "ladder"
@@ -43,6 +55,7 @@ PREPARED = {
     "{ranked_signs}": (["examples/ranked_signs.py", "ranked_signs", "--prompts=120", "--images=12"], "ranked.jsonl"),
 }
 TRAINERS = {"flow_factory": "flow_factory_adapter"}  # modules whose `row` makes the rows of other trainers
+KL, KL_PROMPTS = "kl.json", 16  # file in a run's folder; held-out prompts of which it is the mean
 PROBE_STEPS, CURVE = 2, 3  # steps of a probe; validations of a run that counts, after the first
 logger = logging.getLogger("ladder")
 
@@ -109,6 +122,18 @@ class Job:
         common = [key for key in self.row.keys if key.partition("=")[0] not in {o.partition("=")[0] for o in own}]
         return [*(with_files(key, folder) for key in common), *own, f"hydra.run.dir={folder / self.name}"]
 
+    def train(self, arguments: list[str]) -> int:
+        """Make the run, measure its KL if the table has it, and return the exit code."""
+        ended = train_by_gerl(arguments)
+        folder = Path(arguments[-1].partition("=")[2])
+        self.measure(folder, folder / "checkpoints" / f"step_{self.steps}" / "lora")
+        return ended
+
+    def measure(self, folder: Path, lora: Path) -> None:
+        """Write the KL of the policy that a final run ended with; a run that failed has none."""
+        if self.stage == "final" and lora.exists():
+            write_file(folder / KL, json.dumps(kl_to_base(lora, protocol()["tasks"][self.row.task])))
+
 
 def protocol() -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(PROTOCOL.read_text())
@@ -174,10 +199,11 @@ def runnable(found: Sequence[Row], folders: dict[str, Path | None]) -> list[Row]
 # --- Which run is next
 
 
-def steps_of(row: Row, rules: dict[str, Any]) -> int:
-    """Trainer steps in which a run spends the budget, by the probe."""
-    evaluations = row.of("probe")[0]["points"][-1][1] / PROBE_STEPS
-    return max(2, round(rules["evaluations"] / evaluations))
+def steps_of(row: Row, rules: dict[str, Any], rate: float | None = None) -> int:
+    """Trainer steps in which a run spends the budget, by the probe, or by the tuning runs with `rate`."""
+    known = row.of("probe") if rate is None else [run for run in row.of("tune") if run["rate"] == rate]
+    ends = [run["points"][-1] for run in known]  # equal images give no gradient, so that later steps cost less
+    return max(2, round(rules["evaluations"] / statistics.fmean(end[1] / end[0] for end in ends if end[0])))
 
 
 def best_rate(row: Row) -> float:
@@ -196,7 +222,8 @@ def waiting(row: Row, rules: dict[str, Any]) -> list[Job]:
     if row.of("probe"):
         planned = [row.job("tune", rate, seed, steps_of(row, rules)) for seed in seeds for rate in rates]
         if len(row.of("tune")) == len(planned):
-            planned = [row.job("final", best_rate(row), seed, steps_of(row, rules)) for seed in rules["seeds"]]
+            rate = best_rate(row)
+            planned = [row.job("final", rate, seed, steps_of(row, rules, rate)) for seed in rules["seeds"]]
     return [job for job in planned if job.key not in known]
 
 
@@ -250,10 +277,31 @@ def result(job: Job, folder: Path, error: str, rules: dict[str, Any]) -> dict[st
         known = {measure: found.by_scorer.get(measure) for measure in task["others"]} | found.looks
         wanted = (*task["others"], "unlike_others", "own_error")
         ends[name] = {key: round(mean(known[key]), 5) for key in wanted if known.get(key) is not None}
+    if (run / KL).exists():
+        ends["last"]["kl"] = json.loads((run / KL).read_text())
     return {
         "stage": job.stage, "rate": job.rate, "seed": job.seed, "steps": job.steps, "points": points,
         "updates": updates, **ends, "error": error, "code": code(), "machine": machine(), "own": job.own(),
     }  # fmt: skip
+
+
+def kl_to_base(lora: Path, task: dict[str, Any]) -> float:
+    """KL of a LoRA's policy to the base model in nats per image, over all stochastic steps of Flow-GRPO's sampler."""
+    config = compose_run(["algorithm=flow_grpo", *task["keys"], *task.get("noisy", []), f"model.lora={lora}"]).config
+    policy = load_policy(config.model, 0.0, "cpu", seed=0)
+    tape = noisy_tape(policy, config)
+    with policy.base():
+        found = replayed(policy.pipe, tape, lambda step: gaussian_kl(step.recorded_mean, step.mean, step.std))
+    return sum(float(kl.mean()) for kl in found.values()) * tape.steps[-1].x[0].numel()
+
+
+def noisy_tape(policy: Policy, config: Config) -> Tape:
+    """Record held-out prompts with noise at all steps that can have some."""
+    sampling, prompts = config.sampling, load(config.validation.data, config.data, "validation.data")[:KL_PROMPTS]
+    call = pipeline_call(policy.pipe, sampling, [prompt.text for prompt in prompts]) | {"output_type": "latent"}
+    generators = sample_generators([validation_seed(prompt, 0) for prompt in prompts])
+    steps = tuple(range(*sampling.steps_range))
+    return record(policy.pipe, call, sampling.kernel, sampling.noise_level, steps, generators)[1]
 
 
 def code() -> str:

@@ -69,6 +69,12 @@ class Summary:
         known = [after - before for before, after in pairs if before is not None and after is not None]
         return statistics.fmean(known) if known else None
 
+    @property
+    def kl(self) -> float | None:
+        """Median KL to the base model at the end, in nats per image; None: not of all runs."""
+        known = [run["last"].get("kl") for run in self.row.of("final")]
+        return None if None in known else statistics.median(known)
+
 
 # --- Statistics
 
@@ -126,7 +132,7 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     adjusted = {summary.row.name: value for summary, value in zip(others, holm(p), strict=bool(p))}
     measures = rules["tasks"][task]["others"]
     heads = ["algorithm", "rank", "reward at the end", "median", "best", f"p, `{REFERENCE}`", f"to {GOAL:g}"]
-    heads += [*(f"`{measure}`" for measure in measures), "diversity", "surprise", "rate", "updates"]
+    heads += [*(f"`{measure}`" for measure in measures), "diversity", "surprise", "KL", "rate", "updates"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for summary, (low, high) in zip(found, ranks, strict=True):
         seeds, cost = list(range(len(summary.ends))), summary.cost(GOAL)
@@ -143,6 +149,7 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
             "-" if cost is None else f"{cost:,}",
             *(signed(summary.change(measure)) for measure in (*measures, "unlike_others")),
             f"{surprise:+.2f}",
+            "-" if (kl := summary.kl) is None else f"{kl:.3g}",
             f"{best_rate(summary.row):.0e}".replace("e-0", "e-"),
             f"{statistics.median(run['updates'] for run in summary.row.of('final')):.0f}",
         ]

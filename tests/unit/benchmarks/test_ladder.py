@@ -10,9 +10,12 @@ import ladder
 import ladder_table as report
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from gerl.algorithms.common import replayed
 from gerl.commandline.composition import compose_run, shipped
+from gerl.model.loading import load_policy
 
 RULES = {"evaluations": 100, "rates": [1e-3, 3e-3], "tuning_seeds": [1, 2], "seeds": [11, 12], "tasks": {"signs": {}}}
 FILES = [file for file in ladder.ROWS.glob("*.yaml") if file != ladder.PROTOCOL]
@@ -70,17 +73,18 @@ def names(*found: ladder.Row, last: str = "final") -> list[tuple[Any, ...]]:
 
 def test_a_probe_comes_first_and_says_how_many_steps_the_budget_has() -> None:
     assert names(row("a")) == [("a", "probe", 3e-3, 1, 2)]
-    probed = row("a", run("probe", 3e-3, 1, 0.5))  # 40 evaluations in two steps
-    assert names(probed)[:3] == [("a", "tune", 1e-3, 1, 5), ("a", "tune", 3e-3, 1, 5), ("a", "tune", 1e-3, 2, 5)]
+    probed = row("a", run("probe", 3e-3, 1, 0.5))  # 40 evaluations in ten steps
+    assert names(probed)[:3] == [("a", "tune", 1e-3, 1, 25), ("a", "tune", 3e-3, 1, 25), ("a", "tune", 1e-3, 2, 25)]
     assert names(probed, last="probe") == []
 
 
 def test_all_rows_are_tuned_before_the_seeds_of_one_count() -> None:
     tuned = [run("tune", rate, seed, rate * 100) for rate in RULES["rates"] for seed in (1, 2)]
+    tuned[3]["points"][-1][1] = 10  # 50 evaluations in twenty steps, of both seeds with the best
     done = row("a", run("probe", 3e-3, 1, 0.5), *tuned)
     assert ladder.best_rate(done) == 3e-3
     found = names(done, row("b"))
-    assert found[0] == ("b", "probe", 3e-3, 1, 2) and found[1:] == [("a", "final", 3e-3, s, 5) for s in (11, 12)]
+    assert found[0] == ("b", "probe", 3e-3, 1, 2) and found[1:] == [("a", "final", 3e-3, s, 40) for s in (11, 12)]
 
 
 def test_results_of_other_keys_are_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -137,3 +141,28 @@ def test_a_table_has_what_was_gained_and_what_was_lost() -> None:
 
 def test_the_page_has_the_tables_of_the_results() -> None:
     assert report.section(ladder.protocol()) in report.PAGE.read_text(encoding="utf-8")
+
+
+# --- The KL at the end
+
+
+def test_the_kl_is_the_mean_log_ratio_of_what_the_policy_samples(tmp_path: Path) -> None:
+    task = ladder.protocol()["tasks"]["signs"]
+    config = compose_run(["algorithm=flow_grpo", *task["keys"]]).config
+    policy = load_policy(config.model, 0.0, "cpu", seed=0)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    file.write_bytes(policy.lora_file())
+    assert ladder.kl_to_base(tmp_path, task) == 0.0  # a new LoRA changes nothing
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in policy.trained.values():
+            value += 0.01 * torch.randn(value.shape, generator=generator)
+    policy.ema.update()
+    file.write_bytes(policy.lora_file())
+    tape = ladder.noisy_tape(policy, config)
+    own = replayed(policy.pipe, tape, lambda step: step.log_prob)
+    with policy.base():
+        base = replayed(policy.pipe, tape, lambda step: step.log_prob)
+    ratios = sum(own[k] - base[k] for k in own) * tape.steps[-1].x[0].numel()  # [B]
+    kl = ladder.kl_to_base(tmp_path, task)
+    assert kl > 1 and abs(float(ratios.mean()) - kl) < 3 * (2 * kl / len(ratios)) ** 0.5  # its variance is 2 KL
