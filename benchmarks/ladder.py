@@ -112,10 +112,9 @@ class Job:
     def own(self) -> list[str]:
         """The keys that tell this run from the others of its row."""
         every = max(1, self.steps // CURVE) if self.stage == "final" else self.steps
-        judge = "base" if self.stage == "final" else "off"
         fixed = [f"trainer.seed={self.seed}", f"actor.lr={self.rate:g}", f"trainer.steps={self.steps}"]
         few = ["validation.max_prompts=2"] if self.stage == "probe" else []
-        return [*fixed, f"validation.every={every}", f"guard.judge={judge}", *few]
+        return [*fixed, f"validation.every={every}", "guard.judge=off", *few]
 
     def arguments(self, folder: Path) -> list[str]:
         own = self.own()
@@ -275,7 +274,7 @@ def result(job: Job, folder: Path, error: str, rules: dict[str, Any]) -> dict[st
     for name, step in zip(("first", "last"), (validation_steps(run)[0], validation_steps(run)[-1]), strict=True):
         found = load_validation(run, step, pictures=False)
         known = {measure: found.by_scorer.get(measure) for measure in task["others"]} | found.looks
-        wanted = (*task["others"], "unlike_others", "own_error")
+        wanted = (*task["others"], "unlike_others")
         ends[name] = {key: round(mean(known[key]), 5) for key in wanted if known.get(key) is not None}
     if (run / KL).exists():
         ends["last"]["kl"] = json.loads((run / KL).read_text())

@@ -132,13 +132,11 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     adjusted = {summary.row.name: value for summary, value in zip(others, holm(p), strict=bool(p))}
     measures = rules["tasks"][task]["others"]
     heads = ["algorithm", "rank", "reward at the end", "median", "best", f"p, `{REFERENCE}`", f"to {GOAL:g}"]
-    heads += [*(f"`{measure}`" for measure in measures), "diversity", "surprise", "KL", "rate", "updates"]
+    heads += [*(f"`{measure}`" for measure in measures), "diversity", "KL", "rate", "updates"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for summary, (low, high) in zip(found, ranks, strict=True):
         seeds, cost = list(range(len(summary.ends))), summary.cost(GOAL)
         interval = estimate(seeds, summary.ends, (0.0, 1.0))
-        surprises = summary.row.of("final")
-        surprise = statistics.fmean(float(np.log(r["last"]["own_error"] / r["first"]["own_error"])) for r in surprises)
         cells = [
             f"`{summary.row.name}`{' ↓' if summary.diverges else ''}{' *' if summary.row.change else ''}",
             f"{low}" if low == high else f"{low} to {high}",
@@ -148,7 +146,6 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
             "" if summary is reference or not p else p_text(adjusted[summary.row.name]),
             "-" if cost is None else f"{cost:,}",
             *(signed(summary.change(measure)) for measure in (*measures, "unlike_others")),
-            f"{surprise:+.2f}",
             "-" if (kl := summary.kl) is None else f"{kl:.3g}",
             f"{best_rate(summary.row):.0e}".replace("e-0", "e-"),
             f"{statistics.median(run['updates'] for run in summary.row.of('final')):.0f}",

@@ -116,7 +116,7 @@ def test_a_run_reads_like_one_of_gerl(tmp_path: Path) -> None:
     adapter.write_run(run, adapter.read_counts(run / "counts.jsonl"), runs)
     found = ladder.result(done, tmp_path, "", ladder.protocol())
     assert found["points"] == [[0, 0, 0, 0.5], [2, 768, 48, 0.75]] and found["updates"] == 4
-    assert found["first"] == {"ocr/exact": 0.5, "colour": 0.9, "unlike_others": 0.4, "own_error": 0.1}
+    assert found["first"] == {"ocr/exact": 0.5, "colour": 0.9, "unlike_others": 0.4}
     assert found["own"] == done.own() and found["rate"] == 1e-3
 
 

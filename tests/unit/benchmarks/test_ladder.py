@@ -22,9 +22,9 @@ FILES = [file for file in ladder.ROWS.glob("*.yaml") if file != ladder.PROTOCOL]
 ROWS = [file.stem for file in FILES if "trainer" not in yaml.safe_load(file.read_text())]  # those that gerl trains
 
 
-def run(stage: str, rate: float, seed: int, *rewards: float, error: float = 1.0) -> dict[str, Any]:
+def run(stage: str, rate: float, seed: int, *rewards: float, kl: float = 5.0) -> dict[str, Any]:
     points = [[10 * k, 40 * k, 6 * k, reward] for k, reward in enumerate((0.5, *rewards))]
-    ends = {"first": {"colour": 0.9, "own_error": 1.0}, "last": {"colour": 0.8, "own_error": error}}
+    ends = {"first": {"colour": 0.9}, "last": {"colour": 0.8, "kl": kl}}
     fixed = {"stage": stage, "rate": rate, "seed": seed, "steps": 20, "updates": 20, "error": "", "own": []}
     return fixed | {"points": points, "code": "0123", "machine": "a CPU"} | ends
 
@@ -133,7 +133,7 @@ def test_a_table_has_what_was_gained_and_what_was_lost() -> None:
     found = report.summaries([measured("awm_fast", 0.9, 0.8), measured("b", 0.7, 0.6, change=("x=1",))], RULES)
     rules = {"tasks": {"signs": {"others": ["colour"]}}}
     lines = report.table("signs", found, rules).splitlines()
-    assert lines[2].startswith("| `awm_fast` | 1 | 0.850 (") and "| 3e-3 | 20 |" in lines[2]
+    assert lines[2].startswith("| `awm_fast` | 1 | 0.850 (") and "| 5 | 3e-3 | 20 |" in lines[2]
     assert lines[3].startswith("| `b` * | 2 | 0.650 (") and "| -0.100 |" in lines[3]
     assert [summary.cost(0.8) for summary in found] == [80, None]
     assert report.changes(found) == ["* `b`: `x=1` (for a reason)"]
