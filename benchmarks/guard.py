@@ -309,7 +309,7 @@ def table(results: dict[str, Any]) -> str:
         lines += [f"Of the runs with a validation in between: {share(gradual)}."]
     lines += [
         "",
-        f"Alarms in honest runs: {share(wrong)}, {lossy} of them while {UNHARMED:.0%} or more was lost." if wrong else "",
+        f"Alarms in honest runs: {share(wrong)}, {lossy} while {UNHARMED:.0%} or more was lost." if wrong else "",
         f"Hackable rewards that did less than {UNHARMED:.0%} of damage: an alarm in {share(none)}." if none else "",
         "",
         "| signal | alone: seen before half, ever | without it: seen before half, ever | honest runs, by it alone |",
