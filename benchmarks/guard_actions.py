@@ -1,10 +1,10 @@
-"""What each action of the guard leaves of a run: the honest measures of what `gerl export` takes from it.
+"""What each action of the guard leaves of a run: the honest measures of the checkpoint that `gerl export` takes.
 
     python benchmarks/guard_actions.py FOLDER [--jobs 2] [--seeds 5]
     python benchmarks/guard_actions.py FOLDER --evaluate
 
-The runs at the small rate in the results of benchmarks/guard.py are those of `warn` and `stop`: until the first signal
-all actions train alike, and then `stop` ends. `kl` and `rollback` are run here with the same seeds, with the measures
+The runs at the small rate in the results of benchmarks/guard.py are those of `off`, `warn` and `stop`: until the first
+signal all actions train alike, and then `stop` ends. `kl` and `rollback` are run here with the same seeds, with the measures
 of the damage hidden from the guard (`guard.ignored`). `--evaluate` adds the finished runs in FOLDER to
 benchmarks/results/guard_actions.json, whose runs are not repeated, and writes the table in docs/guard.md.
 """
@@ -28,7 +28,7 @@ from gerl.utils.files import write_file
 RESULTS = Path(__file__).resolve().parent / "results" / "guard_actions.json"
 BEGIN = "<!-- guard actions: begin, written by python benchmarks/guard_actions.py FOLDER --evaluate -->"
 END = "<!-- guard actions: end -->"
-ACTIONS = ("warn", "kl", "rollback", "stop")
+ACTIONS = ("off", "warn", "kl", "rollback", "stop")
 RUN = ("kl", "rollback")  # the others are known from the runs under `warn`
 KINDS = ("bright_part", "small_file", "frame", "length")
 UNSEEN = [f"{signal}/{column}" for signal in ("watched", "disagreement") for column in ("ocr", "ocr/exact", "colour")]
@@ -71,13 +71,12 @@ def measure(job: ActionJob, folder: Path) -> dict[str, Any]:
 
 
 def row(run: dict[str, Any], action: str) -> dict[str, Any]:
-    """Return the measures at the first validation and at the one that is exported: the best reward that counts."""
-    alarms = [int(step) for step in run["signals"]]
-    rewards = dict(zip(run["steps"], run["reward"], strict=True))
+    """Return the measures at the first validation and at the checkpoint that is exported, if each has one."""
+    alarms = [] if action == "off" else [int(step) for step in run["signals"]]
+    rewards = {step: reward for step, reward in zip(run["steps"], run["reward"], strict=True) if step > 0}
     if action == "stop" and alarms:
-        rewards = {step: reward for step, reward in rewards.items() if step < min(alarms)}
-    elif action == "rollback":
-        rewards = {step: reward for step, reward in rewards.items() if step not in alarms}
+        rewards = {step: reward for step, reward in rewards.items() if step <= min(alarms)}
+    rewards = {step: reward for step, reward in rewards.items() if step not in alarms} or rewards
     best = max(rewards, key=lambda step: (rewards[step], step))
     at = [0, run["steps"].index(best)]
     measures = {name: [values[i] for i in at] for name, values in run["measures"].items()}
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     if (finished := run_or_evaluate(__doc__, arguments, jobs)) is None:
         return 0
     folder, done = finished
-    runs = [row(run, action) for run in measured().values() if chosen(run) for action in ("warn", "stop")]
+    runs = [row(run, action) for run in measured().values() if chosen(run) for action in ("off", "warn", "stop")]
     runs += [run for run in stored() if run["action"] in RUN]
     runs += [row(measure(job, folder), job.action) for job in done]
     runs.sort(key=lambda run: (run["seed"], run["kind"], run["beside"], ACTIONS.index(run["action"])))

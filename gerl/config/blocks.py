@@ -759,9 +759,9 @@ SIGNALS = ("base", "watched", "disagreement", "looks", "diversity", "kl", "no_si
 class GuardConfig(Block):
     action: Literal["off", "warn", "kl", "rollback", "stop"] = key(
         "warn",
-        "response when held-out images indicate reward hacking or collapse (docs/guard.md): warn logs it; kl also "
-        "raises the weight of the KL; rollback returns to the best earlier checkpoint and continues with that "
-        "weight raised; stop ends the run, whose best checkpoint without signals is exported; off: no comparison",
+        "response when held-out images indicate reward hacking or collapse (docs/guard.md): warn logs it, and the best "
+        "checkpoint is one without signals if there is any; kl also raises the weight of the KL; rollback returns to "
+        "the best earlier checkpoint and continues with that weight raised; stop ends the run; off: no comparison",
     )
     judge: Literal["base", "off"] = key(
         "base",

@@ -186,7 +186,8 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
     """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
 
-    The checkpoint is verified. Without `step` it is the one with the best held-out reward, else the newest. Raises
+    The checkpoint is verified. Without `step` it is the one with the best held-out reward, if possible without signals
+    of the guard, else the newest. Raises
     `CheckpointError`: there is none, or it is damaged; `ConfigError`: `folder` is neither a run nor a checkpoint, or
     `step` is not that of the checkpoint.
     """
@@ -211,23 +212,26 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     if not intact:
         raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
     if best := _best(intact):
-        return folder, best, f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
+        return folder, best, _why_best(best, intact)
     return folder, intact[-1], f"step {intact[-1].step}, the latest"
 
 
 def comparable_checkpoints(run: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run among which `find_checkpoint` chooses the one with the best held-out reward."""
-    return _comparable(_intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified))
+    found = _comparable(intact := _intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified))
+    if others := [str(c.step) for c in _validated(intact) if c not in found]:
+        log.info("%s: left out because of signals of the guard: step %s", run, ", ".join(others))
+    return found
 
 
 def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
-    """Return the checkpoint before step `before` with the largest held-out reward; None if none was validated."""
+    """Return the checkpoint without signals before step `before` with the largest held-out reward; None: no such."""
     earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
-    return _best(_intact(earlier, logging.WARNING))
+    return _best([c for c in _intact(earlier, logging.WARNING) if not _signals(c)])
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the one with the largest `state["val_reward"]`.
+    """Delete all but the newest `keep` checkpoints and the best one, see `_best`.
 
     Of equals the newer is kept. Leftovers of interrupted writes are deleted too. A damaged checkpoint is neither
     counted nor deleted: it must not displace an intact one.
@@ -362,11 +366,34 @@ def _intact(
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the largest held-out reward, the newest of equals; None if none was validated."""
+    """Return the comparable checkpoint with the largest held-out reward, the newest of equals; None: there is none."""
     return max(_comparable(checkpoints), key=lambda c: (_held_out_reward(c), c.step), default=None)
 
 
+def _why_best(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> str:
+    """Return the reason for the checkpoint `best` of `_best`, and what the guard says of it or of a better reward."""
+    why = f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
+    if flagged := _signals(best):
+        return f"{why}, but the guard has signals of it and of all others: {', '.join(flagged)}"
+    top = max(_validated(checkpoints), key=lambda c: (_held_out_reward(c), c.step))
+    if top is best:
+        return why
+    better = f"step {top.step} has {_held_out_reward(top):.3f}, but signals of the guard: {', '.join(_signals(top))}"
+    return f"{why}; {better}; step={top.step} takes that"
+
+
+def _signals(checkpoint: Checkpoint) -> list[str]:
+    found = checkpoint.state.get("signals")
+    return list(map(str, found)) if isinstance(found, list) else []
+
+
 def _comparable(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the validated checkpoints of which one can be the best: without signals of the guard, unless all have."""
+    found = _validated(checkpoints)
+    return [c for c in found if not _signals(c)] or found
+
+
+def _validated(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the validated checkpoints whose reward was measured like that of the newest.
 
     A resumed run may have changed the validation.
@@ -427,6 +454,7 @@ class RunState:
     policy_version: int = 0  # optimizer steps taken
     nonfinite: int = 0  # updates that were skipped because their gradient was not finite
     val_reward: float | None = None  # of the validation after this very step, if there was one
+    signals: list[str] = field(default_factory=list)  # keys of the guard's signals at that validation
     unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
     worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
     kl_coef: float | None = None  # the weight of the KL that the guard has raised; None: algorithm.kl_coef

@@ -20,6 +20,7 @@ from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
 from gerl.run.card import secrets
+from gerl.run.guard import read_guard
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
@@ -133,7 +134,13 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
     written = (
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
-    lines += [f"report: {written}", trained, ""]
+    lines += [f"report: {written}", trained]
+    if flagged := [row["signal"] for row in read_guard(run_dir) if row["step"] == config.trainer.steps]:
+        lines.append(
+            f"guard:  signals after the last step ({', '.join(dict.fromkeys(flagged))}); `gerl export` takes the best "
+            "checkpoint without signals, if there is one"
+        )
+    lines.append("")
     if code := usage(run_dir, asdict(config), validations):
         sampled = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)
         lines += [f"sample {'the first held-out image of the report' if sampled else 'with it'} in plain diffusers:"]

@@ -178,6 +178,7 @@ class Run:
         self.latest: Metrics = {}  # the last row of metrics
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
+        self.signals: list[str] = []  # keys of the guard's signals at the last validation
         self.validated_step: int | None = None
         self.first_validation: Validation | None = None
         self.saved_step: int | None = None
@@ -523,6 +524,7 @@ class Run:
                 self.state,
                 finished=step == total and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == step else None,
+                signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
             ).to_json()
 
@@ -572,7 +574,8 @@ class Run:
                 f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start a new run with "
                 "checkpoint.resume=never"
             ) from None
-        self.val_reward, self.validated_step = self.state.val_reward, self.state.step
+        self.val_reward, self.signals = self.state.val_reward, self.state.signals
+        self.validated_step = self.state.step
         self.saved_step = self.state.step
 
     def load_parts(self) -> None:

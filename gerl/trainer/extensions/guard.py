@@ -46,7 +46,7 @@ class HackingGuard(Extension):
         self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
 
     def validated(self, run: Run, step: Step) -> None:
-        """Log the signals; if the action ends the run or rolls it back, a validation with signals is never the best."""
+        """Log the signals, which also keep the checkpoint from being the best, and act on them."""
         guard, found, first = self.config.guard, step.validation, run.first_validation
         acts = guard.action in ("rollback", "stop")
         if guard.action == "off" or first is None or found is None:
@@ -70,8 +70,8 @@ class HackingGuard(Extension):
             logger.warning("%s", sentence)
             run.alert(signal.step, sentence)
         step.metrics["guard/signals"] = float(len(step.signals))
+        run.signals = [signal.key for signal in step.signals]
         if step.signals and acts:
-            run.val_reward = None
             ends = guard.action == "stop"
             step.directives.append(Stop(self._ended(step.signals)) if ends else self._roll_back(run, step))
 

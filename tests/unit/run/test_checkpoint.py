@@ -27,6 +27,7 @@ from gerl.run.checkpoint import (
     alive_since,
     best_checkpoint,
     checkpoint_paths,
+    comparable_checkpoints,
     find_checkpoint,
     find_run_to_resume,
     load_checkpoint,
@@ -209,6 +210,23 @@ def test_the_best_checkpoint_before_a_step(tmp_path: Path) -> None:
     assert [None if one is None else one.step for one in found] == [None, 0, 2, 2, 8]
 
 
+def test_signals_of_the_guard_keep_a_checkpoint_from_being_the_best(tmp_path: Path) -> None:
+    root, flagged = tmp_path / "checkpoints", ["base/alignment"]
+    for step, reward in ((2, 0.8), (4, 0.9)):
+        save_checkpoint(root, step, FILES, {"val_reward": reward, "signals": flagged})
+    _, found, why = find_checkpoint(tmp_path)
+    assert found.step == 4 and "base/alignment" in why  # all have signals
+    save_checkpoint(root, 1, FILES, {"val_reward": 0.5, "signals": []})
+    _, found, why = find_checkpoint(tmp_path)
+    assert found.step == 1 and "step 4 has 0.900" in why and "base/alignment" in why and "step=4" in why
+    assert [c.step for c in comparable_checkpoints(tmp_path)] == [1]
+    assert best_checkpoint(root, before=5).step == 1  # type: ignore[union-attr]
+    save_checkpoint(root, 6, FILES, {"val_reward": 1.0, "signals": []})
+    assert find_checkpoint(tmp_path)[2] == "step 6, the best: held-out reward 1.000"
+    prune(root, 1)
+    assert names(root) == ["step_6"]
+
+
 def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
     def save(step: int, reward: float, weight: float, **more: int) -> None:
         scorers = {"ocr": {"weight": weight, **more}}
@@ -297,6 +315,7 @@ STATE = RunState(
     policy_version=5,
     nonfinite=1,
     val_reward=0.25,
+    signals=["base/alignment"],
     unlogged={"reward/mean": 0.5, "reward/std": math.nan},
     worker=WorkerState(5, {"ema": 5}, True, ScheduleState(6)),
     algorithm={"past": {"7": [0.1]}},
