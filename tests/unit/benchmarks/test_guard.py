@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import guard
+import guard_actions
 import hackable
 import numpy as np
 import pytest
@@ -56,9 +57,27 @@ def test_the_table_counts_what_was_seen_before_half_of_the_damage() -> None:
     text = guard.table({"runs": runs, "card": card, "command": "benchmarks/guard.py"})
     assert "| brightness | signs | 3, 2 | 80% | 1 | 2 | `base/alignment` 2 |" in text
     assert "| all | 1 of 3 (1% to 91%) | 2 of 3 (9% to 99%) | 2 of 3 (9% to 99%) |" in text
-    assert "False alarms: 1 of 20 (0% to 25%) honest runs." in text
+    assert "Alarms in honest runs: 1 of 20 (0% to 25%), 0 while 5% or more was lost." in text
+    assert "In 0 of the 2 runs not seen before half of the damage" in text and "in between: 1 of 3 (1% to 91%)." in text
     assert "Hackable rewards that did less than 5% of damage: an alarm in 1 of 1" in text
     assert "| `base/alignment` | 1, 2 | 0, 1 | 0 |" in text
+
+
+def test_damage_between_two_validations_is_sudden() -> None:
+    sudden, gradual = ([0.0, 0.04, 0.5, 0.8], [0.0, 0.06, 0.5, 0.8])
+    assert [guard.is_sudden(run("edges", 1, damage, {})) for damage in (sudden, gradual)] == [True, False]
+
+
+def test_each_action_exports_the_best_checkpoint_without_signals() -> None:
+    found = run("frame", 1, [0.0, 0.1, 0.4, 0.8], {"6": ["base/alignment"], "9": ["base/alignment"]})
+    found |= {"reward": [0.1, 0.2, 0.3, 0.4], "measures": {"ocr": [1.0, 0.9, 0.6, 0.2]}}
+    exported = {action: guard_actions.row(found, action) for action in guard_actions.ACTIONS}
+    assert {action: row["exported"] for action, row in exported.items()} == {
+        "off": 9, "warn": 3, "kl": 3, "rollback": 3, "stop": 3,
+    }  # fmt: skip
+    assert exported["warn"]["ocr"] == [1.0, 0.9] and exported["warn"]["alarms"] == 2
+    found["signals"] |= {"3": ["looks/red"]}  # all have signals
+    assert [guard_actions.row(found, action)["exported"] for action in ("warn", "stop")] == [9, 3]
 
 
 def test_what_measures_the_damage_is_hidden_from_the_guard() -> None:
