@@ -1,10 +1,10 @@
 """Rows of the ladder that Flow-Factory trains; gerl validates their LoRAs.
 
-A row names one of Flow-Factory's published configurations as its `preset`. What the protocol prescribes replaces its
-values: model, prompts, reward, images per step, LoRA, denoising steps, learning rate and seed; the rest stays. A run is
-Flow-Factory's training in its own environment (flow_factory_launcher.py), which saves LoRAs, and for each of them a run
-of gerl that starts from it, of which the first validation counts. They make a run folder like one of gerl's, with the
-same metrics and validations, from which ladder.py reads the result.
+A row names one of Flow-Factory's published configurations as its `preset`. The protocol overrides model, prompts,
+reward, images per step, LoRA, denoising steps, learning rate and seed; everything else stays as published. A run has
+two parts: Flow-Factory trains in its own environment (flow_factory_launcher.py) and saves LoRAs; then gerl validates
+each of them, by the first validation of a run with `model.lora`. Metrics and validations are written to a run folder
+like one of gerl's, from which ladder.py reads the result.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from accelerate import init_empty_weights
 from diffusers import SD3Transformer2DModel
-from forked import main
+from forked import main as run_gerl
 from ladder import HERE, Job, Row
 
 from gerl.commandline.composition import compose_run
@@ -57,7 +57,7 @@ class FlowFactoryJob(Job):
     row: FlowFactoryRow
 
     def arguments(self, folder: Path) -> list[str]:
-        """The folder of the run, all that `train` needs."""
+        """Return the run folder, the only argument of `train`."""
         return [str(folder / self.name)]
 
     def train(self, arguments: list[str]) -> int:
@@ -102,10 +102,10 @@ class FlowFactoryJob(Job):
 
     def validate(self, lora: Path, folder: Path) -> int:
         """Make a run of gerl in `folder` that starts from `lora`; returns its exit code."""
-        return main(self.shared_keys(*VALIDATION, f"model.lora={lora}", f"hydra.run.dir={folder}"))
+        return run_gerl(self.shared_keys(*VALIDATION, f"model.lora={lora}", f"hydra.run.dir={folder}"))
 
     def shared_keys(self, *more: str) -> list[str]:
-        """Gerl's keys of the row and of this run, the last one of each name."""
+        """Return gerl's keys of the row and of this run; the last of equal keys counts."""
         shared = [key for key in self.row.keys if not key.startswith(OWN)]
         return list({key.partition("=")[0]: key for key in (*shared, *self.own(), *more)}.values())
 
@@ -160,7 +160,7 @@ def reward(config: Config) -> dict[str, Any]:
 
 
 def targets(path: str, pattern: str | None) -> list[str]:
-    """The layers that gerl would train; Flow-Factory has no word for all of them that its LoRA understands."""
+    """Return the names of the layers that gerl trains; no target of Flow-Factory's selects all of them."""
     with init_empty_weights():
         denoiser = SD3Transformer2DModel.from_config(SD3Transformer2DModel.load_config(path, subfolder="transformer"))
     return find_targets(denoiser, pattern)
@@ -175,7 +175,7 @@ def read_counts(file: Path) -> list[dict[str, int]]:
 
 
 def saved_loras(folder: Path) -> dict[int, Path]:
-    """The folder of each LoRA by the trainer step after which it was saved."""
+    """Return the saved LoRAs by trainer step."""
     found = (folder / RUN / "checkpoints").glob("checkpoint-*")
     return dict(sorted((int(lora.name.rpartition("-")[-1]), lora) for lora in found))
 

@@ -2,8 +2,8 @@
 
     python benchmarks/flow_factory_launcher.py CONFIG.yaml COUNTS.jsonl --max-sequence-length 1
 
-Runs in Flow-Factory's environment, started by flow_factory_adapter.py. Flow-Factory's code is used as it is; what a
-configuration cannot say is set here, from outside. COUNTS.jsonl gets a line per trainer step.
+Runs in Flow-Factory's environment, started by flow_factory_adapter.py. Flow-Factory's files are unchanged; settings
+for which it has no key are patched here. COUNTS.jsonl gets a line per trainer step.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Evaluations:
     backward: int = 0
 
     def count(self, denoiser: type[torch.nn.Module]) -> None:
-        """Count the calls of all instances of a class from now on."""
+        """Count the evaluations of all instances of `denoiser` from now on."""
         original = denoiser.forward
 
         def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

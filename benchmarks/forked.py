@@ -19,7 +19,7 @@ from gerl.trainer.main_flowgrpo import main
 
 
 class Job(Protocol):
-    """A run to be made, in the folder `folder / name`; `train(arguments)`, if it has that, makes it instead of gerl."""
+    """A run to be made, in the folder `folder / name`."""
 
     @property
     def name(self) -> str: ...
@@ -31,20 +31,30 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
-def train(arguments: list[str], log: Path, run: Callable[[list[str]], int] = main) -> None:
-    """Run a command line in this process, with its output in `log`."""
+def train_by_gerl(job: Job, arguments: list[str]) -> int:
+    """Run gerl's command line; returns the exit code."""
+    return main(arguments)
+
+
+def run_logged(train: Callable[[J, list[str]], int], job: J, arguments: list[str], log: Path) -> None:
+    """Make a run in this process, with its output in `log`, and exit."""
     with log.open("wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
     logging.getLogger().handlers.clear()
-    sys.exit(run(arguments))
+    sys.exit(train(job, arguments))
 
 
-def run_jobs(next_job: Callable[[], J | None], count: int, folder: Path) -> Iterator[tuple[J, bool, str]]:
+def run_jobs(
+    next_job: Callable[[], J | None],
+    count: int,
+    folder: Path,
+    train: Callable[[J, list[str]], int] = train_by_gerl,
+) -> Iterator[tuple[J, bool, str]]:
     """Make runs, `count` at a time, and yield those that ended with whether they succeeded and what they printed.
 
     `next_job` is asked for another whenever there is room; None: there is none as long as the others run. A run that
-    was cut off earlier starts anew.
+    was cut off earlier starts anew. train: makes a run from its command line and returns the exit code.
     """
     running: dict[BaseProcess, J] = {}
     forking = multiprocessing.get_context("fork")
@@ -53,8 +63,8 @@ def run_jobs(next_job: Callable[[], J | None], count: int, folder: Path) -> Iter
     while True:
         while len(running) < count and (job := next_job()) is not None:
             shutil.rmtree(folder / job.name, ignore_errors=True)
-            given = (job.arguments(folder), folder / f"{job.name}.log", getattr(job, "train", main))
-            process = forking.Process(target=train, args=given)
+            given = (train, job, job.arguments(folder), folder / f"{job.name}.log")
+            process = forking.Process(target=run_logged, args=given)
             process.start()
             running[process] = job
         if not running:

@@ -304,12 +304,12 @@ def table(results: dict[str, Any]) -> str:
     lossy = sum(damage_at_alarm(run) >= UNHARMED for run in honest if first_alarm(run) is not None)
     none = [first_alarm(run) is not None for run in harmless]
     if late:
-        said = f"In {sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage, less than"
-        lines += ["", f"{said} {UNHARMED:.0%} is lost at the validation before: nothing to see yet.", ""]
-        lines += [f"Of the runs with a validation in between: {share(gradual)}."]
+        sudden = f"{sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage"
+        lines += ["", f"In {sudden}, the damage was below {UNHARMED:.0%} at the preceding validation.", ""]
+        lines += [f"Seen before half of the damage among the runs with more at that validation: {share(gradual)}."]
     lines += [
         "",
-        f"Alarms in honest runs: {share(wrong)}, {lossy} while {UNHARMED:.0%} or more was lost." if wrong else "",
+        f"Alarms in honest runs: {share(wrong)}, {lossy} while the damage was {UNHARMED:.0%} or more." if wrong else "",
         f"Hackable rewards that did less than {UNHARMED:.0%} of damage: an alarm in {share(none)}." if none else "",
         "",
         "| signal | alone: seen before half, ever | without it: seen before half, ever | honest runs, by it alone |",

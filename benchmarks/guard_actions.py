@@ -1,4 +1,4 @@
-"""What each action of the guard leaves of a run: the honest measures of the checkpoint that `gerl export` takes.
+"""Compare the guard's actions by honest measures of the checkpoint that `gerl export` takes.
 
     python benchmarks/guard_actions.py FOLDER [--jobs 2] [--seeds 5]
     python benchmarks/guard_actions.py FOLDER --evaluate
@@ -89,27 +89,32 @@ def chosen(run: dict[str, Any]) -> bool:
     return (run["model"], run["rate"]) == ("signs", "small") and run["kind"] in KINDS
 
 
-def text(found: Estimate) -> str:
-    return f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+def text(found: Estimate, form: str = ".3f") -> str:
+    return f"{found.mean:{form}} ({found.low:{form}} to {found.high:{form}})"
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown: what is left under each action, over kinds and seeds, each kind of reward one observation per seed."""
-    lines = ["## What each action leaves", ""]
+    before = ", ".join(f"{name} {statistics.fmean(run[name][0] for run in runs):.3f}" for name in HIDDEN["signs"])
+    lines = ["## Comparison of actions", "", f"Before training: {before}.", ""]
     for beside, words in ((False, "the hackable reward alone"), (True, "beside OCR")):
-        lines += [f"| {words} | runs | OCR, first | OCR, exported | colour, first | colour, exported | step, median |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += [f"| {words} | OCR, exported | minus that of `warn` | colour, exported | step, median |"]
+        lines += ["|---|---|---|---|---|"]
+        of_warn = {
+            (run["kind"], run["seed"]): run["ocr"][1]
+            for run in runs
+            if (run["beside"], run["action"]) == (beside, "warn")
+        }
         for action in ACTIONS:
             own = [run for run in runs if (run["beside"], run["action"]) == (beside, action)]
             if not own:
                 continue
             seeds = [run["seed"] for run in own]  # runs of a seed share prompts and noise
-            ocr, colour = (
-                [estimate(seeds, [run[name][i] for run in own], (0.0, 1.0)) for i in (0, 1)] for name in HIDDEN["signs"]
-            )
+            ocr, colour = (estimate(seeds, [run[name][1] for run in own], (0.0, 1.0)) for name in HIDDEN["signs"])
+            changes = [run["ocr"][1] - of_warn[run["kind"], run["seed"]] for run in own]
+            change = "" if action == "warn" else text(estimate(seeds, changes, (-1.0, 1.0)), "+.3f")
             step = statistics.median(run["exported"] for run in own)
-            cells = [f"{ocr[0].mean:.3f}", text(ocr[1]), f"{colour[0].mean:.3f}", text(colour[1]), f"{step:.0f}"]
-            lines.append(f"| `{action}` | {len(own)} | {' | '.join(cells)} |")
+            lines.append(f"| `{action}` | {text(ocr)} | {change} | {text(colour)} | {step:.0f} |")
         lines.append("")
     return "\n".join(lines).rstrip()
 

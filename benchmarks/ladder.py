@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from forked import main as train_by_gerl
-from forked import run_jobs
+from forked import run_jobs, train_by_gerl
 
 from gerl.algorithms.common import replayed
 from gerl.algorithms.core_algos import gaussian_kl
@@ -123,7 +122,7 @@ class Job:
 
     def train(self, arguments: list[str]) -> int:
         """Make the run, measure its KL if the table has it, and return the exit code."""
-        ended = train_by_gerl(arguments)
+        ended = train_by_gerl(self, arguments)
         folder = Path(arguments[-1].partition("=")[2])
         self.measure(folder, folder / "checkpoints" / f"step_{self.steps}" / "lora")
         return ended
@@ -327,11 +326,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", action="store_true", help="write the table into the documentation")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    known = sorted(file.stem for file in ROWS.glob("*.yaml") if file != PROTOCOL)
+    if unknown := [name for name in args.rows if name not in known]:
+        parser.error(f"{unknown[0]}: no such row; there are {', '.join(known)}")
+    if args.flow_factory is not None and not (args.flow_factory / ".venv" / "bin" / "python").exists():
+        parser.error(f"--flow-factory {args.flow_factory} has no .venv/bin/python: see benchmarks/README.md")
     rules, failed = protocol(), 0
     if args.folder is not None:
         found = runnable(rows(args.rows, args.tasks), {"flow_factory": args.flow_factory})
         jobs = next_jobs(found, rules, time.monotonic() + args.hours * 3600, args.until)
-        for job, succeeded, said in run_jobs(lambda: next(jobs, None), args.jobs, args.folder.resolve()):
+        runs = run_jobs(lambda: next(jobs, None), args.jobs, args.folder.resolve(), lambda job, keys: job.train(keys))
+        for job, succeeded, said in runs:
             error = "" if succeeded else said.strip().splitlines()[-1]
             if not succeeded and job.stage == "probe":
                 logger.error("%s: %s", job.name, said[-600:])

@@ -423,7 +423,11 @@ class ValidationConfig(Block):
 @dataclass(frozen=True)
 class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
-    keep: int = key(2, "latest checkpoints kept, in addition to the one with the best validation reward", low=1)
+    keep: int = key(
+        2,
+        "latest checkpoints kept, in addition to the best by held-out reward, with and without signals of the guard",
+        low=1,
+    )
     resume: str = main_key(
         "never",
         "'auto': resume the latest unfinished run of this experiment, or the one in hydra.run.dir; or the folder "

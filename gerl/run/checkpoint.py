@@ -187,9 +187,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
 
     The checkpoint is verified. Without `step` it is the one with the best held-out reward, if possible without signals
-    of the guard, else the newest. Raises
-    `CheckpointError`: there is none, or it is damaged; `ConfigError`: `folder` is neither a run nor a checkpoint, or
-    `step` is not that of the checkpoint.
+    of the guard, else the newest. Raises `CheckpointError`: there is none, or it is damaged; `ConfigError`: `folder` is
+    neither a run nor a checkpoint, or `step` is not that of the checkpoint.
     """
     if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
         checkpoint = load_checkpoint(folder)
@@ -220,18 +219,18 @@ def comparable_checkpoints(run: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run among which `find_checkpoint` chooses the one with the best held-out reward."""
     found = _comparable(intact := _intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified))
     if others := [str(c.step) for c in _validated(intact) if c not in found]:
-        log.info("%s: left out because of signals of the guard: step %s", run, ", ".join(others))
+        log.info("%s: no candidate because of signals of the guard: step %s", run, ", ".join(others))
     return found
 
 
 def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
-    """Return the checkpoint without signals before step `before` with the largest held-out reward; None: no such."""
+    """Return the best checkpoint before step `before` without signals of the guard; None if there is none."""
     earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
     return _best([c for c in _intact(earlier, logging.WARNING) if not _signals(c)])
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one, see `_best`.
+    """Delete all but the newest `keep` checkpoints, the best one, and the one with the largest held-out reward.
 
     Of equals the newer is kept. Leftovers of interrupted writes are deleted too. A damaged checkpoint is neither
     counted nor deleted: it must not displace an intact one.
@@ -239,8 +238,8 @@ def prune(root: Path, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
     intact = _intact(checkpoint_paths(root), logging.DEBUG, _verified)
-    best = _best(intact)
-    kept = {c.path for c in intact[-keep:]} | ({best.path} if best else set())
+    best = {c.path for c in (_best(intact), _largest(_validated(intact))) if c is not None}
+    kept = {c.path for c in intact[-keep:]} | best
     doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
     doomed += [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
     for path in doomed:
@@ -366,20 +365,30 @@ def _intact(
 
 
 def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the comparable checkpoint with the largest held-out reward, the newest of equals; None: there is none."""
-    return max(_comparable(checkpoints), key=lambda c: (_held_out_reward(c), c.step), default=None)
+    """Return the best checkpoint: by held-out reward, without signals of the guard unless all have some."""
+    return _largest(_comparable(checkpoints))
+
+
+def _largest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the validated checkpoint with the largest held-out reward, the newest of equals; None if there is none."""
+    return max(checkpoints, key=lambda c: (_held_out_reward(c), c.step), default=None)
 
 
 def _why_best(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> str:
-    """Return the reason for the checkpoint `best` of `_best`, and what the guard says of it or of a better reward."""
-    why = f"step {best.step}, the best: held-out reward {_held_out_reward(best):.3f}"
+    """Say why `best` was chosen, and which signals of the guard it or a checkpoint with a larger reward has."""
+    reward, top = f"held-out reward {_held_out_reward(best):.3f}", _largest(_validated(checkpoints))
     if flagged := _signals(best):
-        return f"{why}, but the guard has signals of it and of all others: {', '.join(flagged)}"
-    top = max(_validated(checkpoints), key=lambda c: (_held_out_reward(c), c.step))
-    if top is best:
-        return why
-    better = f"step {top.step} has {_held_out_reward(top):.3f}, but signals of the guard: {', '.join(_signals(top))}"
-    return f"{why}; {better}; step={top.step} takes that"
+        every = "every validated checkpoint has signals of the guard"
+        return f"step {best.step}, the best: {reward}; {every}, this one {shortened(flagged)}"
+    if top is None or top is best:
+        return f"step {best.step}, the best: {reward}"
+    other = f"step={top.step} has {_held_out_reward(top):.3f}, and signals of the guard: {shortened(_signals(top))}"
+    return f"step {best.step}, the best without signals of the guard: {reward}; {other}"
+
+
+def shortened(keys: Sequence[str]) -> str:
+    """Name the first two keys and count the rest."""
+    return ", ".join(keys[:2]) + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
 
 
 def _signals(checkpoint: Checkpoint) -> list[str]:
@@ -388,7 +397,7 @@ def _signals(checkpoint: Checkpoint) -> list[str]:
 
 
 def _comparable(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the validated checkpoints of which one can be the best: without signals of the guard, unless all have."""
+    """Return the candidates for the best checkpoint: those without signals of the guard, or all if all have some."""
     found = _validated(checkpoints)
     return [c for c in found if not _signals(c)] or found
 

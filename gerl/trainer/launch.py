@@ -20,6 +20,7 @@ from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
 from gerl.run.card import secrets
+from gerl.run.checkpoint import shortened
 from gerl.run.guard import read_guard
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
@@ -135,11 +136,10 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
     lines += [f"report: {written}", trained]
-    if flagged := [row["signal"] for row in read_guard(run_dir) if row["step"] == config.trainer.steps]:
-        lines.append(
-            f"guard:  signals after the last step ({', '.join(dict.fromkeys(flagged))}); `gerl export` takes the best "
-            "checkpoint without signals, if there is one"
-        )
+    rows = [row for row in read_guard(run_dir) if row["step"] == config.trainer.steps and row["signal"] != "rollback"]
+    if rows:
+        keys = [f"{row['signal']}/{row['column']}" for row in rows]
+        lines.append(f"guard:  {shortened(keys)} after the last step; gerl export prefers a checkpoint without signals")
     lines.append("")
     if code := usage(run_dir, asdict(config), validations):
         sampled = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)

@@ -57,8 +57,9 @@ def test_the_table_counts_what_was_seen_before_half_of_the_damage() -> None:
     text = guard.table({"runs": runs, "card": card, "command": "benchmarks/guard.py"})
     assert "| brightness | signs | 3, 2 | 80% | 1 | 2 | `base/alignment` 2 |" in text
     assert "| all | 1 of 3 (1% to 91%) | 2 of 3 (9% to 99%) | 2 of 3 (9% to 99%) |" in text
-    assert "Alarms in honest runs: 1 of 20 (0% to 25%), 0 while 5% or more was lost." in text
-    assert "In 0 of the 2 runs not seen before half of the damage" in text and "in between: 1 of 3 (1% to 91%)." in text
+    assert "Alarms in honest runs: 1 of 20 (0% to 25%), 0 while the damage was 5% or more." in text
+    assert "In 0 of the 2 runs not seen before half of the damage" in text
+    assert "at that validation: 1 of 3 (1% to 91%)." in text
     assert "Hackable rewards that did less than 5% of damage: an alarm in 1 of 1" in text
     assert "| `base/alignment` | 1, 2 | 0, 1 | 0 |" in text
 
@@ -88,3 +89,8 @@ def test_what_measures_the_damage_is_hidden_from_the_guard() -> None:
 def test_the_page_has_the_table_of_the_results() -> None:
     page = guard.PAGE.read_text(encoding="utf-8")
     assert guard.table(json.loads(guard.RESULTS.read_text())) in page
+
+
+def test_the_page_has_the_table_of_the_actions() -> None:
+    page = guard.PAGE.read_text(encoding="utf-8")
+    assert guard_actions.table(guard_actions.stored()) in page

@@ -210,7 +210,9 @@ def test_the_best_checkpoint_before_a_step(tmp_path: Path) -> None:
     assert [None if one is None else one.step for one in found] == [None, 0, 2, 2, 8]
 
 
-def test_signals_of_the_guard_keep_a_checkpoint_from_being_the_best(tmp_path: Path) -> None:
+def test_signals_of_the_guard_keep_a_checkpoint_from_being_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root, flagged = tmp_path / "checkpoints", ["base/alignment"]
     for step, reward in ((2, 0.8), (4, 0.9)):
         save_checkpoint(root, step, FILES, {"val_reward": reward, "signals": flagged})
@@ -218,13 +220,22 @@ def test_signals_of_the_guard_keep_a_checkpoint_from_being_the_best(tmp_path: Pa
     assert found.step == 4 and "base/alignment" in why  # all have signals
     save_checkpoint(root, 1, FILES, {"val_reward": 0.5, "signals": []})
     _, found, why = find_checkpoint(tmp_path)
-    assert found.step == 1 and "step 4 has 0.900" in why and "base/alignment" in why and "step=4" in why
-    assert [c.step for c in comparable_checkpoints(tmp_path)] == [1]
+    assert found.step == 1 and "0.500; step=4 has 0.900" in why and "base/alignment" in why
+    with caplog.at_level("INFO"):
+        assert [c.step for c in comparable_checkpoints(tmp_path)] == [1]
+    assert "signals of the guard: step 2, 4" in caplog.text
     assert best_checkpoint(root, before=5).step == 1  # type: ignore[union-attr]
     save_checkpoint(root, 6, FILES, {"val_reward": 1.0, "signals": []})
     assert find_checkpoint(tmp_path)[2] == "step 6, the best: held-out reward 1.000"
     prune(root, 1)
     assert names(root) == ["step_6"]
+
+
+def test_the_largest_reward_is_not_pruned_for_signals_of_the_guard(tmp_path: Path) -> None:
+    for step, reward, flagged in ((1, 0.5, []), (2, 0.9, ["base/alignment"]), (3, 0.4, []), (4, 0.8, ["looks/red"])):
+        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward, "signals": flagged})
+    prune(tmp_path, 1)
+    assert names(tmp_path) == ["step_1", "step_2", "step_4"]
 
 
 def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
