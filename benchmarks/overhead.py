@@ -2,9 +2,9 @@
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
-The rollout is measured with encoded prompts, as a run's workers keep them (`data.cache_gb`), and with new ones. Also
-prints the shares of the latter's time spent in the denoiser, in encoding prompts, and elsewhere: the pipeline's loop,
-the sampler and gerl.
+The rollout is measured with encoded prompts, as a run's workers keep them (`data.cache_gb`), and with new ones; beside
+them stands the pipeline as diffusers has it, which encodes its prompts. Also prints the shares of a rollout of new
+prompts: in the denoiser, in encoding prompts, and elsewhere: the pipeline's loop, the sampler and gerl.
 """
 
 import argparse
@@ -114,6 +114,10 @@ def measure(
         rollout()
         detach(policy.pipe)
 
+    def stock() -> None:
+        with torch.no_grad():
+            policy.pipe(**call, generator=sample_generators(list(range(batch))))
+
     tape = rollout()
     credit = torch.tensor([[1.0 if i % 2 else -1.0] * len(tape.steps) for i in range(batch)])
     samples = [Sample(Prompt(0, prompt), i, i, 1) for i, prompt in enumerate(prompts)]
@@ -125,6 +129,7 @@ def measure(
     pairs = {
         "rollout": (encoded_rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
         "rollout of new prompts": (rollout, lambda: bare(denoiser, rollout_inputs, backward=False)),
+        "pipeline without gerl": (stock, lambda: bare(denoiser, rollout_inputs, backward=False)),
         "update": (update, lambda: bare(denoiser, update_inputs, backward=True)),
     }
     ratios: dict[str, list[float]] = {name: [] for name in pairs}

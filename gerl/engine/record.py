@@ -1424,20 +1424,27 @@ class Caches:
     """Detector of objects that carry state from one denoising step to later ones, in one rollout."""
 
     def __init__(self) -> None:
-        self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
+        self.pipeline: type[DiffusionPipeline] | None = None
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
-        """Find out how to run `pipe` without caches, for the error messages. Raises `ModelError` for stateful hooks."""
+        """Remember the kind of `pipe` for the error messages. Raises `ModelError` for stateful hooks."""
+        self.pipeline = type(pipe)
         for component, model in pipe.components.items():
             if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
                 raise ModelError(
                     f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
                     f"replayed: call pipe.{component}.disable_cache() first"
                 )
-        switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
-        if switches:
-            self.way = f"set sampling.call.{switches[0]}=false"
+
+    @property
+    def way(self) -> str:
+        """How to run the pipeline without caches."""
+        parameters = inspect.signature(self.pipeline.__call__).parameters if self.pipeline else ()
+        for name in parameters:
+            if "cache" in name:
+                return f"set sampling.call.{name}=false"
+        return "if the pipeline has an argument that disables it, set it in sampling.call"
 
     def arguments(self, step: int, arguments: Tree) -> tuple[dict[int, set[int]], int | None]:
         """Return the ids of the tensors in each object of a call, and the earlier step that filled one of them."""
@@ -1502,7 +1509,7 @@ def _replace_tensors(value: object, new: Callable[[torch.Tensor], torch.Tensor],
 
 def stateful_hooks(model: torch.nn.Module) -> list[str]:
     """Return the names of stateful hooks in `model`, such as those of diffusers' `enable_cache`."""
-    registries = [registry for module in model.modules() if (registry := getattr(module, HOOKS, None)) is not None]
+    registries = [registry for module in model.modules() if (registry := vars(module).get(HOOKS)) is not None]
     return sorted({name for r in registries for name, hook in r.hooks.items() if hook._is_stateful})
 
 
