@@ -448,10 +448,11 @@ class Replayer(TapeHead):
 
     def _once_per_kind(self, of_rows: OfRows, recorded: ComponentCall) -> Callable[..., object]:
         """Wrap the denoiser so that samples at the same latents are computed once."""
-        x, n, probe = self.tape.steps[self.step].x, self.tape.batch_size, self.tape.probe
+        x = self.latents[self.step] if self.step in self.latents else self.tape.steps[self.step].x
+        n, probe = self.tape.batch_size, self.tape.probe
         # merged samples would share the gradient of their latents
         self.parted = self.parted or self.leaf is not None
-        if self.parted or self.step in self.latents or probe is None or probe.batch_size == n or not self.probed:
+        if self.parted or probe is None or probe.batch_size == n or not self.probed:
             return of_rows(len(x))
         kinds = first_of_duplicates(x)
         self.parted = len(set(kinds)) == len(kinds)  # diverged trajectories do not meet again
