@@ -315,6 +315,30 @@ def test_children_of_one_parent_run_as_one_row_where_they_part(name: str, guided
     assert distance(whole, one_by_one(r, tape, steps=[1, 2])) < 1e-4
 
 
+@GUIDED
+def test_samples_at_the_same_given_latents_run_as_one_row(guided: bool) -> None:
+    r = recorded("sd3", guided)
+    tape = branched(r, 1)
+    x = tape.steps[1].x
+    given = {
+        1: torch.randn(x.shape, generator=torch.Generator().manual_seed(1))[CHILDREN],  # equal where the prompt is
+        2: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)),
+    }
+
+    def gradient(index: list[int]) -> list[torch.Tensor]:
+        latents = {k: values[index] for k, values in given.items()}
+        weights = ALIKE_WEIGHTS[index]
+        loss = lambda step: (weights * step.model_output.flatten(1).sum(1)).sum()  # noqa: E731
+        return replayed(r, tape, loss, index=index, steps=[1, 2], latents=latents)[1]
+
+    everything = list(range(len(CHILDREN)))
+    with counted_rows(r.pipe) as rows:
+        whole = gradient(everything)
+    assert rows.total() in [m * (len(set(CHILDREN)) + len(CHILDREN)) for m in (1, 2)]  # with guidance twice as many
+    total = [sum(parts) for parts in zip(*(gradient([i]) for i in everything), strict=True)]
+    assert distance(whole, total) < 1e-4
+
+
 def test_on_policy_the_ratio_at_the_common_step_is_one_to_the_bit() -> None:
     r = fresh("sd3")
     first = [torch.Generator().manual_seed(7) for _ in range(4)]
