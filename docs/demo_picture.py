@@ -1,6 +1,6 @@
 """Write the README's picture and numbers from a run of `make demo`: `python docs/demo_picture.py RUN`; needs chromium.
 
-`docs/pictures/demo.png` has held-out images before and after training, and the live page;
+`docs/pictures/demo.png` has held-out images before and after training, and the report;
 `benchmarks/results/demo.json` has the validations and the machine.
 """
 
@@ -9,19 +9,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from gerl.run.card import read_sessions
+from gerl.run.card import CARD, read_sessions
 from gerl.run.tracking import METRICS, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE, NUMBERS = ROOT / "docs" / "pictures" / "demo.png", ROOT / "benchmarks" / "results" / "demo.json"
-PORT, WIDTH, HEIGHT = 8917, 800, 780
+WIDTH, HEIGHT = 1040, 780
 BROWSER = "chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --virtual-time-budget=4000"
 PLACES = ("command", "folder", "repository")  # of the machine on which it ran
 COLUMNS = 2  # of a sheet's four
@@ -29,21 +26,11 @@ TITLE, MARGIN = 44, 16  # pixels
 
 
 def screenshot(run: Path, target: Path) -> None:
-    """Photograph the live page of a run."""
-    address = f"http://127.0.0.1:{PORT}/"
-    command = [sys.executable, "-m", "gerl.watch", f"run={run.resolve()}", f"port={PORT}"]
-    with subprocess.Popen(command, cwd=ROOT) as server, tempfile.TemporaryDirectory() as profile:
-        try:
-            for _ in range(100):
-                try:
-                    urllib.request.urlopen(address).close()
-                    break
-                except urllib.error.URLError:
-                    time.sleep(0.2)
-            options = [f"--user-data-dir={profile}", f"--screenshot={target}", f"--window-size={WIDTH},{HEIGHT}"]
-            subprocess.run([*BROWSER.split(), *options, address], check=True, env=os.environ | {"TZ": "UTC"})
-        finally:
-            server.terminate()
+    """Photograph the report of a run."""
+    with tempfile.TemporaryDirectory() as profile:
+        options = [f"--user-data-dir={profile}", f"--screenshot={target}", f"--window-size={WIDTH},{HEIGHT}"]
+        page = (run / "report.html").resolve().as_uri()
+        subprocess.run([*BROWSER.split(), *options, page], check=True, env=os.environ | {"TZ": "UTC"})
 
 
 def sheet(run: Path, step: int) -> Image.Image:
@@ -56,12 +43,12 @@ def main(run: Path) -> None:
     rows = [row for row in read_metrics(run / METRICS) if "val/ocr/mean" in row]
     last = int(rows[-1]["step"])
     validation = [{"step": r["step"], "reward": r["val/ocr/mean"], "exact": r["val/ocr/exact/mean"]} for r in rows]
-    card = {name: value for name, value in read_sessions(run)[-1].items() if name not in PLACES}
+    card = {name: value for name, value in read_sessions(run / CARD)[-1].items() if name not in PLACES}
     NUMBERS.write_text(json.dumps({"command": "make demo", "card": card, "validation": validation}, indent=1) + "\n")
     with tempfile.TemporaryDirectory() as folder:
         screenshot(run, Path(folder) / "page.png")
         page = Image.open(Path(folder) / "page.png").convert("RGB")
-    parts = {"before": sheet(run, 0), f"after {last} steps": sheet(run, last), "the live page": page}
+    parts = {"before": sheet(run, 0), f"after {last} steps": sheet(run, last), "the report": page}
     size = (sum(part.width + MARGIN for part in parts.values()), TITLE + max(part.height for part in parts.values()))
     picture, left, font = Image.new("RGB", size, "white"), 0, ImageFont.load_default(22)
     draw = ImageDraw.Draw(picture)

@@ -169,7 +169,9 @@ class PromptCache:
         """Replace the `encode_*` methods of `pipe` by cached ones."""
         for name in dir(type(pipe)):
             if ENCODES.match(name) and callable(method := getattr(pipe, name)):
-                pipe.__dict__[name] = update_wrapper(partial(self.answer, pipe, name, method, inspect.signature(method)), method)
+                pipe.__dict__[name] = update_wrapper(
+                    partial(self.answer, pipe, name, method, inspect.signature(method)), method
+                )
 
     def answer(
         self,
