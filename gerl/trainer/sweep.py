@@ -1,5 +1,6 @@
 """Sweeps (`-m`): one run per combination of values, and the table of results."""
 
+import ctypes
 import json
 import logging
 import math
@@ -40,6 +41,7 @@ from gerl.utils.files import csv_text, reason, write_file
 
 logger = logging.getLogger("gerl")
 PROGRAM = "gerl.trainer.main_flowgrpo"
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 PLAIN = re.compile(r"[\w.+-]+")  # values that can be part of a folder's name
 MOST_NAMED = 6  # keys in the name of a folder
 MOST_TRIED = 32  # values of a key, and combinations of the other keys' values with one of them
@@ -297,6 +299,11 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def end_with_parent() -> None:
+    """Let the calling process, a child, end with its checkpoint if the parent is killed (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signals.SIGTERM)
+
+
 def run_training(arguments: Sequence[str], log: IO[bytes] | None = None) -> int:
     """Train in a subprocess and return its exit code; a signal ends the training, with its checkpoint, first.
 
@@ -311,7 +318,9 @@ def run_training(arguments: Sequence[str], log: IO[bytes] | None = None) -> int:
     with signals.handled(), signals.before_leaving(end):
         try:
             with signals.deferred():
-                process = subprocess.Popen([sys.executable, "-m", PROGRAM, *arguments], stdout=log, stderr=log)
+                process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, *arguments], stdout=log, stderr=log, preexec_fn=end_with_parent
+                )
             return process.wait()
         except KeyboardInterrupt:
             signals.answered()

@@ -29,6 +29,7 @@ from gerl.commandline.form import either, near_names
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.progress import duration
+from gerl.run.checkpoint import alive_since
 from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import Estimate, estimate_gain, load_validation, validation_steps
@@ -41,6 +42,7 @@ PRESETS = "awm_fast,few_step_grpo,flow_grpo,mix_grpo,rwr,dgpo"
 RATES = "3e-4,1e-3,3e-3"
 SCREEN_STEPS, FEWEST_STEPS = 2, 4  # trainer steps of the screen, and of any other trial
 KEEP = 3  # one of so many trials continues
+POLL = 0.2  # seconds
 LAST = 0.5  # share of the budget for the last trial
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 OWN = ("algorithm", "actor.lr", "actor.lr_schedule", "trainer.steps", "validation.every", "hydra.run.dir")
@@ -304,6 +306,10 @@ class Search:
         logger.info("trial %s: %d steps", trial.name, steps)
         place, start = self.folder / TRIALS / trial.name, time.monotonic()
         place.parent.mkdir(exist_ok=True)
+        if alive_since(place) is not None:  # of a search that was killed; it ends with a checkpoint
+            logger.info("trial %s is still being stopped: waiting", trial.name)
+            while alive_since(place) is not None:
+                time.sleep(POLL)
         if not (place / "checkpoints").exists():
             shutil.rmtree(place, ignore_errors=True)  # of a trial that was cut off
         with place.with_name(f"{trial.name}.log").open("wb") as log:

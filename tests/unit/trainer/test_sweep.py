@@ -2,6 +2,9 @@
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,15 @@ from gerl.errors import ConfigError
 from gerl.trainer.sweep import JOB, _arguments, _check_choices, _plan, read_jobs, result, table, write_table
 
 LAST = "reward.scorers.ocr.weight=2"
+SLEEPER = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("ended").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+pathlib.Path("started").touch()
+time.sleep(120)
+"""
 
 
 def test_each_combination_is_a_run_and_the_rest_is_the_same_in_all() -> None:
@@ -158,3 +170,17 @@ def test_a_run_without_metrics_or_with_damaged_ones_has_no_result(tmp_path: Path
     assert result(tmp_path) == nothing
     (tmp_path / "metrics.jsonl").write_text('{"step": "x"}\n{"step": 1}\n')
     assert result(tmp_path) == nothing
+
+
+def test_a_training_is_stopped_if_the_search_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    code = "from gerl.trainer import sweep; sweep.PROGRAM = 'sleeper'; sweep.run_training([])"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path) as parent:
+        while not (tmp_path / "started").exists():
+            assert parent.poll() is None
+            time.sleep(0.05)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
