@@ -2,9 +2,9 @@
 
 One process alternates gerl's rollout (without VAE decode) and update with the bare denoiser, called the same number
 of times on the same inputs, and prints the median ratio of their times. The machine's speed cancels out, and its drift.
-The rollout is measured with encoded prompts, as a run's workers keep them (`data.cache_gb`), and with new ones; beside
-them stands the pipeline as diffusers has it, which encodes its prompts. Also prints the shares of a rollout of new
-prompts: in the denoiser, in encoding prompts, and elsewhere: the pipeline's loop, the sampler and gerl.
+The rollout is measured with encoded prompts, as a run's workers keep them (`data.cache_gb`), and with new ones; for
+comparison, the pipeline without gerl is measured too. Also prints the shares of a rollout's time with new prompts that
+are spent in the denoiser, in encoding prompts, and elsewhere: in the pipeline's loop, the sampler and gerl.
 """
 
 import argparse

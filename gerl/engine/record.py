@@ -1424,27 +1424,20 @@ class Caches:
     """Detector of objects that carry state from one denoising step to later ones, in one rollout."""
 
     def __init__(self) -> None:
-        self.pipeline: type[DiffusionPipeline] | None = None
+        self.way = "if the pipeline has an argument that disables it, set it in sampling.call"
         self.filled: dict[int, tuple[object, int]] = {}  # id of an object -> the object and the step that filled it
 
     def belong_to(self, pipe: DiffusionPipeline) -> None:
-        """Remember the kind of `pipe` for the error messages. Raises `ModelError` for stateful hooks."""
-        self.pipeline = type(pipe)
+        """Find out how to run `pipe` without caches, for the error messages. Raises `ModelError` for stateful hooks."""
         for component, model in pipe.components.items():
             if isinstance(model, torch.nn.Module) and (found := stateful_hooks(model)):
                 raise ModelError(
                     f"{component} keeps state between denoising steps ({', '.join(found)}), which cannot be "
                     f"replayed: call pipe.{component}.disable_cache() first"
                 )
-
-    @property
-    def way(self) -> str:
-        """How to run the pipeline without caches."""
-        parameters = inspect.signature(self.pipeline.__call__).parameters if self.pipeline else ()
-        for name in parameters:
-            if "cache" in name:
-                return f"set sampling.call.{name}=false"
-        return "if the pipeline has an argument that disables it, set it in sampling.call"
+        switches = [p for p in inspect.signature(type(pipe).__call__).parameters if "cache" in p]
+        if switches:
+            self.way = f"set sampling.call.{switches[0]}=false"
 
     def arguments(self, step: int, arguments: Tree) -> tuple[dict[int, set[int]], int | None]:
         """Return the ids of the tensors in each object of a call, and the earlier step that filled one of them."""

@@ -452,7 +452,9 @@ class Replayer(TapeHead):
         n, probe = self.tape.batch_size, self.tape.probe
         # merged samples would share the gradient of their latents
         self.parted = self.parted or self.leaf is not None
-        if self.parted or probe is None or probe.batch_size == n or not self.probed:
+        # given latents are noised images, equal only where no image is left: not compared later, as that synchronises
+        later = self.step in self.latents and self.step > 0
+        if self.parted or later or probe is None or probe.batch_size == n or not self.probed:
             return of_rows(len(x))
         kinds = first_of_duplicates(x)
         self.parted = len(set(kinds)) == len(kinds)  # diverged trajectories do not meet again

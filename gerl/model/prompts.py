@@ -169,21 +169,13 @@ class PromptCache:
         """Replace the `encode_*` methods of `pipe` by cached ones."""
         for name in dir(type(pipe)):
             if ENCODES.match(name) and callable(method := getattr(pipe, name)):
-                pipe.__dict__[name] = update_wrapper(
-                    partial(self.answer, pipe, name, method, inspect.signature(method)), method
-                )
+                pipe.__dict__[name] = update_wrapper(partial(self.answer, pipe, name, method), method)
 
     def answer(
-        self,
-        pipe: DiffusionPipeline,
-        name: str,
-        method: Callable[..., Tree],
-        signature: inspect.Signature,
-        *args: object,
-        **kwargs: object,
+        self, pipe: DiffusionPipeline, name: str, method: Callable[..., Tree], *args: object, **kwargs: object
     ) -> Tree:
         """Return the output of `method`, named `name`, from cached encodings if possible."""
-        bound = signature.bind(*args, **kwargs).arguments
+        bound = inspect.signature(method).bind(*args, **kwargs).arguments
         bound |= bound.pop("kwargs", {})
         rows, rest = divided(bound)
         if rows is None or (said := _spelled(rest)) is None:

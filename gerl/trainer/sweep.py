@@ -300,8 +300,9 @@ def _shown(path: Path) -> Path:
 
 
 def end_with_parent() -> None:
-    """Let the calling process, a child, end with its checkpoint if the parent is killed (Linux)."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signals.SIGTERM)
+    """Ask Linux to send SIGTERM to this process, a child, when its parent dies, by SIGKILL too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signals.SIGTERM)
 
 
 def run_training(arguments: Sequence[str], log: IO[bytes] | None = None) -> int:

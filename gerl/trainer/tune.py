@@ -306,8 +306,8 @@ class Search:
         logger.info("trial %s: %d steps", trial.name, steps)
         place, start = self.folder / TRIALS / trial.name, time.monotonic()
         place.parent.mkdir(exist_ok=True)
-        if alive_since(place) is not None:  # of a search that was killed; it ends with a checkpoint
-            logger.info("trial %s is still being stopped: waiting", trial.name)
+        if alive_since(place) is not None:  # started by a search that was killed
+            logger.info("trial %s, started by a search that was killed, is still stopping: waiting", trial.name)
             while alive_since(place) is not None:
                 time.sleep(POLL)
         if not (place / "checkpoints").exists():

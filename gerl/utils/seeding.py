@@ -31,6 +31,9 @@ def seed_everything(*parts: int | str) -> None:
     torch.manual_seed(seed)
 
 
+WORDS = 624  # of the state of a Mersenne Twister
+
+
 def sample_generators(seeds: list[int]) -> list[torch.Generator]:
     """Return a CPU generator per sample, with the same noise on any device and different noise for every seed.
 
@@ -39,7 +42,8 @@ def sample_generators(seeds: list[int]) -> list[torch.Generator]:
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     for generator, seed in zip(generators, seeds, strict=True):
-        words = np.random.MT19937(seed).state["state"]["key"].astype(np.uint64)
+        words = np.random.SeedSequence(seed).generate_state(WORDS).astype(np.uint64)
+        words[0] = 1 << 31  # as in NumPy's MT19937, which takes twice as long: the state must not be zero
         state = generator.get_state()
         state[_first_word() : _first_word() + words.nbytes] = torch.from_numpy(words.view(np.uint8))
         generator.set_state(state)

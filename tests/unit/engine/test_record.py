@@ -125,10 +125,10 @@ def test_a_sample_is_drawn_the_same_in_any_batch(name: str, guided: bool) -> Non
 
 
 def test_without_generators_the_global_one_is_used_and_the_probe_does_not_draw_from_it() -> None:
-    drawn = []
+    drawn, r = [], recorded("sd3", False)
     for seed, probe in ((5, True), (5, False), (6, False)):
         torch.manual_seed(seed)
-        images, _ = recorded("sd3", False).record(generators=None, probe=probe)
+        images, _ = r.record(generators=None, probe=probe)
         drawn.append([images, torch.rand(3)])
     assert all_equal(drawn[0], drawn[1]) and not torch.equal(drawn[2][0], drawn[0][0])
 

@@ -319,17 +319,17 @@ def test_children_of_one_parent_run_as_one_row_where_they_part(name: str, guided
 def test_samples_at_the_same_given_latents_run_as_one_row(guided: bool) -> None:
     r = recorded("sd3", guided)
     tape = branched(r, 1)
-    x = tape.steps[1].x
+    x = tape.steps[0].x
     given = {
-        1: torch.randn(x.shape, generator=torch.Generator().manual_seed(1))[CHILDREN],  # equal where the prompt is
-        2: torch.randn(x.shape, generator=torch.Generator().manual_seed(2)),
+        0: torch.randn(x.shape, generator=torch.Generator().manual_seed(0))[CHILDREN],  # equal where the prompt is
+        1: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)),
     }
 
     def gradient(index: list[int]) -> list[torch.Tensor]:
         latents = {k: values[index] for k, values in given.items()}
         weights = ALIKE_WEIGHTS[index]
         loss = lambda step: (weights * step.model_output.flatten(1).sum(1)).sum()  # noqa: E731
-        return replayed(r, tape, loss, index=index, steps=[1, 2], latents=latents)[1]
+        return replayed(r, tape, loss, index=index, steps=[0, 1], latents=latents)[1]
 
     everything = list(range(len(CHILDREN)))
     with counted_rows(r.pipe) as rows:
