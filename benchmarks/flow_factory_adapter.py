@@ -105,7 +105,7 @@ class FlowFactoryJob(Job):
         return run_gerl(self.shared_keys(*VALIDATION, f"model.lora={lora}", f"hydra.run.dir={folder}"))
 
     def shared_keys(self, *more: str) -> list[str]:
-        """Return gerl's keys of the row and of this run; the last of equal keys counts."""
+        """Return gerl's keys for the row and this run; later ones override equal earlier ones."""
         shared = [key for key in self.row.keys if not key.startswith(OWN)]
         return list({key.partition("=")[0]: key for key in (*shared, *self.own(), *more)}.values())
 

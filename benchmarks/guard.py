@@ -306,7 +306,7 @@ def table(results: dict[str, Any]) -> str:
     if late:
         sudden = f"{sum(map(is_sudden, late))} of the {len(late)} runs not seen before half of the damage"
         lines += ["", f"In {sudden}, the damage was below {UNHARMED:.0%} at the preceding validation.", ""]
-        lines += [f"Seen before half of the damage among the runs with more at that validation: {share(gradual)}."]
+        lines += [f"Of the runs with more damage at that validation, seen before half of it: {share(gradual)}."]
     lines += [
         "",
         f"Alarms in honest runs: {share(wrong)}, {lossy} while the damage was {UNHARMED:.0%} or more." if wrong else "",

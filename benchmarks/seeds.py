@@ -2,12 +2,13 @@
 
 Trains with one thread per run and writes benchmarks/results/NAME.json: the held-out reward of each validation, with the
 evaluations of the denoiser on an image, forward and backward, and the images until then. Prints the mean of each
-validation with its 95 % interval over the seeds.
+validation with its 95 % t interval over the seeds.
 """
 
 import argparse
 import json
 import logging
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from forked import run_jobs
 
 from gerl.run.card import hardware, now, software
 from gerl.run.tracking import METRICS, read_metrics
-from gerl.run.validation import mean_interval
+from gerl.run.validation import CONFIDENCE, t_quantile
 from gerl.utils.files import write_file
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -61,6 +62,15 @@ def points(metrics: Sequence[dict[str, Any]], reward: str, others: Sequence[str]
     return found
 
 
+def mean_and_interval(values: Sequence[float]) -> str:
+    """Format the mean of `values` with the half-width of its 95 % t interval, which a single value does not have."""
+    mean = f"{statistics.fmean(values):.3f}"
+    if len(values) < 2:
+        return mean
+    half = t_quantile(CONFIDENCE, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return f"{mean} ± {half:.3f}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the file of results")
@@ -84,13 +94,9 @@ def main() -> int:
     about = {"keys": args.keys, "date": now(), "hardware": hardware(), "software": software()}
     write_file(RESULTS / f"{args.name}.json", json.dumps(about | {"runs": runs}, indent=1) + "\n")
     for same in zip(*found.values(), strict=True):
-        rewards = [point[args.reward] for point in same]
-        low, high = mean_interval([rewards])
-        spent = sum(point["evaluations"] for point in same) / len(same)
-        mean = sum(rewards) / len(rewards)
-        logger.info(
-            "step %3d: %.3f (%.3f to %.3f) after %s evaluations", same[0]["step"], mean, low, high, f"{spent:,.0f}"
-        )
+        spent = statistics.fmean(point["evaluations"] for point in same)
+        shown = mean_and_interval([point[args.reward] for point in same])
+        logger.info("step %3d: %s after %s evaluations", same[0]["step"], shown, f"{spent:,.0f}")
     return 0
 
 

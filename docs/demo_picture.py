@@ -41,6 +41,8 @@ def sheet(run: Path, step: int) -> Image.Image:
 
 def main(run: Path) -> None:
     rows = [row for row in read_metrics(run / METRICS) if "val/ocr/mean" in row]
+    if not rows:
+        raise SystemExit(f"{run} has no validations: give the folder of a finished run of `make demo`")
     last = int(rows[-1]["step"])
     validation = [{"step": r["step"], "reward": r["val/ocr/mean"], "exact": r["val/ocr/exact/mean"]} for r in rows]
     card = {name: value for name, value in read_sessions(run / CARD)[-1].items() if name not in PLACES}
