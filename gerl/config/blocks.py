@@ -303,7 +303,11 @@ class ScorerConfig(Block):
         "in training, before the sum: mean 0 and deviation 1 among the images of a prompt (group) or of the step "
         "(batch), or the share of the prompt's other images that it beats (rank)",
     )
-    success: float | None = key(None, "log the share of images with at least this score as NAME/success_rate")
+    success: float | None = key(
+        None,
+        "log the share of images with at least this score as NAME/success_rate, and with several images per prompt "
+        "pass@k; null: neither",
+    )
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
@@ -402,7 +406,10 @@ class ValidationConfig(Block):
         32, "prompts whose images are kept and shown, spread evenly over the file; null: all", low=1
     )
     images_per_prompt: int = key(
-        1, "images per held-out prompt; with more than one, their diversity is measured, which drops on collapse", low=1
+        1,
+        "images per held-out prompt; with more than one, the best of them, pass@k (reward.scorers.NAME.success) and "
+        "their diversity are measured, which drops on collapse",
+        low=1,
     )
     height: int | None = key(None, "height of the images in pixels; null: as in sampling", low=8)
     width: int | None = key(None, "width of the images in pixels; null: as in sampling", low=8)

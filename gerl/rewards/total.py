@@ -32,6 +32,11 @@ def with_all_active(config: RewardConfig) -> RewardConfig:
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
 
 
+def thresholds(config: RewardConfig) -> dict[str, float]:
+    """Return the scores from which on an image counts as a success, by scorer (`reward.scorers.NAME.success`)."""
+    return {name: scorer.success for name, scorer in config.scorers.items() if scorer.success is not None}
+
+
 def rescaled(scorer: ScorerConfig, score: float) -> float:
     """Return `clip(scale * score + offset)`."""
     value = scorer.scale * score + scorer.offset

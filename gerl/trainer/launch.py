@@ -19,6 +19,8 @@ from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
+from gerl.rewards.total import thresholds
+from gerl.run.attempts import SUCCESS
 from gerl.run.card import secrets
 from gerl.run.checkpoint import shortened
 from gerl.run.guard import read_guard
@@ -123,13 +125,20 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
     lines = ["", f"finished in {seconds / 60:.1f} min; run folder: {run_dir}"]
     if len(validations) > 1:
         first, last = validations[0], validations[-1]
+        success = thresholds(config.reward)
         for name in first.by_scorer:
             scored = zip(first.by_scorer[name], last.by_scorer.get(name, ()), strict=False)
             pairs = [(a, b) for a, b in scored if a is not None and b is not None]  # no other reward is comparable
-            before, after = (mean([pair[i] for pair in pairs]) for i in (0, 1))
-            shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+            columns = {name: pairs}
+            if name in success:
+                columns[f"{name}/{SUCCESS}"] = [
+                    (float(a >= success[name]), float(b >= success[name])) for a, b in pairs
+                ]
             some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""
-            lines.append(f"{name} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
+            for column, values in columns.items():
+                before, after = (mean([pair[i] for pair in values]) for i in (0, 1))
+                shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+                lines.append(f"{column} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
     folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
     written = (

@@ -18,6 +18,7 @@ from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.rewards.manager import PendingRollout
+from gerl.run.attempts import SUCCESS
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
@@ -175,6 +176,7 @@ def conclude_validation(
         if gain is not None and not math.isnan(gain.low):
             over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
         images = held_out_words(count, config.validation.images_per_prompt)
+        over += "".join(success_words(name, metrics) for name in config.reward.scorers)
         logger.info("step %d: reward on %s %.3f%s", step, images, metrics["val/reward/mean"], over)
         return metrics, metrics["val/reward/mean"]
     i = scores.failed[0]
@@ -187,6 +189,15 @@ def conclude_validation(
     totals = [v for k, v in enumerate(scores.totals) if v is not None or k in scores.failed]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
     return metrics, None
+
+
+def success_words(name: str, metrics: Metrics) -> str:
+    """Describe the success rate of the scorer `name` with its interval; empty without one."""
+    key = f"val/{name}/{SUCCESS}"
+    if math.isnan(metrics.get(f"{key}_low", math.nan)):
+        return ""
+    low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+    return f"; {name}/{SUCCESS} {metrics[key]:.3f} (95 % interval {low:.3f} to {high:.3f})"
 
 
 def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:

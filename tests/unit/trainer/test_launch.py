@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.config import Config, TrainerConfig
+from gerl.config import Config, RewardConfig, ScorerConfig, TrainerConfig
 from gerl.run.validation import save_validation
 from gerl.trainer.launch import closing_screen
 
@@ -25,6 +25,14 @@ def test_the_closing_screen(tmp_path: Path) -> None:
     code = textwrap.dedent(closing_screen(Config(), tmp_path, [], 90.0).partition("in plain diffusers:\n")[2])
     compile(code, "closing screen", "exec")
     assert f"{tmp_path / 'checkpoints' / 'step_100' / 'lora'}" in code
+
+
+def test_the_closing_screen_has_the_success_rate(tmp_path: Path) -> None:
+    config = Config(reward=RewardConfig({"ocr": ScorerConfig(success=0.5)}))
+    for step, scores in ((0, [0.2, 0.6, 0.4]), (100, [0.5, 0.6, None])):
+        save_validation(tmp_path, step, ["a", "b", "c"], np.zeros((3, 4, 4, 3), np.uint8), scores, {"ocr": scores})
+    text = closing_screen(config, tmp_path, [], 1.0)
+    assert re.search(r"ocr/success_rate on 2 of 3 .*0\.500 before.*1\.000 after", text)
 
 
 def test_the_closing_screen_without_validation(tmp_path: Path) -> None:
