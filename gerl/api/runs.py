@@ -71,7 +71,7 @@ class Run:
     def lora(self) -> Path:
         """Folder of the trained LoRA, for `pipe.load_lora_weights`.
 
-        From the checkpoint with the best held-out reward, if possible without signals of the guard, else the newest.
+        From the best checkpoint (`checkpoint.best`), if possible without signals of the guard, else the newest.
         Raises `CheckpointError` if there is none.
         """
         checkpoint = find_checkpoint(self.folder)[1]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator
 
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
+from gerl.config.held_out import REWARD, Criterion
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -432,8 +433,13 @@ class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(
         2,
-        "latest checkpoints kept, in addition to the best by held-out reward, with and without signals of the guard",
+        "latest checkpoints kept, in addition to the best by checkpoint.best, with and without signals of the guard",
         low=1,
+    )
+    best: str = key(
+        REWARD,
+        "held-out metric by which a checkpoint is the best, which is kept, exported and evaluated, such as "
+        "val/ocr/success_rate; with a minus in front lower is better, such as -val/lpips/mean",
     )
     resume: str = main_key(
         "never",
@@ -441,6 +447,9 @@ class CheckpointConfig(Block):
         "of a run or of a checkpoint; 'never': start a new run. A run resumes with its own config.yaml, keys given "
         "override it; experiment, algorithm, model, LoRA, prompts and seed cannot change",
     )
+
+    def check(self) -> None:
+        Criterion.parse(self.best)
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,15 @@ def _trackers(value: Any, _: Given) -> Any:
     return {"logger.trackers": [name for name in names if name not in ("console", "none", "file")]}
 
 
+@_rule("metric_name metric_for_best_model")
+def _best(value: Any, given: Given) -> Any:
+    minus = "-" * any(given.is_switched(name, on=False) for name in ("higher_is_better", "greater_is_better"))
+    if re.fullmatch(r"val/.+/\w+", str(value)):
+        return {"checkpoint.best": f"{minus}{value}"}
+    return Why(f"VALUE is a held-out metric, such as {minus}val/ocr/mean; by default the held-out reward",
+               "checkpoint.best")  # fmt: skip
+
+
 @_rule("config config_name config_file recipe")
 def _recipe(value: Any, _: Given) -> Any:
     if str(value).endswith((".yaml", ".yml")):

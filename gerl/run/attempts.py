@@ -1,11 +1,12 @@
 """Success rate, best of n and pass@k: what the scores of one or several images per prompt say about each prompt."""
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 
-from gerl.run.validation import Estimate, estimate, estimate_share
+from gerl.config.held_out import parts
+from gerl.run.validation import Estimate, Validation, estimate, estimate_share, known, mean
 
 SUCCESS, BEST, PASS = "success_rate", "best_of_n", "pass_at_"
 
@@ -56,6 +57,26 @@ def attempts(ids: Sequence[int], values: Sequence[float | None], success: float 
     if most > 1 and success is not None:
         found |= {f"{PASS}{k}": best(reached, k, True) for k in range(1, most + 1)}
     return found
+
+
+def held_out_metric(
+    validation: Validation, metric: str, success: Mapping[str, float], prompts: Container[str] | None = None
+) -> float | None:
+    """Compute a metric of a stored validation, of some of its `prompts` or all; None if that is not possible.
+
+    Of the gain over the first validation only the part that differs between validations: the mean. success: by scorer.
+    """
+    column, statistic = parts(metric)
+    values = validation.rewards if column == "reward" else validation.by_scorer.get(column, [])
+    rows = [row for row, text in enumerate(validation.prompts) if prompts is None or text in prompts]
+    own = [values[row] for row in rows] if values else []
+    if not known(own) or (column == "reward" and None in own):  # a scorer need not apply to all prompts
+        return None
+    ids = validation.ids or range(len(validation.prompts))
+    if statistic in ("mean", "gain"):
+        return mean(own)
+    found = attempts([ids[row] for row in rows], own, success.get(column)).get(statistic)
+    return None if found is None else found.estimate().mean
 
 
 def is_printed(name: str, names: Container[str]) -> bool:

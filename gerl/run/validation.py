@@ -320,19 +320,22 @@ def save_validation(
     write_file(path, json.dumps(finite(values)))
 
 
-def remove_images(run_dir: Path, newest: int) -> None:
+def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float | None] | None = None) -> None:
     """Delete the images of all validations but the first, the best and the `newest` last ones; rewards stay.
 
-    A damaged one is left as it is. Raises `GerlError` if a file cannot be written or deleted.
+    The best has the highest `rank`, by default its mean reward. A damaged one is left as it is. Raises `GerlError` if a
+    file cannot be written or deleted.
     """
-    means: dict[int, float] = {}
+    ranks: dict[int, float] = {}
     for step in validation_steps(run_dir):
         if (_path(run_dir, step).with_suffix(".npz")).exists():
             with contextlib.suppress(GerlError):
-                rewards = load_validation(run_dir, step, pictures=False).rewards
-                means[step] = -math.inf if None in rewards else mean(rewards) or 0.0
-    steps = sorted(means)
-    best = max(steps, key=lambda step: (means[step], step), default=0)
+                found = load_validation(run_dir, step, pictures=False)
+                by_reward = None if None in found.rewards else mean(found.rewards) or 0.0
+                value = by_reward if rank is None else rank(found)
+                ranks[step] = -math.inf if value is None else value
+    steps = sorted(ranks)
+    best = max(steps, key=lambda step: (ranks[step], step), default=0)
     for step in set(steps) - {*steps[:1], best, *steps[-newest:]}:
         path = _path(run_dir, step)
         values = json.loads(path.read_bytes())

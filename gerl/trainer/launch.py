@@ -16,7 +16,7 @@ from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.progress import waiting
 from gerl.protocol import Prompt
-from gerl.rewards.checks import read_prompts, read_regularising
+from gerl.rewards.checks import check_held_out_metrics, read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
 from gerl.rewards.total import thresholds
@@ -64,6 +64,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
         held = config.validation
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
         config, kept = keep_watched(config, folder.composed.replaced, prompts, held_out)
+        check_held_out_metrics(config, held_out)
         folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():

@@ -31,12 +31,14 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
+from gerl.config.held_out import Criterion
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
+from gerl.rewards.checks import check_held_out_metrics
 from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
 from gerl.rewards.scorers.weights import offers
@@ -177,6 +179,7 @@ class Run:
         self.ahead: dict[int, PendingRollout] = {}  # by step: sampled or in flight, not yet trained on
         self.latest: Metrics = {}  # the last row of metrics
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
+        self.val_metrics: Metrics = {}  # of the last validation, those that are finite
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
         self.signals: list[str] = []  # keys of the guard's signals at the last validation
         self.validated_step: int | None = None
@@ -259,6 +262,7 @@ class Run:
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
             columns = try_scorers(self.rewards, config, sampled, self.held_out)
+        check_held_out_metrics(config, self.held_out, columns)
         self.describe_guard(columns)
         self.notify("stepping")
         self.model = self.load_model(loading)
@@ -524,13 +528,14 @@ class Run:
                 self.state,
                 finished=step == total and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == step else None,
+                val_metrics=self.val_metrics if self.validated_step == step else {},
                 signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
             ).to_json()
 
             def write() -> None:
                 save_checkpoint(root, step, {}, state, held.write)
-                prune(root, self.config.checkpoint.keep)
+                prune(root, self.config.checkpoint.keep, Criterion.parse(self.config.checkpoint.best))
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)
             if held.at_once or step == total:
@@ -575,6 +580,7 @@ class Run:
                 "checkpoint.resume=never"
             ) from None
         self.val_reward, self.signals = self.state.val_reward, self.state.signals
+        self.val_metrics = self.state.val_metrics
         self.validated_step = self.state.step
         self.saved_step = self.state.step
 

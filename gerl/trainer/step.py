@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.progress import Stopwatch
 from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats
-from gerl.rewards.total import applies, rescaled
+from gerl.rewards.total import applies, metric_name, rescaled
 from gerl.run.attempts import SUCCESS, attempts
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
-NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric names, and the slash
 
 
 @dataclass
@@ -102,7 +100,7 @@ def _by_source(scores: Scores) -> Metrics:
         if total is None and not failures:  # no scorer applies
             continue
         if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
-            found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
+            found.setdefault(metric_name(source), []).append(total)
     means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
     return means if len(means) > 1 else {}
 

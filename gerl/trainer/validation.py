@@ -14,11 +14,13 @@ from PIL import Image
 from gerl.algorithms.planning import VALIDATION_SEED, plan_validation, sampled_steps
 from gerl.cluster import Pending
 from gerl.config import Config, ValidationConfig
+from gerl.config.held_out import Criterion
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.rewards.manager import PendingRollout
-from gerl.run.attempts import SUCCESS
+from gerl.rewards.total import thresholds
+from gerl.run.attempts import SUCCESS, held_out_metric
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
@@ -88,9 +90,16 @@ def _conclude(
         timed = [pending.result() for pending in images]
         share = sum(part.judge_seconds for part in timed) / sum(part.seconds for part in timed)
         step.metrics["timing/judge_share"] = share  # of the samplers' time in validation
+    run.val_metrics = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
     run.notify("validated", step)
     if config.validation.keep is not None:
-        remove_images(folder, config.validation.keep)
+        criterion, success = Criterion.parse(config.checkpoint.best), thresholds(config.reward)
+
+        def rank(found: Validation) -> float | None:
+            value = held_out_metric(found, criterion.metric, success)
+            return None if value is None else criterion.rank(value)
+
+        remove_images(folder, config.validation.keep, rank)
 
 
 def load_scores(run_dir: Path, step: int) -> Validation | None:

@@ -31,6 +31,7 @@ EXTENSIONS = (
     "dynamic_sampling:DynamicSampling",
     "training_images:TrainingImages",
     "moving_reference:MovingReference",
+    "chosen_metrics:ChosenMetrics",
     "guard:HackingGuard",
     "raise_kl:RaiseKL",
     "health:HealthChecks",
