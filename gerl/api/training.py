@@ -148,8 +148,8 @@ class Trainer:
                 folder = open_run(arguments)
                 if folder is None:  # already finished
                     return
-                board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
                 with folder, launched(folder, arguments) as (trainer, steps):
+                    board = Board(trainer.planned_steps, self.folder) if in_notebook() else None
                     for _ in steps:
                         step = Step(trainer.state.step, dict(trainer.latest))
                         if board is not None:

@@ -688,7 +688,8 @@ def _path(group: str, name: str, folder: Path) -> str:
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
 PROMPTS = ("data.train", "validation.data")
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
-WHOLE = "reward.scorers"  # a dictionary that is replaced where it is given as a whole; others are merged
+WHOLE = "reward.scorers"
+REPLACED = (WHOLE, "trainer.stop_at")  # dictionaries that are replaced where they are given; others are merged
 
 
 def key_of(argument: str) -> str:
@@ -787,7 +788,7 @@ def set_keys(
             continue
         place = _place(values, names, key)
         old = place.get(leaf)
-        merged = isinstance(value, dict) and isinstance(old, dict) and (key != WHOLE or override.is_add())
+        merged = isinstance(value, dict) and isinstance(old, dict) and (key not in REPLACED or override.is_add())
         if override.is_add() and old is not None and not merged and not again:
             raise ConfigError(f"+{key}: the key exists, set it without the plus sign")
         place[leaf] = _merged(old, value) if merged else value

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator
 
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
-from gerl.config.held_out import REWARD, Criterion
+from gerl.config.held_out import REWARD, Criterion, Goal
 from gerl.config.schema import Block, key, main_key, shown
 from gerl.errors import ConfigError
 
@@ -573,6 +573,22 @@ class LoggerConfig(Block):
 @dataclass(frozen=True)
 class TrainerConfig(Block):
     steps: int = main_key(100, "trainer steps (rollout, score, update)", low=1)
+    epochs: int | None = key(
+        None,
+        "passes over the prompts of data.train after which the run ends, if trainer.steps is not first; null: any",
+        low=1,
+    )
+    hours: float | None = key(
+        None,
+        "time after which the run ends with a checkpoint of the step in progress, and the exit code of SIGTERM; "
+        "checkpoint.resume=auto continues it; null: no limit",
+        above=0,
+    )
+    stop_at: dict[str, Any] = key(
+        {},
+        "end the run after a validation in which a held-out metric reaches a limit, such as {metric: "
+        "val/ocr/success_rate, above: 0.95}, or below: NUMBER; {}: after trainer.steps",
+    )
     staleness: int = key(
         0,
         "steps sampled ahead: those after the one in training, with the weights available at that time, so that "
@@ -581,6 +597,9 @@ class TrainerConfig(Block):
         high=16,
     )
     seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)
+
+    def check(self) -> None:
+        Goal.parse(self.stop_at)
 
 
 # --- The block `model`: the pipeline, its trained weights, and their storage and precision

@@ -1,10 +1,11 @@
 """Held-out metrics that a key names: the one that makes a checkpoint the best, and the one that ends a run."""
 
 import difflib
+import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
@@ -51,6 +52,43 @@ class Criterion:
 BY_REWARD = Criterion()
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A held-out metric and the value at which a run ends, `trainer.stop_at`."""
+
+    metric: str
+    limit: float
+    above: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "Goal | None":
+        """Parse `{metric: NAME, above: NUMBER}`, or `below`; None if it is empty. Raises `ConfigError`."""
+        if not given:
+            return None
+        key = f"trainer.stop_at={shown(dict(given))}"
+        limits = [side for side in ("above", "below") if side in given]
+        if set(given) != {"metric", *limits} or len(limits) != 1:
+            raise ConfigError(
+                f"{key}: expected a metric and one limit, such as {{metric: val/ocr/success_rate, above: 0.95}} or "
+                "{metric: val/lpips/mean, below: 0.2}"
+            )
+        limit = given[limits[0]]
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+            raise ConfigError(f"{key}: {limits[0]} must be a number")
+        check_form(key, given["metric"])
+        return cls(given["metric"], float(limit), limits[0] == "above")
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is at or beyond the limit."""
+        value = metrics.get(self.metric, math.nan)
+        return value >= self.limit if self.above else value <= self.limit
+
+    def words(self, metrics: Mapping[str, float]) -> str:
+        """Say that the metric has reached the limit."""
+        side = "at least" if self.above else "at most"
+        return f"{self.metric} is {metrics[self.metric]:.4g}, {side} {self.limit:g} (trainer.stop_at)"
+
+
 def metrics(config: "Config", columns: Iterable[str] = (), sources: Collection[str] = ()) -> list[str]:
     """Return the held-out metrics of a run, given further `columns` of its scorers and the prompts' data `sources`.
 
@@ -72,8 +110,9 @@ def metrics(config: "Config", columns: Iterable[str] = (), sources: Collection[s
 
 def chosen(config: "Config") -> dict[str, str]:
     """Return the held-out metrics that keys name, by the key with its value; without the default."""
-    best = Criterion.parse(config.checkpoint.best)
-    return {} if best == BY_REWARD else {f"checkpoint.best={config.checkpoint.best}": best.metric}
+    best, goal = Criterion.parse(config.checkpoint.best), Goal.parse(config.trainer.stop_at)
+    found = {} if best == BY_REWARD else {f"checkpoint.best={config.checkpoint.best}": best.metric}
+    return found | ({} if goal is None else {"trainer.stop_at": goal.metric})
 
 
 def check_chosen(config: "Config", columns: Collection[str] = (), sources: Collection[str] = ()) -> None:

@@ -99,6 +99,7 @@ class Given:
 
 
 Rule = Callable[[Any, Given], Any]
+MOST_STEPS = 10**6  # where epochs are to come first
 RULES: dict[str, Rule] = {}
 
 
@@ -278,6 +279,34 @@ def _best(value: Any, given: Given) -> Any:
         return {"checkpoint.best": f"{minus}{value}"}
     return Why(f"VALUE is a held-out metric, such as {minus}val/ocr/mean; by default the held-out reward",
                "checkpoint.best")  # fmt: skip
+
+
+@_rule("total_epochs num_train_epochs max_num_epochs max_train_epochs")
+def _epochs(value: Any, given: Given) -> Any:
+    """Write `trainer.epochs` with steps that do not come first, unless they are given."""
+    names = ("total_training_steps", "max_steps", "max_train_steps", "max_num_steps", "trainer.steps")
+    epochs = _number(value)
+    if epochs is None or not float(epochs).is_integer() or any(name in given for name in names):
+        return None
+    return {"trainer.epochs": int(epochs), "trainer.steps": MOST_STEPS}
+
+
+@_rule("max_time_per_run max_run_time checkpoint_must_save_by")
+def _hours(value: Any, _: Given) -> Any:
+    """Translate [days:]hours:minutes:seconds."""
+    parts = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(value))
+    if parts is None:
+        return Why("VALUE is a number of hours, such as 3.75", "trainer.hours")
+    days, hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+    return {"trainer.hours": round(24 * days + hours + minutes / 60 + seconds / 3600, 4)}
+
+
+@_rule("stop_at_validation_reward stop_at_validation_accuracy stop_at_validation")
+def _stop_at(value: Any, given: Given) -> Any:
+    if (limit := _number(value)) is not None and "stop_at_validation_reward" in given:
+        return {"trainer.stop_at": {"metric": "val/reward/mean", "above": limit}}
+    return Why("VALUE is a held-out metric and a limit, such as {metric: val/ocr/success_rate, above: 0.95}",
+               "trainer.stop_at")  # fmt: skip
 
 
 @_rule("config config_name config_file recipe")

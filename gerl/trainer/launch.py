@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gerl.algorithms.planning import planned_steps, prompt_schedule
 from gerl.commandline.command import PAGE, importing, watching
 from gerl.config import Config
 from gerl.config.configuration import described
@@ -77,9 +78,13 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                 from gerl.workers.setup import check_start  # which imports them
 
                 check_start(replace(config, model=model), machines.device)
-        with session(run_dir, log, arguments, machines.words()) as begin:
+        planned = planned_steps(config, prompts)
+        of_epochs = None if config.trainer.epochs is None else planned
+        with session(run_dir, log, arguments, machines.words(), of_epochs) as begin:
             folder.open(begin)
             logger.info("%s", described(config, folder.composed.preset))
+            if of_epochs is not None:
+                logger.info("%s", epochs_words(config, prompts))
             for sentence in filter(None, [folder.composed.kept, kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):
@@ -90,14 +95,23 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                 )
             logger.info("run folder: %s", run_dir)
             logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
-            with interruption_logged(run_dir, config.trainer.steps):
+            with interruption_logged(run_dir, planned):
                 with start_cluster(machines) as cluster:
                     run = Run(config, run_dir, cluster, prompts, held_out, identity(config), regularising)
+                    run.started = start
                     with contextlib.closing(run.train(folder)) as steps:
                         yield run, steps
                         for _ in steps:
                             pass
-                logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+                logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))
+
+
+def epochs_words(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Say how many steps a run with `trainer.epochs` has."""
+    trainer, each = config.trainer, prompt_schedule(config, prompts).steps_per_epoch
+    steps = planned_steps(config, prompts)
+    first = f"; trainer.steps={trainer.steps} is reached first" if steps == trainer.steps else ""
+    return f"trainer.epochs={trainer.epochs}: {steps} steps, {each} per epoch of {len(prompts)} prompts{first}"
 
 
 @contextlib.contextmanager
@@ -120,8 +134,11 @@ def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
         yield machines
 
 
-def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], seconds: float) -> str:
-    """Return the closing summary: reward before and after, duration, paths, code that samples a held-out image."""
+def closing_screen(config: Config, run_dir: Path, step: int, seconds: float) -> str:
+    """Return the closing summary: reward before and after, duration, paths, code that samples a held-out image.
+
+    `step`: the last one.
+    """
     validations = load_validations(run_dir)
     lines = ["", f"finished in {seconds / 60:.1f} min; run folder: {run_dir}"]
     if len(validations) > 1:
@@ -140,13 +157,13 @@ def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], se
                 before, after = (mean([pair[i] for pair in values]) for i in (0, 1))
                 shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
                 lines.append(f"{column} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
-    folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
+    folder = run_dir / "checkpoints" / f"step_{step}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
     written = (
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
     lines += [f"report: {written}", trained]
-    rows = [row for row in read_guard(run_dir) if row["step"] == config.trainer.steps and row["signal"] != "rollback"]
+    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] != "rollback"]
     if rows:
         keys = [f"{row['signal']}/{row['column']}" for row in rows]
         lines.append(f"guard:  {shortened(keys)} after the last step; gerl export prefers a checkpoint without signals")

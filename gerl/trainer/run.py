@@ -9,6 +9,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from gerl.algorithms.planning import (
     plan_images,
     plan_prompts,
     plan_samples,
+    planned_steps,
     prompt_schedule,
 )
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
@@ -64,7 +66,7 @@ ID_STRIDE = 1_000_000  # between the task ids of steps sampled concurrently
 
 
 def train(run: "Run") -> Generator[Step]:
-    """Train from the last finished step to `trainer.steps`; yields each concluded step.
+    """Train from the last finished step to the last one; yields each concluded step.
 
     If workers die during a step, they are replaced and the step is repeated, bit for bit.
     """
@@ -118,7 +120,7 @@ def conclude(run: "Run", step: Step) -> bool:
         if isinstance(directive, RollBack):
             roll_back(run, directive)
             return False
-    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
+    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.last_step)
     if (regular or Save() in step.directives) and not run.survives(lambda run, step: run.save(), step):
         return False
     for directive in step.directives:
@@ -139,7 +141,7 @@ def take_ahead(run: "Run", step: Step) -> None:
     """Take a step sampled with the weights of `step.lag` steps ago (off-policy lag); samplers and scorers stay busy."""
     run.begin(step)
     step.lag = min(run.config.trainer.staleness, run.state.step)
-    last = min(step.number + run.config.trainer.staleness, run.config.trainer.steps)
+    last = min(step.number + run.config.trainer.staleness, run.last_step)
     with step.watch("step"):
         run.sync(step)
         for number in range(step.number, last + 1):
@@ -175,6 +177,8 @@ class Run:
         self.dataset_images = dataset_images
         self.algorithm: Algorithm = build_algorithm(config)
         self.state = RunState(identity=identity, settings=settings_of(config))
+        self.planned_steps = self.last_step = planned_steps(config, prompts)  # an extension may end the run sooner
+        self.started = time.perf_counter()
         self.extensions = build_extensions(config)
         self.ahead: dict[int, PendingRollout] = {}  # by step: sampled or in flight, not yet trained on
         self.latest: Metrics = {}  # the last row of metrics
@@ -271,6 +275,7 @@ class Run:
         ranks = cluster.ranks if config.lockstep else 1
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
         self.schedule = prompt_schedule(config, self.prompts)
+        self.planned_steps = self.last_step = planned_steps(config, self.prompts)  # without prompts that were dropped
 
     def describe_guard(self, columns: Sequence[str]) -> None:
         """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
@@ -296,7 +301,7 @@ class Run:
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))
-        total_updates, threads = config.trainer.steps * config.actor.updates, cluster.threads
+        total_updates, threads = self.planned_steps * config.actor.updates, cluster.threads
 
         def arguments(rank: int) -> tuple[object, ...]:
             own = trainer if rank < cluster.training else whole
@@ -388,7 +393,7 @@ class Run:
         self.notify("stepping")
         if state.step == 0 and self.held_out:
             yield Step(0, Stopwatch(self.timeline), taken=True)
-        while self.state.step < self.config.trainer.steps or self.state.unlogged:
+        while self.state.step < self.last_step or self.state.unlogged:
             self.notify("stepping")
             watch = Stopwatch(self.timeline)
             if unlogged := self.state.unlogged:  # trained, but stopped before it was concluded
@@ -494,7 +499,7 @@ class Run:
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
-        regular = number == 0 or due(number, self.config.validation.every, self.config.trainer.steps)
+        regular = number == 0 or due(number, self.config.validation.every, self.last_step)
         return bool(self.held_out) and regular
 
     # --- what is written
@@ -520,7 +525,7 @@ class Run:
 
     def save(self, process: int = 0, held: Held | None = None) -> None:
         """Write a checkpoint from `held` or `process`, remove old ones; full fine-tuning waits for the last only."""
-        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        step, total, root = self.state.step, self.last_step, self.run_dir / "checkpoints"
         with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
             self.writer.finish()
             held = held or self.fleet.hold(step, process)
@@ -556,7 +561,7 @@ class Run:
         """Save the last finished step when `error` ends the run, and add the command that resumes to `error`."""
         signals.answered()
         failure = save_last_step(self)
-        add_resume_notes(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
+        add_resume_notes(error, self.run_dir, self.last_step, self.state.step, failure)
 
     # --- state
 

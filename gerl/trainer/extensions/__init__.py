@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # in the order in which they are called
 EXTENSIONS = (
     "control:ControlFiles",
+    "deadline:Deadline",
     "trackers:Trackers",
     "gardo:KLGate",
     "kl_in_reward:KLInReward",
@@ -32,6 +33,7 @@ EXTENSIONS = (
     "training_images:TrainingImages",
     "moving_reference:MovingReference",
     "chosen_metrics:ChosenMetrics",
+    "stop_at:StopAt",
     "guard:HackingGuard",
     "raise_kl:RaiseKL",
     "health:HealthChecks",
