@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
@@ -51,7 +52,7 @@ TrainedImages = Literal["drawn", "files"]  # images that the algorithm learns fr
 
 HUB = "hf:"  # prefix of sources read with the package `datasets`
 HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
-ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source")
+ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source", "template")
 Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # checked by `sources`
 
 
@@ -65,6 +66,7 @@ class Source:
     columns: Mapping[str, str] | None = None
     stream: int | None = None
     data_source: str | None = None
+    template: str | None = None
 
     @property
     def on_hub(self) -> bool:
@@ -99,7 +101,7 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         if k not in known:
             why = ": held-out prompts have no weights, each is sampled once" if k == "weight" else ""
             raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(known)}")
-    for k in ("path", "prompt_key", "data_source"):
+    for k in ("path", "prompt_key", "data_source", "template"):
         value = values.get(k)
         if (k == "path" or value is not None) and not (isinstance(value, str) and value.strip()):
             raise ConfigError(f"{name} has an entry with {k}={shown(value)}: it must be a non-empty string")
@@ -110,6 +112,8 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         raise ConfigError(f"{where} stream={shown(stream)}: it must be an integer of at least 1")
     if values.get("columns") is not None:
         check_columns(values["columns"], f"{where} columns", values.get("prompt_key"))
+    if values.get("template") is not None:
+        template_columns(values["template"], f"{where} template")
     given: dict[str, Any] = dict(values)
     source = Source(**given)
     if source.on_hub:
@@ -133,6 +137,24 @@ def check_columns(columns: object, name: str, prompt_key: object = None) -> None
         raise ConfigError(
             f"{name} has prompt: the prompt column is set by data.prompt_key={columns['prompt']}, remove it"
         )
+
+
+def template_columns(template: str, name: str) -> list[str]:
+    """Return the columns that a prompt template names in braces; raises `ConfigError` if it is malformed.
+
+    `name`: the key in messages.
+    """
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError:
+        parsed = []
+    found = [column for _, column, *_ in parsed if column is not None]
+    if not found or any(not column.strip() or form or cast for _, column, form, cast in parsed if column is not None):
+        raise ConfigError(
+            f"{name}={shown(template)}: expected a text with columns in braces, such as 'a photo of {{prompt}}, "
+            "{style}'; write {{ and }} for braces in the text"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,11 @@ class DataConfig(Block):
     columns: dict[str, str] = key(
         {}, "gerl's name -> the table's, such as {text: caption_text}, or {image: photo} for images of a data set"
     )
+    template: str | None = key(
+        None,
+        "text that becomes the prompt, with columns of the row in braces, such as 'a photo of {prompt}, {style}'; "
+        "held-out prompts too. Scorers find the prompt of the row in the column original_prompt",
+    )
     stream: int | None = key(
         None, "read only this many first rows of a data set of the Hub, without downloading all of it; null: all", low=1
     )
@@ -209,6 +236,8 @@ class DataConfig(Block):
     def check(self) -> None:
         sources(self.train, "data.train")
         check_columns(self.columns, "data.columns", self.prompt_key)
+        if self.template is not None:
+            template_columns(self.template, "data.template")
 
 
 # --- The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer

@@ -8,15 +8,17 @@ from dataclasses import replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gerl.config import Config, DataConfig, Source, sources
+from gerl.config.blocks import template_columns
 from gerl.data import tables
 from gerl.data.preferences import merge_duplicates, with_images
 from gerl.errors import DataError
-from gerl.protocol import DATA_SOURCE, Prompt
+from gerl.protocol import DATA_SOURCE, ORIGINAL, Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 
 if TYPE_CHECKING:
@@ -157,6 +159,7 @@ def may_have_pictures(data: DataConfig) -> bool:
 
 def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     key = _prompt_key(source, data)
+    template = data.template if source.template is None else source.template
     if source.on_hub:
         place, found = Path.cwd(), list(_hub(source, data).rows)
     else:
@@ -175,8 +178,26 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
                 f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which selects the scorers of the row: "
                 "use a string or a number, or rename the column"
             )
-        rows.append(replace(prompt, metadata=metadata))
+        text = prompt.text
+        if template is not None:
+            metadata = {**metadata, ORIGINAL: text}
+            text = filled(template, {**metadata, key: text, "prompt": text}, where)
+        rows.append(replace(prompt, text=text, metadata=metadata))
     return merge_duplicates(rows) if given else rows
+
+
+def filled(template: str, row: Mapping[str, object], where: str) -> str:
+    """Return the template with the row's values in place of its columns; raises `DataError` if one has no value."""
+    for name in template_columns(template, "data.template"):
+        value = row.get(name)
+        if value is None or isinstance(value, list | dict):
+            columns = ", ".join(column for column in row if column != ORIGINAL)
+            kind = "no" if value is None else f"a {type(value).__name__} as"
+            raise DataError(
+                f"{where} has {kind} {name!r}, which data.template={template!r:.80} needs; the row has {columns}"
+            )
+    parts = ((text, "" if column is None else row[column]) for text, column, *_ in Formatter().parse(template))
+    return "".join(f"{text}{value}" for text, value in parts).strip()
 
 
 def _renamed(

@@ -64,7 +64,7 @@ PARSER = Parser(
     "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Sample prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
-    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that contains a LoRA; "
     "otherwise that of the signs demo for its model, and the defaults for any other.",

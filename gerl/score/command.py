@@ -308,7 +308,7 @@ PARSER = Parser(
     "[images=]FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
-    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
     blocks=("reward",),
     bare="images",
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a "

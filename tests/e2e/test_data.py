@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
+from gerl.run.validation import load_validation
 from gerl.trainer.main_flowgrpo import main
 
 SCORE = """
@@ -74,3 +75,21 @@ def test_a_mixture_is_drawn_by_weight_and_resumed_exactly(
     (tmp_path / "set" / "train.jsonl").write_text('{"caption": "another", "word": "X"}\n')
     assert main(arguments(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=5, **other)) == 1
     assert "the content of data.train has changed" in capsys.readouterr().err
+
+
+def test_a_template_makes_training_and_held_out_prompts_and_scorers_find_the_rows_own(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = {"train": ("a fox", "red"), "val": ("a hen", "blue")}
+    for name, (text, colour) in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text, "colour": colour}) + "\n")
+    (tmp_path / "log.py").write_text(SCORE)
+    keys = {"data__train": tmp_path / "train.jsonl", "validation__data": tmp_path / "val.jsonl"}
+    kwargs = {"reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'log'}}}", "scorer": tmp_path / "log.py"}
+    template = "data.template=a photo of {prompt}, {colour}"
+    run = train(tmp_path / "run", template, trainer__steps=1, rollout__prompts_per_step=1, **keys, **kwargs)
+    found = {tuple(json.loads(line)[:1]) for line in (tmp_path / "log").read_text().splitlines()}
+    assert found == {("a photo of a fox, red",), ("a photo of a hen, blue",)}
+    _, metadata = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert metadata == {"colour": "blue", "original_prompt": "a hen"}
+    assert load_validation(run.folder, 1).prompts == ["a photo of a hen, blue"]

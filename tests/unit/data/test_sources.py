@@ -12,6 +12,7 @@ from gerl.config.blocks import HubParts, hub_parts, sources
 from gerl.data.sources import (
     check_mixture,
     digest,
+    filled,
     limit_prompts,
     load,
     max_prompts_per_step,
@@ -20,6 +21,7 @@ from gerl.data.sources import (
 )
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
+from reward_models.scorers.ocr import OcrScorer
 
 
 @pytest.fixture
@@ -49,6 +51,38 @@ def test_sources_are_numbered_through(here: Path) -> None:
     ]
     assert found[0].metadata == {} and found[4].metadata == {"word": "W"}
     assert found[2].metadata == {"text": "W", "data_source": "words"} and found[3].metadata == {"data_source": "words"}
+
+
+def test_a_template_makes_the_prompts_from_the_columns(here: Path) -> None:
+    data = DataConfig(prompt_key="caption", template="a photo of {prompt} ({caption}), {word} {{x}}")
+    own = {"path": "hf:./set[train]", "prompt_key": "prompt", "template": "{word}: {prompt}"}
+    with pytest.raises(DataError, match=r"b\.jsonl:2 has no 'word', which data\.template=.* the row has caption"):
+        load("b.jsonl", data, "data.train")
+    (here / "b.jsonl").write_text('{"caption": "three", "word": "W", "n": 7}\n')
+    found = load(["b.jsonl", own], data, "validation.data")
+    assert [p.text for p in found[:2]] == ["a photo of three (three), W {x}", "W: row 0"]
+    assert found[0].metadata == {"word": "W", "n": 7, "original_prompt": "three"}
+    assert found[1].metadata == {"word": "W", "original_prompt": "row 0"}
+    assert load("a.txt", DataConfig(template="{prompt}!"), "data.train")[1].text == "two!"
+    assert filled("{a b} {n.x}", {"a b": 0.5, "n.x": ""}, "x.csv:2") == "0.5"
+    with pytest.raises(DataError, match=r"x\.jsonl:3 has a list as 'a'"):
+        filled("{a}", {"a": [1]}, "x.jsonl:3")
+
+
+def test_the_text_to_write_is_that_of_the_row_and_not_of_the_template(here: Path) -> None:
+    (here / "a.txt").write_text('a sign that reads "OPEN"\nOPEN\n')
+    data = DataConfig(template='a "photo" of {prompt}')
+    prompts = load("a.txt", data, "data.train")
+    targets = [OcrScorer().target(prompt.text, prompt.metadata) for prompt in prompts]
+    assert targets == ["OPEN", "photo"]  # of the second row nothing is quoted but by the template
+
+
+@pytest.mark.parametrize("template", ["a photo", "a {}", "a {prompt!r}", "a {prompt:>3}", "a {prompt", "{ }"])
+def test_what_a_template_may_be(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.template=.*\{prompt\}, \{style\}"):
+        DataConfig(template=template)
+    with pytest.raises(ConfigError, match="an entry with template="):
+        sources([{"path": "a.txt", "template": template}], "data.train")
 
 
 def test_one_file_is_read_as_ever(here: Path) -> None:
