@@ -52,7 +52,8 @@ TrainedImages = Literal["drawn", "files"]  # images that the algorithm learns fr
 
 HUB = "hf:"  # prefix of sources read with the package `datasets`
 HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
-ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source", "template")
+CODE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")  # MODULE:NAME or FILE.py:NAME
+ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source", "template", "kwargs")
 Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # checked by `sources`
 
 
@@ -67,6 +68,12 @@ class Source:
     stream: int | None = None
     data_source: str | None = None
     template: str | None = None
+    kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def is_code(self) -> bool:
+        """Whether Python code gives the prompts."""
+        return CODE.fullmatch(self.path) is not None and not self.on_hub
 
     @property
     def on_hub(self) -> bool:
@@ -116,6 +123,11 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         template_columns(values["template"], f"{where} template")
     given: dict[str, Any] = dict(values)
     source = Source(**given)
+    if source.kwargs is not None and not (source.is_code and isinstance(source.kwargs, Mapping)):
+        raise ConfigError(
+            f"{where} kwargs={shown(source.kwargs)}: expected a mapping of arguments, of an entry with "
+            "path=MODULE:NAME or FILE.py:NAME"
+        )
     if source.on_hub:
         hub_parts(source.path, name)
     return source
@@ -194,8 +206,9 @@ def hub_parts(source: str, name: str) -> HubParts:
 class DataConfig(Block):
     train: Given = main_key(
         "signs_train",
-        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, or "
-        "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
+        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, "
+        "'hf:owner/name[split]', or Python code, MODULE:NAME or FILE.py:NAME; several: '[a.txt, {path: b.txt, weight: "
+        "2}]', docs/data.md",
     )
     train_on: TrainedImages = key(
         "drawn",

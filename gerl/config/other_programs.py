@@ -249,6 +249,14 @@ def _prompts(value: Any, _: Given) -> Any:
     return Why(file, "data.train")
 
 
+@_rule("custom_cls.path custom_cls.name")
+def _dataset_class(_: Any, given: Given) -> Any:
+    texts = {ends(name)[-1]: str(part) for name, part in given.values.items() if "custom_cls." in name}
+    if {"path", "name"} <= texts.keys():
+        return {"data.train": f"{texts['path']}:{texts['name']}"}
+    return Why("VALUE is FILE.py:NAME, of a class whose items are prompts", "data.train")
+
+
 @_rule("sde_steps")
 def _steps(value: Any, _: Given) -> Any:
     """Translate Flow-Factory's list of stochastic steps to [first, end)."""

@@ -93,3 +93,34 @@ def test_a_template_makes_training_and_held_out_prompts_and_scorers_find_the_row
     _, metadata = json.loads((tmp_path / "log").read_text().splitlines()[-1])
     assert metadata == {"colour": "blue", "original_prompt": "a hen"}
     assert load_validation(run.folder, 1).prompts == ["a photo of a hen, blue"]
+
+
+WORDS = """
+class Words:
+    def __init__(self, words=("fox", "hen", "cat")):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, i):
+        return {"prompt": f"a {self.words[i]}", "word": self.words[i]}
+"""
+
+
+def test_a_class_gives_the_prompts_and_the_run_is_resumed_with_the_same_ones(
+    train: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.py").write_text(WORDS)
+    held_out = f"{{path: {tmp_path / 'words.py'}:Words, kwargs: {{words: [dog]}}}}"
+    keys = [f"data.train={tmp_path / 'words.py'}:Words", f"validation.data=[{held_out}]", "checkpoint.every=1"]
+    run = train(tmp_path / "run", *keys, trainer__steps=1)
+    assert load_validation(run.folder, 1).prompts == ["a dog"]
+    rows = "".join(json.dumps({"prompt": f"a {word}", "word": word}) + "\n" for word in ("fox", "hen", "cat"))
+    (tmp_path / "words.jsonl").write_text(rows)
+    same = train(tmp_path / "same", f"data.train={tmp_path / 'words.jsonl'}", *keys[1:], trainer__steps=1)
+    assert (run.lora(1) == same.lora(1)).all()
+    resume = f"checkpoint.resume={run.folder}"
+    assert main([resume, "trainer.steps=2"]) == 0
+    (tmp_path / "words.py").write_text(WORDS.replace("cat", "cow"))
+    assert main([resume, "trainer.steps=3"]) == 1 and "content of data.train has changed" in capsys.readouterr().err

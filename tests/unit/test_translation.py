@@ -67,6 +67,8 @@ MEANT = [
     ("hybrid_engine=true", "cluster.layout=hybrid", ""),
     ("actor.loss_mode=distill_kl", "algorithm=opd", ""),
     ("data.max_prompt_length=1024", "sampling.call.max_sequence_length=VALUE", "tokens"),
+    ("data.custom_cls.path=mine.py data.custom_cls.name=Words", "data.train=mine.py:Words", ""),
+    ("data.custom_cls.name=Words", "data.train=VALUE", "FILE.py:NAME"),
     ("filter_groups.enable=true filter_groups.max_num_gen_batches=3", "algorithm.dynamic_sampling=3", ""),
     ("critic.optim.lr=1e-5", "", "no value network"),
     # flow_grpo
