@@ -239,7 +239,7 @@ class Trainer:
                 p.requires_grad_()
             if self.policy is not None:
                 self.policy.keep_average()
-                if self.policy.trained and has_adapter(next(iter(self.policy.denoisers.values()))):
+                if self.policy.trained and any(map(has_adapter, self.policy.denoisers.values())):
                     setattr(self.pipe, MARK, (self.folder, next(iter(self.policy.trained.values()))))
             else:
                 for denoiser in filter(has_adapter, find_denoisers(self.pipe).values()):

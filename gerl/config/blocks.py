@@ -662,7 +662,10 @@ class ModelConfig(Block):
     lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
     lora_targets: str | None = main_key(
-        None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
+        None,
+        "regular expression on names of linear layers, denoiser.module as in model.train; null: attention and "
+        "feed-forward of the repeated blocks. A denoiser without a match has no LoRA, and steps it computes are not "
+        "trained",
     )
     shard: Literal["none", "denoiser", "all"] = key(
         "none",
