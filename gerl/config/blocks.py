@@ -672,6 +672,15 @@ class ModelConfig(Block):
         "frozen weights sharded among the ranks of a worker (cluster.ranks_per_worker): those of the denoiser, or "
         "of the text encoders as well",
     )
+    reshard: bool = key(
+        True,
+        "drop the gathered weights of a denoiser's block after its forward pass, and gather them again for the "
+        "backward pass; false: keep them until after the backward pass, also over the steps of a rollout: more memory, "
+        "less time",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "precision in which workers and ranks sum gradients; bfloat16 halves what they send, and rounds it"
+    )
     lora: str | None = key(
         None,
         "a LoRA to start from: Hub id, file, folder or checkpoint, in a layout of gerl.export; the trained LoRA is "

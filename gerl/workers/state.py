@@ -69,6 +69,8 @@ def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
             moments = {key: torch.zeros_like(p, requires_grad=False) for key in ADAMW if key != "step"}
             actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
     shards.read_into(parts_of(actor)[0])
+    for gathered in actor.policy.gathered:
+        gathered.drop()
     actor.load_numbers(numbers)
 
 
