@@ -308,10 +308,11 @@ def step_weights(
     - `std2_over_jacobian`: `std^2 / |J|` over its mean: proportional to the noise, like the gradient of regressing the
       model output to the output that leads to the sampled latents.
 
-    Raises `ValueError` if a denominator is 0.
+    For `discount` see `discounts`. Raises `ValueError` if a denominator is 0.
     """
-    if kind not in get_args(StepWeighting):
-        raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
+    known = [name for name in get_args(StepWeighting) if name != "discount"]
+    if kind not in known:
+        raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
     weights = []
     for k, (std, dt, jacobian) in enumerate(zip(stds, dts, jacobians, strict=True)):
         above, below = {
@@ -327,6 +328,14 @@ def step_weights(
         weights.append(above / below)
     mean = sum(weights) / max(len(weights), 1) if kind in RELATIVE_WEIGHTS else 1.0
     return [weight / mean for weight in weights]
+
+
+def discounts(gamma: float, left: Sequence[int]) -> list[float]:
+    """Return the weight `gamma**n` of each timestep's loss, given the number `n` of timesteps `left` after it.
+
+    The return of a step in a decision process whose only reward comes with its last step.
+    """
+    return [gamma**n for n in left]
 
 
 def decay_at(schedule: Sequence[float], update: int) -> float:

@@ -27,6 +27,7 @@ from gerl.algorithms.base import (
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
+    discounts,
     gaussian_kl,
     guard_log_ratio,
     kl_divergence,
@@ -80,6 +81,11 @@ class PolicyGradientConfig(AlgorithmConfig):
         return "uniform"
 
     @property
+    def step_discount(self) -> float:
+        """Factor per step between a trained step and the reward, if they are weighted by it."""
+        return 1.0
+
+    @property
     def step_likelihood(self) -> StepLikelihood:
         """Name of the log-likelihood in the ratio."""
         return "gaussian"
@@ -109,12 +115,29 @@ class WeightedConfig(PolicyGradientConfig):
     timestep_weights: StepWeighting = key(
         "uniform",
         "factor of each step's loss, whose gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, std |dt| / "
-        "|J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+        "|J| (PCPO), std^2 / |J|, or gamma to the power of the steps that follow; python -m gerl.preflight signal=4 "
+        "measures which carries the reward",
     )
+    gamma: float = key(
+        1.0, "with timestep_weights=discount: discount of the reward by each step between it and a trained one",
+        above=0, high=1,
+    )  # fmt: skip
 
     @property
     def step_weighting(self) -> StepWeighting:
         return self.timestep_weights
+
+    @property
+    def step_discount(self) -> float:
+        return self.gamma
+
+    def check(self) -> None:
+        super().check()
+        if self.gamma < 1 and self.timestep_weights != "discount":
+            raise ConfigError(
+                f"algorithm.gamma={self.gamma:g}: timestep_weights={self.timestep_weights} does not use it; set "
+                "algorithm.timestep_weights=discount, or remove it"
+            )
 
 
 # an additional loss and its metrics, as a function of each trained step
@@ -238,11 +261,17 @@ class PolicyGradient(Algorithm):
         )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
-        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps."""
+        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps.
+
+        A discount counts the steps that follow in the tape, without those that compression skips.
+        """
         kind, steps = self.settings.step_weighting, trained
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
+        if kind == "discount":
+            left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in trained]
+            return discounts(self.settings.step_discount, left)
         rules = [_stochastic(self.config, tape, k) for k in steps]
         weights = step_weights(kind, *zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True))
         return [weights[steps.index(k)] for k in trained]

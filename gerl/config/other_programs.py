@@ -344,6 +344,14 @@ def _reshard(value: Any, given: Given) -> Any:
     return Why("a worker has the whole model; model.reshard=false is for model.shard=denoiser or all")
 
 
+@_rule("gamma timestep_discount")
+def _gamma(value: Any, _: Given) -> Any:
+    discount = _number(value)
+    if discount == 1:
+        return ""
+    return None if discount is None else {"algorithm.timestep_weights": "discount", "algorithm.gamma": value}
+
+
 @_rule("kl_penalty")
 def _penalty(value: Any, given: Given) -> Any:
     """Translate verl's kind of KL in the reward, unused if that is off; in other programs a weight."""

@@ -65,6 +65,8 @@ MEANT = [
      "model.shard=all cluster.ranks_per_worker=8 model.reshard=false", ""),
     ("fsdp_config.mixed_precision.reduce_dtype=fp32", "model.reduce_dtype=float32", ""),
     ("mixed_precision.reduce_dtype=fp16", "model.reduce_dtype=VALUE", "overflow"),
+    ("gamma=0.95", "algorithm.timestep_weights=discount algorithm.gamma=0.95", ""),
+    ("gamma=1.0 lam=1.0", "", "without a value network"),
     ("trainer.logger='[console,wandb]'", "'logger.trackers=[wandb]'", ""),
     ("trainer.test_freq=-1", "validation.data=null", ""),
     ("trainer.save_freq=-1", "checkpoint.every=0", ""),
