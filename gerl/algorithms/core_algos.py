@@ -293,7 +293,12 @@ RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobia
 
 
 def step_weights(
-    kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
+    kind: StepWeighting,
+    stds: Sequence[float],
+    dts: Sequence[float],
+    jacobians: Sequence[float],
+    gamma: float = 1.0,
+    left: Sequence[int] | None = None,
 ) -> list[float]:
     """Return the weight of each timestep's loss, given its transition's std, `dt` and `J = d mean / d model output`.
 
@@ -307,12 +312,12 @@ def step_weights(
     - `pcpo`: `std |dt| / |J|` over its mean: proportional to the interval (PCPO, arXiv 2509.25774).
     - `std2_over_jacobian`: `std^2 / |J|` over its mean: proportional to the noise, like the gradient of regressing the
       model output to the output that leads to the sampled latents.
+    - `discount`: `gamma**n`, where `n` timesteps are `left` after it: its return, if only the last has a reward.
 
-    For `discount` see `discounts`. Raises `ValueError` if a denominator is 0.
+    Raises `ValueError` if a denominator is 0.
     """
-    known = [name for name in get_args(StepWeighting) if name != "discount"]
-    if kind not in known:
-        raise ValueError(f"kind must be one of {', '.join(known)}, got {kind!r}")
+    if kind not in get_args(StepWeighting):
+        raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
     weights = []
     for k, (std, dt, jacobian) in enumerate(zip(stds, dts, jacobians, strict=True)):
         above, below = {
@@ -322,20 +327,13 @@ def step_weights(
             "inverse_jacobian": (1.0, abs(jacobian)),
             "pcpo": (std * abs(dt), abs(jacobian)),
             "std2_over_jacobian": (std * std, abs(jacobian)),
+            "discount": (1.0 if left is None else gamma ** left[k], 1.0),
         }[kind]
         if below == 0:
             raise ValueError(f"{kind} weights are undefined: trained timestep {k} divides by 0")
         weights.append(above / below)
     mean = sum(weights) / max(len(weights), 1) if kind in RELATIVE_WEIGHTS else 1.0
     return [weight / mean for weight in weights]
-
-
-def discounts(gamma: float, left: Sequence[int]) -> list[float]:
-    """Return the weight `gamma**n` of each timestep's loss, given the number `n` of timesteps `left` after it.
-
-    The return of a step in a decision process whose only reward comes with its last step.
-    """
-    return [gamma**n for n in left]
 
 
 def decay_at(schedule: Sequence[float], update: int) -> float:

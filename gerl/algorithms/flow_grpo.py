@@ -27,7 +27,6 @@ from gerl.algorithms.base import (
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
     clipped_policy_loss,
-    discounts,
     gaussian_kl,
     guard_log_ratio,
     kl_divergence,
@@ -269,11 +268,10 @@ class PolicyGradient(Algorithm):
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
-        if kind == "discount":
-            left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in trained]
-            return discounts(self.settings.step_discount, left)
         rules = [_stochastic(self.config, tape, k) for k in steps]
-        weights = step_weights(kind, *zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True))
+        left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
+        stds, dts, jacobians = zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True)
+        weights = step_weights(kind, stds, dts, jacobians, self.settings.step_discount, left)
         return [weights[steps.index(k)] for k in trained]
 
 
