@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import ceil, floor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -217,14 +217,26 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
         Sample(
             prompt,
             k,
-            derive_seed("sample", seed, step, prompt.id, k),
+            derive_seed("sample", seed, step, prompt.id, k, *_turn_parts(prompt)),
             step,
             policy_version,
-            init_seed=derive_seed("initial", seed, step, prompt.id) if same else None,
+            init_seed=derive_seed("initial", seed, step, prompt.id, *_turn_parts(prompt)) if same else None,
+            **_turn_fields(prompt),
         )
         for prompt in prompts
         for k in range(len(prompt.dataset_images) or config.rollout.n)
     ]
+
+
+def _turn_parts(prompt: Prompt) -> tuple[int | str, ...]:
+    """Return what tells the seeds of a turn of an episode from those of its other turns and states."""
+    turn = prompt.turn
+    return () if turn is None else ("turn", turn.number, -1 if turn.state is None else turn.state)
+
+
+def _turn_fields(prompt: Prompt) -> dict[str, Any]:
+    turn = prompt.turn
+    return {} if turn is None else {"turn": turn.number, "role": turn.role, "branch": turn.state}
 
 
 def plan_prompts(
@@ -255,19 +267,28 @@ def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Pro
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
     """Return micro-batches of images of all held-out prompts, prompt by prompt, with the same noise at every step."""
-    count = range(config.validation.images_per_prompt)
-    samples = [Sample(prompt, k, validation_seed(prompt, k), step) for prompt in prompts for k in count]
+    samples = [
+        Sample(prompt, k, validation_seed(prompt, k), step, **_turn_fields(prompt))
+        for prompt in prompts
+        for k in _held_out_images(config, prompt)
+    ]
     return micro_batches(samples, config.validation.micro_batch_size)
+
+
+def _held_out_images(config: Config, prompt: Prompt) -> Sequence[int]:
+    """Return the numbers of the images of a held-out prompt; a state of an earlier turn has one, with its number."""
+    state = None if prompt.turn is None else prompt.turn.state
+    return range(config.validation.images_per_prompt) if state is None else [state]
 
 
 def validation_seed(prompt: Prompt, k: int) -> int:
     """Return the seed of the noise of image `k` (from 0) of a held-out prompt."""
-    return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []))
+    return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []), *_turn_parts(prompt))
 
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Split samples into consecutive micro-batches of at most `size`; one with condition images has a single prompt."""
-    if not any(sample.prompt.metadata for sample in samples):
+    if not any(sample.prompt.metadata or sample.prompt.turn for sample in samples):
         return chunks(list(samples), size)
     alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
     return [chunk for _, part in alike for chunk in chunks(list(part), size)]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import (
+    ADAPTER,
     adapted_layers,
     adapter_active,
     check_components,
@@ -131,6 +132,7 @@ class Policy:
     quantized: QuantizedRollout | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
+    adapter: str = ADAPTER  # peft's name of the trained LoRA
 
     def averages(self) -> dict[str, EMA]:
         """Return all weights except the trained ones, by name."""
@@ -199,7 +201,7 @@ class Policy:
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """Return the averaged LoRA as a diffusers safetensors file; `average`: an earlier copy to use instead."""
         with self.ema.swapped_in(average):
-            return lora_file(self.denoisers)
+            return lora_file(self.denoisers, self.adapter)
 
 
 # --- Full fine-tuning: selection of the trained denoiser weights, sharding and casting.

@@ -239,6 +239,13 @@ class Rollout:
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
+        for segment, tape in zip(task.segments, tapes, strict=True):
+            if segment.stop is None and max(segment.trained, default=0) >= (taken := len(tape.steps)):
+                raise ModelError(
+                    f"{type(self.policy.pipe).__name__} takes {taken} denoising steps of "
+                    f"sampling.num_inference_steps={self.sampling.num_inference_steps}, as when starting from an image "
+                    f"with strength < 1: end sampling.window_range at {taken} or before"
+                )
         # compacted after all sampling, since branches start from outputs that no replay reads
         required = [required_tensors(algorithm, segment) for segment in task.segments]
         if self.scores_latents:
@@ -432,7 +439,7 @@ class Rollout:
     ) -> T:
         """Call `run` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
-        prompts = [sample.prompt.text for sample in samples]
+        prompts = [sample.prompt.request for sample in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
         try:
             return self._pictured(run, call, samples)
@@ -446,7 +453,7 @@ class Rollout:
     def _pictured(self, run: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]) -> T:
         """Call `run` with the condition images: per batch or, if that fails (pipelines differ), per prompt."""
         count, prompt = len(samples), samples[0].prompt
-        if not prompt.metadata:
+        if not prompt.metadata and prompt.turn is None:
             return run(call)
         given = picture_arguments(self.policy.pipe, prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}

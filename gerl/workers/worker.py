@@ -104,7 +104,7 @@ class PolicyWorker:
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.base_judge import BaseJudge
-            from gerl.workers.setup import give_reward, load_worker_policy, model_facts
+            from gerl.workers.setup import give_reward, model_facts
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -112,7 +112,7 @@ class PolicyWorker:
         seed_everything("worker", self.config.trainer.seed)
         model = self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            self.policy = load_worker_policy(self.config, self.device, self.ranks)
+            self.policy = self.load_policy()
         self.evaluations = count_evaluations(self.policy.denoisers.values())
         guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
@@ -135,6 +135,12 @@ class PolicyWorker:
         if remote:
             pass_on_logs("gerl", logging.INFO, self.notes.append)
         return model_facts(self.policy, self.config, notes)
+
+    def load_policy(self) -> Policy:
+        """Load the pipeline and what is trained of it."""
+        from gerl.workers.setup import load_worker_policy  # imported lazily, as in `setup`
+
+        return load_worker_policy(self.config, self.device, self.ranks)
 
     def join(self, address: str, rank: int, world_size: int) -> None:
         """Join the process group as `rank`, before the model is loaded; a collective call."""
