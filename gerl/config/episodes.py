@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 NextState = Literal["best", "sample", "each"]
 Returns = Literal["turn", "last", "sum"]
 TURN = ("role", "request", "images")  # keys of a turn
-OWN = ("kind", "pipeline")  # keys of a role besides those of the configuration
+OWN = ("kind", "pipeline", "tokens", "temperature", "kept")  # keys of a role besides those of the configuration
+ASKED = "Describe an image in one sentence that a painter can follow exactly: {prompt}"  # request of a text role
 BLOCKS = ("model", "sampling", "rollout", "algorithm", "actor")  # whose keys a role may have of its own
 NAME = re.compile(r"[A-Za-z]\w*")
 Training = Annotated[str | list[str] | dict[str, int], PlainValidator(lambda value: value)]  # checked by `check`
@@ -38,6 +39,15 @@ class TurnConfig:
 
 
 @dataclass(frozen=True)
+class TextRole:
+    """A language model that rewrites prompts, in at most `tokens`; the first `kept` texts are the prompt itself."""
+
+    tokens: int = 64
+    temperature: float = 1.0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
 class EpisodeConfig(Block):
     turns: list[dict[str, Any]] = key(
         [],
@@ -48,8 +58,8 @@ class EpisodeConfig(Block):
     roles: dict[str, dict[str, Any]] = key(
         {},
         "policies besides the run's own: NAME -> keys that differ from the run's, such as {model.lora_rank: 16, "
-        "sampling.call: {strength: 0.6}}; pipeline: the class of its pipeline; kind=text: a language model that "
-        "rewrites prompts",
+        "sampling.call: {strength: 0.6}}; pipeline: the class of its pipeline; kind: text is a language model that "
+        "rewrites prompts, with tokens, temperature, and kept: how many of its texts are the prompt itself",
     )
     next: NextState = key(
         "best", "images of a turn that the next one starts from, per group: the best, a random one, or each of them"
@@ -134,6 +144,11 @@ class EpisodeConfig(Block):
         """Return the samples per state of a role; None: `rollout.n`."""
         return next(turn.images for turn in self.parsed if turn.role == role)
 
+    def text_role(self, role: str) -> TextRole:
+        """Return the settings of a role that rewrites prompts."""
+        given = {name: self.roles[role][name] for name in ("tokens", "temperature", "kept") if name in self.roles[role]}
+        return TextRole(**given)
+
     def is_text(self, role: str) -> bool:
         """Whether `role` rewrites prompts."""
         return self.roles.get(role, {}).get("kind", "images") == "text"
@@ -167,8 +182,26 @@ def _check_role(name: str, keys: Mapping[str, Any]) -> None:
                 f"episode.roles.{name}.{given}: a role has keys of {', '.join(BLOCKS)} of its own, and "
                 f"{' and '.join(OWN)}; set it for the whole run, or remove it"
             )
-    if keys.get("kind", "images") not in ("images", "text"):
-        raise ConfigError(f"episode.roles.{name}.kind={shown(keys['kind'])}: it must be images or text")
+    kind = keys.get("kind", "images")
+    if kind not in ("images", "text"):
+        raise ConfigError(f"episode.roles.{name}.kind={shown(kind)}: it must be images or text")
+    for given in [given for given in OWN[1:] if given in keys and (given == "pipeline") == (kind == "text")]:
+        other = "text" if kind == "images" else "images"
+        raise ConfigError(f"episode.roles.{name}.{given}: it is for a role of kind={other}; remove it")
+    if kind == "text":
+        _check_text(name, keys)
+
+
+def _check_text(name: str, keys: Mapping[str, Any]) -> None:
+    tokens, temperature, kept = (keys.get(key, default) for key, default in asdict(TextRole()).items())
+    if "model.path" not in keys and "path" not in (keys.get("model") or {}):
+        raise ConfigError(f"episode.roles.{name}: set its model.path, a causal language model of transformers")
+    if type(tokens) is not int or tokens < 1:
+        raise ConfigError(f"episode.roles.{name}.tokens={shown(tokens)}: it must be at least 1")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature <= 0:
+        raise ConfigError(f"episode.roles.{name}.temperature={shown(temperature)}: it must be greater than 0")
+    if type(kept) is not int or kept < 0:
+        raise ConfigError(f"episode.roles.{name}.kept={shown(kept)}: it must be at least 0")
 
 
 def role_config(config: "Config", name: str) -> "Config":
@@ -183,12 +216,19 @@ def role_config(config: "Config", name: str) -> "Config":
         return config
     values = asdict(replace(config, episode=EpisodeConfig()))
     values["guard"] |= {"action": "off", "judge": "off"}
+    if config.episode.is_text(name):
+        fresh = asdict(type(config)())
+        values |= {"model": fresh["model"] | {"dtype": config.model.dtype}, "sampling": fresh["sampling"]}
+        values["algorithm"] = {"name": "flow_grpo", "clip_low": 0.2, "clip_high": 0.2}  # of token ratios, as in PPO
+        values["rollout"]["quantize"] = "none"
     if (images := config.episode.images_of(name)) is not None:
         values["rollout"]["n"] = images
     for given, value in keys.items():
         if given in OWN:
             continue
         block, _, rest = str(given).partition(".")
+        if given == "algorithm.name" and config.episode.is_text(name):
+            raise ConfigError(f"episode.roles.{name}.{given}: a role that rewrites prompts trains by GRPO; remove it")
         if given == "algorithm.name" and value != values["algorithm"]["name"]:
             others = {k.partition(".")[2]: v for k, v in keys.items() if str(k).startswith("algorithm.")}
             values["algorithm"] = deepcopy(others)
@@ -207,13 +247,15 @@ def role_config(config: "Config", name: str) -> "Config":
 def check_roles(config: "Config") -> None:
     """Raise `ConfigError` if the configuration of a role is not valid."""
     for name in config.episode.roles:
-        if not config.episode.is_text(name):
-            found = role_config(config, name)
-            if found.algorithm.needs.tree or found.algorithm.needs.reward_gradient or found.algorithm.needs.teachers:
-                raise ConfigError(
-                    f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers or the gradient of the "
-                    "reward, which roles do not have; use another algorithm.name"
-                )
+        found = role_config(config, name)
+        if config.episode.is_text(name):
+            if config.episode.text_role(name).kept >= found.rollout.n:
+                raise ConfigError(f"episode.roles.{name}.kept: of {found.rollout.n} texts per prompt none is sampled")
+        elif (needs := found.algorithm.needs).tree or needs.reward_gradient or needs.teachers or needs.imitation:
+            raise ConfigError(
+                f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers or the gradient of the reward, "
+                "which roles do not have; use another algorithm.name"
+            )
 
 
 def signature(config: "Config", role: str) -> str:

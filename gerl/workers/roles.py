@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from gerl.algorithms import Algorithm, build_algorithm
+from gerl.algorithms.token_grpo import TokenGRPO
 from gerl.cluster import Pending, WorkerGroup
 from gerl.config import Config
 from gerl.config.episodes import role_config, signature
@@ -126,8 +128,15 @@ class OtherRole(PolicyWorker):
 
 def role_worker(config: Config, name: str) -> Callable[[str, RoleWorker], OtherRole]:
     """Return the class of the role `name`."""
-    del config, name
-    return OtherRole
+    from gerl.workers.rewriter import Rewriter  # it imports this module
+
+    return Rewriter if config.episode.is_text(name) else OtherRole
+
+
+def role_algorithm(config: Config, name: str) -> Algorithm:
+    """Build the algorithm of the role `name` of a run with `config`."""
+    own = role_config(config, name)
+    return TokenGRPO(own) if config.episode.is_text(name) else build_algorithm(own)
 
 
 def policy_beside(first: Policy, config: Config, name: str, device: str) -> Policy:

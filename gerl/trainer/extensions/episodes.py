@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gerl.algorithms import Algorithm, build_algorithm
+from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import plan_samples, plan_validation
 from gerl.config import Config
-from gerl.config.episodes import TurnConfig, role_config
+from gerl.config.episodes import ASKED, TurnConfig, role_config
 from gerl.config.user_files import load_module, raised_at
 from gerl.errors import CheckpointError, ConfigError
-from gerl.protocol import Group, Prompt, Sample, Scores, Turn
+from gerl.progress import waiting
+from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores, Turn
 from gerl.run.checkpoint import RunState
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
@@ -34,7 +35,7 @@ from gerl.trainer.validation import caption
 from gerl.utils.seeding import derive_seed
 from gerl.web.pages import grid, still
 from gerl.workers.fleet import LocalFleet
-from gerl.workers.roles import RoleFleet
+from gerl.workers.roles import RoleFleet, role_algorithm
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending
@@ -57,9 +58,12 @@ class Episodes(Extension):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.turns = config.episode.parsed
-        self.requests = [request_of(turn, number) for number, turn in enumerate(self.turns)]
+        self.requests = [
+            request_of(turn, number, config.episode.is_text(turn.role)) for number, turn in enumerate(self.turns)
+        ]
         self.roles: dict[str, Role] = {}
         self.kept: dict[str, Any] = {}
+        self.texts: TextTurn | None = None  # of this step or validation
         self.shown: list[tuple[Sample, float | None, np.ndarray]] = []  # of the turns of a validation
 
     # --- roles
@@ -85,23 +89,62 @@ class Episodes(Extension):
     # --- turns of a step
 
     def prompted(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> Sequence[Prompt]:
-        first = self.turns[0]
-        return [replace(prompt, turn=Turn(0, first.role, self.requests[0](prompt, None, {}))) for prompt in prompts]
+        first, second = self.turns[0], self.turns[min(1, len(self.turns) - 1)]
+        asked = [replace(prompt, turn=Turn(0, first.role, self.requests[0](prompt, None, {}))) for prompt in prompts]
+        if not self.writes:
+            return asked
+        self.texts = found = self.written(run, number, asked, held_out)
+        return [
+            replace(sample.prompt, turn=Turn(1, second.role, text, None, sample.index))
+            for sample, text in zip(found.samples, found.texts, strict=True)
+        ]
+
+    @property
+    def writes(self) -> bool:
+        """Whether the first turn rewrites the prompts."""
+        return self.config.episode.is_text(self.turns[0].role)
+
+    def written(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> TextTurn:
+        """Rewrite `prompts`; the tokens stay on the workers."""
+        role = self.roles[self.turns[0].role]
+        role.fleet.held.clear()
+        if held_out:
+            batches, tasks = plan_validation(role.config, prompts, number), list[RolloutTask]()
+            dispatch = role.fleet.validate(batches)
+        else:
+            tasks = role.algorithm.plan(plan_samples(role.config, prompts, number, run.state.policy_version))
+            batches, dispatch = [task.samples for task in tasks], role.fleet.sample(tasks)
+        with waiting(f"rewriting {len(prompts)} prompts"):
+            calls = [dispatch.submit(i) for i in range(len(batches))]
+            texts = [text for call in calls for text in call.result().pixels]
+            dispatch.finish()
+        return TextTurn(tasks, [sample for batch in batches for sample in batch], texts)
+
+    def add_texts(self, step: Step) -> None:
+        """Add the texts of a step, whose reward is the mean over the images of their descendants."""
+        assert self.texts is not None
+        samples = self.texts.samples
+        totals = text_returns(samples, step.scores)
+        failures = [[] if total is not None else step.scores.failures[step.scores.failed[0]] for total in totals]
+        step.scores.add(Scores(samples, totals, {}, failures))
+        step.tasks += self.texts.tasks
 
     def scored(self, run: Run, step: Step) -> PendingRollout | None:
-        number = step.rounds  # of the next turn
+        number = step.rounds + self.writes  # of the next turn
         done = sum(len(task.samples) for task in step.round)
         last = Scores()
         last.add(part_of(step.scores, len(step.scores.samples) - done))
         if number == len(self.turns):
             step.metrics |= self.metrics(step.scores)
             step.scores.totals = returns(self.config.episode.returns, step.scores)
+            if self.writes:
+                self.add_texts(step)
             return None
         images = step.images[len(step.images) - len(step.round) :]
         pixels = [image for part in images for image in part.result().pixels]
         prompts = self.next_prompts(number, last, pixels, self.chosen(last, step.number))
         config, algorithm, fleet = self.of(run, self.turns[number].role)
-        if number == 1:
+        if step.rounds == 1:
             for role in self.roles.values():
                 role.fleet.held.clear()
         samples = plan_samples(config, prompts, step.number, run.state.policy_version)
@@ -167,12 +210,13 @@ class Episodes(Extension):
     def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
         number = next((s.turn for s in scores.samples), 0) or 0
         pixels = [image for part in images for image in part.result().pixels]
-        if len(self.turns) > 1:
+        if len(self.turns) > 1 + self.writes:
             step.metrics |= {f"val/{name}": value for name, value in self.metrics(scores).items()}
-            self.shown = (self.shown if number else []) + list(zip(scores.samples, scores.totals, pixels, strict=True))
+            before = self.shown if number > self.writes else []
+            self.shown = [*before, *zip(scores.samples, scores.totals, pixels, strict=True)]
         number += 1
         if number == len(self.turns):
-            if len(self.turns) > 1:
+            if len(self.turns) > 1 + self.writes:
                 samples, totals, images_of = (list(column) for column in zip(*self.shown, strict=True))
                 run.picture(step.number, "validation_episode", sheet(Scores(samples, totals), images_of))
             return None
@@ -235,15 +279,38 @@ def returns(kind: str, scores: Scores) -> list[float | None]:
     return found
 
 
+def text_returns(samples: Sequence[Sample], scores: Scores) -> list[float | None]:
+    """Return the reward of each text `[B]`: the mean over the images sampled for it; None: one of them has none."""
+    found: dict[tuple[int, int | None], list[float | None]] = {}
+    for image, total in zip(scores.samples, scores.totals, strict=True):
+        if image.turn == 1:
+            found.setdefault((image.prompt.id, image.branch), []).append(total)
+    own = [found[sample.prompt.id, sample.index] for sample in samples]
+    return [None if None in totals else mean(totals) for totals in own]
+
+
+@dataclass(frozen=True)
+class TextTurn:
+    """The turn that rewrites prompts: its tasks, samples and texts."""
+
+    tasks: list[RolloutTask]
+    samples: list[Sample]
+    texts: list[str]
+
+
 # --- What the model is asked in a turn
 
 
-def request_of(turn: TurnConfig, number: int) -> Callable[[Prompt, np.ndarray | None, Mapping[str, float]], str]:
+def request_of(
+    turn: TurnConfig, number: int, text: bool
+) -> Callable[[Prompt, np.ndarray | None, Mapping[str, float]], str]:
     """Return the function that writes the request of a turn, "" for the prompt itself.
 
     Raises `ConfigError` if the file or the function is missing.
     """
     key, request = f"episode.turns[{number}].request", turn.request
+    if request is None and text:
+        request = ASKED
     if request is None:
         return lambda prompt, image, scores: ""
     path, _, name = request.rpartition(":")
@@ -298,7 +365,7 @@ class Role:
     @classmethod
     def of(cls, name: str, run: Run, config: Config) -> Role:
         own, fleet = role_config(config, name), RoleFleet(run.fleet, name)
-        algorithm = build_algorithm(own)
+        algorithm = role_algorithm(config, name)
         update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
         return cls(name, own, algorithm, fleet, update)
 
