@@ -31,7 +31,6 @@ from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
 from gerl.trainer.step import Metrics, Step, mean
 from gerl.trainer.update import Update
-from gerl.trainer.validation import caption
 from gerl.utils.seeding import derive_seed
 from gerl.web.pages import grid, still
 from gerl.workers.fleet import LocalFleet
@@ -64,6 +63,7 @@ class Episodes(Extension):
         self.roles: dict[str, Role] = {}
         self.kept: dict[str, Any] = {}
         self.texts: TextTurn | None = None  # of this step or validation
+        self.by_turn: Metrics = {}  # of this step
         self.shown: list[tuple[Sample, float | None, np.ndarray]] = []  # of the turns of a validation
 
     # --- roles
@@ -135,7 +135,7 @@ class Episodes(Extension):
         last = Scores()
         last.add(part_of(step.scores, len(step.scores.samples) - done))
         if number == len(self.turns):
-            step.metrics |= self.metrics(step.scores)
+            self.by_turn = self.metrics(step.scores)
             step.scores.totals = returns(self.config.episode.returns, step.scores)
             if self.writes:
                 self.add_texts(step)
@@ -189,6 +189,7 @@ class Episodes(Extension):
 
     def rewarded(self, run: Run, step: Step) -> None:
         assert step.rewards is not None
+        step.metrics |= self.by_turn
         self.rewards = by_role(step.rewards)
         step.rewards = self.rewards.get(self.config.episode.own_role, subset(step.rewards, []))
 
@@ -210,15 +211,16 @@ class Episodes(Extension):
     def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
         number = next((s.turn for s in scores.samples), 0) or 0
         pixels = [image for part in images for image in part.result().pixels]
+        first = number == self.writes
         if len(self.turns) > 1 + self.writes:
             step.metrics |= {f"val/{name}": value for name, value in self.metrics(scores).items()}
-            before = self.shown if number > self.writes else []
-            self.shown = [*before, *zip(scores.samples, scores.totals, pixels, strict=True)]
+        elif self.writes:
+            logger.info("step %d: %r is rewritten as %r", step.number, *said(scores.samples[0].prompt))
+        self.shown = [*([] if first else self.shown), *zip(scores.samples, scores.totals, pixels, strict=True)]
         number += 1
         if number == len(self.turns):
-            if len(self.turns) > 1 + self.writes:
-                samples, totals, images_of = (list(column) for column in zip(*self.shown, strict=True))
-                run.picture(step.number, "validation_episode", sheet(Scores(samples, totals), images_of))
+            samples, totals, images_of = (list(column) for column in zip(*self.shown, strict=True))
+            run.picture(step.number, "validation_episode", sheet(Scores(samples, totals), images_of))
             return None
         prompts = self.next_prompts(number, scores, pixels, range(len(scores.samples)))
         config, _, fleet = self.of(run, self.turns[number].role)
@@ -454,8 +456,18 @@ def sheet(scores: Scores, pixels: Sequence[np.ndarray]) -> Image.Image:
             ends.setdefault(sample.prompt.id, row)
     chains = [chain_to(row, scores.samples, pixels) for row in list(ends.values())[:SHOWN]]
     places = [row for chain in chains for row in chain]
-    captions = [caption(scores.samples[row].prompt.request, scores.totals[row], failed=False) for row in places]
+    captions = [described(scores.samples[row].prompt, scores.totals[row]) for row in places]
     return grid([still(pixels[row]) for row in places], captions, columns=last + 1)
+
+
+def described(prompt: Prompt, total: float | None) -> str:
+    """Return the caption of an image: its reward, and what the model was asked."""
+    return f"{'' if total is None else f'{total:.2f} '}{prompt.request}"
+
+
+def said(prompt: Prompt) -> tuple[str, str]:
+    """Return a prompt and what the model is asked instead."""
+    return prompt.text, prompt.request
 
 
 def chain_to(row: int, samples: Sequence[Sample], pixels: Sequence[np.ndarray]) -> list[int]:
