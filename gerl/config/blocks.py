@@ -307,6 +307,8 @@ class ScorerConfig(Block):
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
+    roles: list[str] | None = key(None, "with episodes: score only images of these roles (episode.turns); null: of all")
+    turns: list[int] | None = key(None, "with episodes: score only images of these turns, from 0; null: of all")
     during: RunParts = key("both", "with weight 0: score only training images, or only validation images")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)

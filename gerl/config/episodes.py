@@ -14,6 +14,7 @@ from gerl.config.schema import Block, key, shown
 from gerl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gerl.config.blocks import ScorerConfig
     from gerl.config.configuration import Config
 
 NextState = Literal["best", "sample", "each"]
@@ -216,6 +217,8 @@ def role_config(config: "Config", name: str) -> "Config":
         return config
     values = asdict(replace(config, episode=EpisodeConfig()))
     values["guard"] |= {"action": "off", "judge": "off"}
+    for scorer in values["reward"]["scorers"].values():
+        scorer |= {"turns": None, "roles": None}
     if config.episode.is_text(name):
         fresh = asdict(type(config)())
         values |= {"model": fresh["model"] | {"dtype": config.model.dtype}, "sampling": fresh["sampling"]}
@@ -245,7 +248,8 @@ def role_config(config: "Config", name: str) -> "Config":
 
 
 def check_roles(config: "Config") -> None:
-    """Raise `ConfigError` if the configuration of a role is not valid."""
+    """Raise `ConfigError` if the configuration of a role, or the scorers of a turn, are not valid."""
+    _check_scorers(config)
     for name in config.episode.roles:
         found = role_config(config, name)
         if config.episode.is_text(name):
@@ -256,6 +260,33 @@ def check_roles(config: "Config") -> None:
                 f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers or the gradient of the reward, "
                 "which roles do not have; use another algorithm.name"
             )
+
+
+def _check_scorers(config: "Config") -> None:
+    turns, episode = config.episode.parsed, config.episode
+    for name, scorer in config.reward.scorers.items():
+        known: dict[str, list[Any]] = {"turns": list(range(len(turns))), "roles": episode.all_roles}
+        for column, values in known.items():
+            if unknown := [value for value in getattr(scorer, column) or () if value not in values]:
+                there = ", ".join(map(str, values)) or "no turns"
+                raise ConfigError(
+                    f"reward.scorers.{name}.{column}: {unknown[0]} is not in episode.turns; it has {there}"
+                )
+    weighted = [scorer for scorer in config.reward.scorers.values() if scorer.weight]
+    for number, turn in enumerate(turns):
+        needs = not episode.is_text(turn.role) and (number == len(turns) - 1 or episode.returns != "last")
+        if needs and not any(scores_turn(scorer, number, turn.role) for scorer in weighted):
+            raise ConfigError(
+                f"episode.turns: no scorer with a weight scores turn {number} ({turn.role}); add one, or use "
+                "episode.next=each and episode.returns=last for the reward of the last turn"
+            )
+    if episode.returns != "turn" and any(scorer.normalise != "none" for scorer in weighted):
+        raise ConfigError(f"episode.returns={episode.returns}: it adds rewards of turns; use normalise=none")
+
+
+def scores_turn(scorer: "ScorerConfig", number: int, role: str) -> bool:
+    """Whether a scorer scores the images of turn `number`, taken by `role`."""
+    return (scorer.turns is None or number in scorer.turns) and (scorer.roles is None or role in scorer.roles)
 
 
 def signature(config: "Config", role: str) -> str:

@@ -13,6 +13,8 @@ import transformers
 from drills import more
 from safetensors.torch import load_file
 
+from gerl.export.command import main as export
+
 ROOT = Path(__file__).resolve().parents[2]
 Train = Callable[..., Any]
 EDIT = {
@@ -129,3 +131,19 @@ def test_two_workers_over_ray_of_which_one_is_killed(
     assert not list(wishes.iterdir()) and sum(run.column("cluster/restarts")) == 1
     quiet = train(tmp_path / "quiet", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
     run.assert_same(quiet, STEPS)
+
+
+def test_a_scorer_of_the_last_turn_rewards_the_first(train: Train, tmp_path: Path) -> None:
+    keys = ("episode.next=each", "episode.returns=last", "rollout.n=2", "reward.scorers.bright.turns=[1]")
+    run = train(tmp_path / "run", *EDITED, *keys, trainer__steps=1)
+    (row,) = run.metrics
+    assert row["reward/mean"] == pytest.approx(row["turn_1/reward/mean"]) and row["actor/grad_norm"] > 0
+
+
+def test_the_lora_of_a_role_is_exported(edited: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export([f"run={edited.folder}", "role=edit", f"out={tmp_path / 'edit'}"]) == 0
+    found = load_file(tmp_path / "edit" / "pytorch_lora_weights.safetensors")
+    best = [role_lora(edited, int(path.name.split("_")[1]), "edit") for path in edited.folder.glob("checkpoints/*")]
+    assert any(found.keys() == lora.keys() and all(torch.equal(found[n], lora[n]) for n in lora) for lora in best)
+    assert export([f"run={edited.folder}", "role=paint", f"out={tmp_path / 'paint'}"]) == 2
+    assert "edit" in capsys.readouterr().err
