@@ -1,10 +1,8 @@
-"""The block `episode`: several turns per prompt, taken by policies in several roles, and their configurations."""
+"""The block `episode`: several turns per prompt, taken by policies in several roles."""
 
-import json
 import re
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +13,6 @@ from gerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from gerl.config.blocks import ScorerConfig
-    from gerl.config.configuration import Config
 
 NextState = Literal["best", "sample", "each"]
 Returns = Literal["turn", "last", "sum"]
@@ -205,92 +202,6 @@ def _check_text(name: str, keys: Mapping[str, Any]) -> None:
         raise ConfigError(f"episode.roles.{name}.kept={shown(kept)}: it must be at least 0")
 
 
-def role_config(config: "Config", name: str) -> "Config":
-    """Return the configuration of the role `name`: the run's own, with the keys of `episode.roles`.
-
-    Raises `ConfigError` for keys that are not valid, named `episode.roles.NAME.KEY`.
-    """
-    from gerl.config.reading import from_mapping  # it imports this module's block
-
-    keys = config.episode.roles.get(name)
-    if keys is None:
-        return config
-    values = asdict(replace(config, episode=EpisodeConfig()))
-    values["guard"] |= {"action": "off", "judge": "off"}
-    for scorer in values["reward"]["scorers"].values():
-        scorer |= {"turns": None, "roles": None}
-    if config.episode.is_text(name):
-        fresh = asdict(type(config)())
-        values |= {"model": fresh["model"] | {"dtype": config.model.dtype}, "sampling": fresh["sampling"]}
-        values["algorithm"] = {"name": "flow_grpo", "clip_low": 0.2, "clip_high": 0.2}  # of token ratios, as in PPO
-        values["rollout"]["quantize"] = "none"
-    if (images := config.episode.images_of(name)) is not None:
-        values["rollout"]["n"] = images
-    for given, value in keys.items():
-        if given in OWN:
-            continue
-        block, _, rest = str(given).partition(".")
-        if given == "algorithm.name" and config.episode.is_text(name):
-            raise ConfigError(f"episode.roles.{name}.{given}: a role that rewrites prompts trains by GRPO; remove it")
-        if given == "algorithm.name" and value != values["algorithm"]["name"]:
-            others = {k.partition(".")[2]: v for k, v in keys.items() if str(k).startswith("algorithm.")}
-            values["algorithm"] = deepcopy(others)
-        elif rest:
-            values[block] = {**values[block], rest: deepcopy(value)}
-        elif isinstance(value, Mapping):
-            values[block] = {**values[block], **deepcopy(dict(value))}
-        else:
-            raise ConfigError(f"episode.roles.{name}.{block}={shown(value)}: it is a block; write {block}.KEY: VALUE")
-    try:
-        return from_mapping(values)
-    except ConfigError as error:
-        raise ConfigError(f"episode.roles.{name}: {error}") from None
-
-
-def check_roles(config: "Config") -> None:
-    """Raise `ConfigError` if the configuration of a role, or the scorers of a turn, are not valid."""
-    _check_scorers(config)
-    for name in config.episode.roles:
-        found = role_config(config, name)
-        if config.episode.is_text(name):
-            if config.episode.text_role(name).kept >= found.rollout.n:
-                raise ConfigError(f"episode.roles.{name}.kept: of {found.rollout.n} texts per prompt none is sampled")
-        elif (needs := found.algorithm.needs).tree or needs.reward_gradient or needs.teachers or needs.imitation:
-            raise ConfigError(
-                f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers or the gradient of the reward, "
-                "which roles do not have; use another algorithm.name"
-            )
-
-
-def _check_scorers(config: "Config") -> None:
-    turns, episode = config.episode.parsed, config.episode
-    for name, scorer in config.reward.scorers.items():
-        known: dict[str, list[Any]] = {"turns": list(range(len(turns))), "roles": episode.all_roles}
-        for column, values in known.items():
-            if unknown := [value for value in getattr(scorer, column) or () if value not in values]:
-                there = ", ".join(map(str, values)) or "no turns"
-                raise ConfigError(
-                    f"reward.scorers.{name}.{column}: {unknown[0]} is not in episode.turns; it has {there}"
-                )
-    weighted = [scorer for scorer in config.reward.scorers.values() if scorer.weight]
-    for number, turn in enumerate(turns):
-        needs = not episode.is_text(turn.role) and (number == len(turns) - 1 or episode.returns != "last")
-        if needs and not any(scores_turn(scorer, number, turn.role) for scorer in weighted):
-            raise ConfigError(
-                f"episode.turns: no scorer with a weight scores turn {number} ({turn.role}); add one, or use "
-                "episode.next=each and episode.returns=last for the reward of the last turn"
-            )
-    if episode.returns != "turn" and any(scorer.normalise != "none" for scorer in weighted):
-        raise ConfigError(f"episode.returns={episode.returns}: it adds rewards of turns; use normalise=none")
-
-
 def scores_turn(scorer: "ScorerConfig", number: int, role: str) -> bool:
     """Whether a scorer scores the images of turn `number`, taken by `role`."""
     return (scorer.turns is None or number in scorer.turns) and (scorer.roles is None or role in scorer.roles)
-
-
-def signature(config: "Config", role: str) -> str:
-    """Return a text that is equal for roles whose base model is loaded in the same way."""
-    model = role_config(config, role).model
-    own = ("lora", "merge_lora", "lora_rank", "lora_alpha", "lora_targets")
-    return json.dumps({k: v for k, v in asdict(model).items() if k not in own}, default=str)

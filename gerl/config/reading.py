@@ -12,7 +12,6 @@ from pydantic_core import ErrorDetails
 from gerl.config.algorithms import UnknownAlgorithm, settings_class
 from gerl.config.changes import flat_settings
 from gerl.config.configuration import Config
-from gerl.config.episodes import check_roles
 from gerl.config.registry import ALGORITHMS
 from gerl.config.schema import fits, kind_words, shown
 from gerl.config.suggestions import LISTED, answered, did_you_mean, is_foreign, keys, other_name, other_value, readers
@@ -26,7 +25,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
         values = {**values, "algorithm": {"name": "flow_grpo", **algorithm}}
     _check_booleans(values)
     try:
-        config = _adapter().validate_python(values)
+        return _adapter().validate_python(values)
     except UnknownAlgorithm as error:
         *names, last = map(repr, ALGORITHMS)
         (given,) = error.args
@@ -36,8 +35,6 @@ def from_mapping(values: dict[str, Any]) -> Config:
         if foreign := _foreign(error.errors()):
             raise ConfigError(refusal(foreign, {})) from None
         raise ConfigError(_sentence(error.errors()[0], values)) from None
-    check_roles(config)
-    return config
 
 
 def _foreign(errors: Iterable[ErrorDetails]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gerl.config import Config, from_mapping
-from gerl.config.episodes import role_config, signature
+from gerl.config.roles import check_roles, role_config, signature
 from gerl.errors import ConfigError
 
 TURNS = [{"role": "draw"}, {"role": "edit", "images": 3}]
@@ -18,7 +18,9 @@ def composed(turns: list[dict[str, Any]], roles: dict[str, Any], **keys: Any) ->
     """A configuration with these turns and roles; `keys`: others of the block, and whole blocks."""
     own = {name: value for name, value in keys.items() if name in ("next", "returns", "train")}
     blocks = {name: value for name, value in keys.items() if name not in own}
-    return from_mapping({"episode": {"turns": turns, "roles": roles, **own}, **blocks})
+    found = from_mapping({"episode": {"turns": turns, "roles": roles, **own}, **blocks})
+    check_roles(found)
+    return found
 
 
 def test_a_run_has_no_episodes_by_default() -> None:

@@ -21,7 +21,8 @@ from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import plan_samples, plan_validation
 from gerl.config import Config
-from gerl.config.episodes import ASKED, TurnConfig, role_config
+from gerl.config.episodes import ASKED, TurnConfig
+from gerl.config.roles import role_config
 from gerl.config.user_files import load_module, raised_at
 from gerl.errors import CheckpointError, ConfigError
 from gerl.progress import waiting

@@ -10,7 +10,7 @@ import transformers
 from gerl.algorithms.base import Batch
 from gerl.algorithms.token_grpo import TextTape, TokenGRPO
 from gerl.config import Config, from_mapping
-from gerl.config.episodes import role_config
+from gerl.config.roles import role_config
 from gerl.model.language import PART, LanguageModel
 from gerl.model.lora import add_lora
 from gerl.model.policy import EMA, Policy

@@ -12,7 +12,7 @@ import torch
 from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, from_mapping
-from gerl.config.episodes import role_config
+from gerl.config.roles import role_config
 from gerl.errors import CheckpointError, ConfigError
 from gerl.model.policy import Policy
 from gerl.protocol import Prompt, RolloutTask, Turn
