@@ -5,12 +5,12 @@ from __future__ import annotations  # torch is imported lazily
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import ceil, floor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -213,30 +213,30 @@ def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
     """Return the samples of trainer step `step`: `rollout.n` per prompt, or its dataset images."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
-    return [
+    found = [
         Sample(
             prompt,
             k,
-            derive_seed("sample", seed, step, prompt.id, k, *_turn_parts(prompt)),
+            derive_seed("sample", seed, step, prompt.id, k),
             step,
             policy_version,
-            init_seed=derive_seed("initial", seed, step, prompt.id, *_turn_parts(prompt)) if same else None,
-            **_turn_fields(prompt),
+            init_seed=derive_seed("initial", seed, step, prompt.id) if same else None,
         )
         for prompt in prompts
         for k in range(len(prompt.dataset_images) or config.rollout.n)
     ]
+    return found if all(sample.prompt.turn is None for sample in found) else [_in_turn(sample) for sample in found]
 
 
-def _turn_parts(prompt: Prompt) -> tuple[int | str, ...]:
-    """Return what tells the seeds of a turn of an episode from those of its other turns and states."""
-    turn = prompt.turn
-    return () if turn is None else ("turn", turn.number, -1 if turn.state is None else turn.state)
-
-
-def _turn_fields(prompt: Prompt) -> dict[str, Any]:
-    turn = prompt.turn
-    return {} if turn is None else {"turn": turn.number, "role": turn.role, "branch": turn.state}
+def _in_turn(sample: Sample) -> Sample:
+    """Return a sample of an episode with its turn, and seeds of its own if it starts from an earlier turn."""
+    turn, seed, init_seed = sample.prompt.turn, sample.seed, sample.init_seed
+    assert turn is not None
+    if turn.state is not None:
+        parts = ("turn", turn.number, turn.state)
+        seed = derive_seed(seed, *parts)
+        init_seed = None if init_seed is None else derive_seed(init_seed, *parts)
+    return replace(sample, seed=seed, init_seed=init_seed, turn=turn.number, role=turn.role, branch=turn.state)
 
 
 def plan_prompts(
@@ -267,23 +267,22 @@ def plan_images(config: Config, images: Sequence[Prompt], step: int) -> list[Pro
 
 def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> list[list[Sample]]:
     """Return micro-batches of images of all held-out prompts, prompt by prompt, with the same noise at every step."""
-    samples = [
-        Sample(prompt, k, validation_seed(prompt, k), step, **_turn_fields(prompt))
-        for prompt in prompts
-        for k in _held_out_images(config, prompt)
-    ]
+    count = range(config.validation.images_per_prompt)
+    samples = [Sample(prompt, k, validation_seed(prompt, k), step) for prompt in prompts for k in count]
+    if any(prompt.turn for prompt in prompts):
+        samples = [_in_turn(sample) for sample in samples if _goes_on(sample)]
     return micro_batches(samples, config.validation.micro_batch_size)
 
 
-def _held_out_images(config: Config, prompt: Prompt) -> Sequence[int]:
-    """Return the numbers of the images of a held-out prompt; a state of an earlier turn has one, with its number."""
-    state = None if prompt.turn is None else prompt.turn.state
-    return range(config.validation.images_per_prompt) if state is None else [state]
+def _goes_on(sample: Sample) -> bool:
+    """Whether an image is sampled in validation: in a turn that starts from images, one for each of them."""
+    state = None if sample.prompt.turn is None else sample.prompt.turn.state
+    return state is None or sample.index == state
 
 
 def validation_seed(prompt: Prompt, k: int) -> int:
     """Return the seed of the noise of image `k` (from 0) of a held-out prompt."""
-    return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []), *_turn_parts(prompt))
+    return derive_seed("validation", VALIDATION_SEED, prompt.id, *([k] if k else []))
 
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:

@@ -439,7 +439,7 @@ class Rollout:
     ) -> T:
         """Call `run` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
-        prompts = [sample.prompt.request for sample in samples]
+        prompts = [s.prompt.text if s.prompt.turn is None else s.prompt.request for s in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
         try:
             return self._pictured(run, call, samples)
