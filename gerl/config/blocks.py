@@ -11,6 +11,7 @@ from pydantic import PlainValidator
 
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.schema import Block, key, main_key, shown
+from gerl.config.services import service_of
 from gerl.errors import ConfigError
 
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
@@ -225,6 +226,14 @@ class RolloutConfig(Block):
         "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
         "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
     )
+    service: dict[str, Any] = key(
+        {},
+        "another engine that samples the images, for algorithms that learn from images only: {url: ADDRESS, format: "
+        "gerl, openai or comfyui, lora: push or path}, docs/other_engines.md; {}: the workers sample",
+    )
+
+    def check(self) -> None:
+        service_of(self.service)
 
 
 @dataclass(frozen=True)

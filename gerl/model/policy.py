@@ -351,10 +351,10 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
         for name, file in files.items():
             loras = plain[name]
             if loras is None:
-                _load(pipe, file, _adapter(name))
+                _load(pipe, file, adapter_name(name))
             else:
                 for denoiser, layers in loras.items():
-                    inject(pipe.components[denoiser], layers, _adapter(name))
+                    inject(pipe.components[denoiser], layers, adapter_name(name))
     switch(pipe, None)
 
 
@@ -363,10 +363,10 @@ def switch(pipe: DiffusionPipeline, name: str | None) -> None:
     for layer in _layers(pipe):
         layer.enable_adapters(name is not None)
         if name is not None:  # a layer missing in this LoRA computes without one
-            layer.set_adapter([_adapter(name)], inference_mode=True)
+            layer.set_adapter([adapter_name(name)], inference_mode=True)
 
 
-def _adapter(name: str) -> str:
+def adapter_name(name: str) -> str:
     """Return an adapter name valid for peft: torch allows no dot in a module's name."""
     return "variant_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
 

@@ -32,12 +32,13 @@ from gerl.errors import ModelError, ReplayError
 from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
 from gerl.model.prompts import check_sigmas, pipeline_call, training_sigmas
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
-from gerl.utils.condition_images import picture_arguments
+from gerl.utils.condition_images import picture_arguments, read_picture
 from gerl.utils.seeding import sample_generators
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from diffusers.utils import BaseOutput
+    from PIL.Image import Image
 
     from gerl.model.policy import Policy
 
@@ -336,11 +337,15 @@ class Rollout:
 
     def _read(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
         """Read dataset images, and record a tape that ends with their latents."""
+        paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
+        return self.encoded(call, [(path, read_picture(path)) for path in paths])
+
+    def encoded(self, call: dict[str, object], images: Sequence[tuple[str, Image]]) -> tuple[BaseOutput, Tape]:
+        """Encode named images, one per sample of `call`, and record a tape that ends with their latents."""
         from diffusers import ImagePipelineOutput  # imported lazily: the driver of a run does not need it
 
-        pipe, several = self.policy.pipe, len(samples) > 1
-        paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
-        clean, pixels = self.policy.images.read(pipe, select_call(call, [0]), paths)
+        pipe, several = self.policy.pipe, len(images) > 1
+        clean, pixels = self.policy.images.of(pipe, select_call(call, [0]), images)
         tape = record_decoding(pipe, call)
         tape.steps[-1] = replace(tape.steps[-1], x_next=clean)
         if several:

@@ -26,6 +26,7 @@ from gerl.utils.seeding import seed_everything
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.image_statistics import image_statistics
 from gerl.workers.rollout import Rollout, count_blank
+from gerl.workers.service import build_rollout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -116,7 +117,7 @@ class PolicyWorker:
         self.evaluations = count_evaluations(self.policy.denoisers.values())
         guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
-        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
+        self.rollout = build_rollout(self.policy, self.config)
         self.rollout.format.divides = self.ranks is None  # ranks in lockstep have to make the same calls
         self.rollout.format.say = self.notes.append
         if self.config.needs_base:
