@@ -261,6 +261,11 @@ class ActorConfig(Block):
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward pass; null: as in the rollout. Affects memory, never the gradient", low=1
     )
+    alternate: int = key(
+        0,
+        "with several denoisers (Wan 2.2): train one at a time, each for this many trainer steps; 0: all at once",
+        low=0,
+    )
     step_batch: int = key(
         1, "trained denoising steps per forward and backward pass; memory grows with their number", low=1
     )

@@ -232,7 +232,7 @@ class PolicyWorker:
         self.snapshots.take(finished)
         if together:
             self.reduce_gradient()
-        result = self.actor.step()
+        result = self.actor.step(finished)
         return self.finish_step(finished + 1, resets, result) if last else result
 
     def finish_step(self, step: int, resets: bool = False, result: StepResult = NO_UPDATE) -> StepResult:

@@ -458,7 +458,7 @@ def sheet(scores: Scores, pixels: Sequence[np.ndarray]) -> Image.Image:
     chains = [chain_to(row, scores.samples, pixels) for row in list(ends.values())[:SHOWN]]
     places = [row for chain in chains for row in chain]
     captions = [described(scores.samples[row].prompt, scores.totals[row]) for row in places]
-    return grid([still(pixels[row]) for row in places], captions, columns=last + 1)
+    return grid([still(pixels[row]) for row in places], captions, columns=len(chains[0]))
 
 
 def described(prompt: Prompt, total: float | None) -> str:
