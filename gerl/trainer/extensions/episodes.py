@@ -73,7 +73,7 @@ class Episodes(Extension):
         if not self.roles:
             own, episode = run.update, self.config.episode
             self.roles = {name: Role.of(name, run, self.config) for name in episode.roles}
-            run.update = RoleUpdates(own, episode.own_role, self.roles)  # type: ignore[assignment]
+            run.update = RoleUpdates(own, episode.own_role, self.roles)
         for name, role in self.roles.items():
             role.load(self.kept.get(name, {}))
 
@@ -391,32 +391,24 @@ class Role:
             self.algorithm.load_state(state["algorithm"])
 
 
-class RoleUpdates:
+class RoleUpdates(Update):
     """The updates of all roles, one after the other, each on its own samples; those not trained take none."""
 
     def __init__(self, own: Update, name: str, others: Mapping[str, Role]) -> None:
-        self.own, self.name, self.others = own, name, others
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("own", "name", "others"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.own, name, value)
+        """`own`: of the run's own role `name`."""
+        vars(self).update(vars(own))
+        self.name, self.others = name, others
 
     def run(self, step: Step) -> Metrics:
         """Train on the credit of `step`."""
-        trained = self.own.config.episode.trained(step.number)
-        updates = {self.name: self.own} | {name: role.update for name, role in self.others.items()}
-        metrics: Metrics = {}
-        for name, update in updates.items():
-            update.state.step = self.own.state.step
-            part = role_step(step, name, update.config.sampling.num_inference_steps, name in trained)
-            found = update.run(part)
-            step.stats = part.stats if name == self.name else step.stats
-            metrics = merged(metrics, found, "" if name == self.name else name)
+        trained = self.config.episode.trained(step.number)
+        part = role_step(step, self.name, self.config.sampling.num_inference_steps, self.name in trained)
+        metrics = super().run(part)
+        step.stats = part.stats
+        for name, role in self.others.items():
+            role.update.state.step = self.state.step
+            own = role_step(step, name, role.config.sampling.num_inference_steps, name in trained)
+            metrics = merged(metrics, role.update.run(own), name)
         return metrics
 
 
@@ -441,7 +433,7 @@ def merged(known: Metrics, new: Metrics, role: str) -> Metrics:
             found[name] = max(found.get(name, value), value)
         else:
             part, _, rest = name.partition("/")
-            found[f"{part}/{role}/{rest}" if role else name] = value
+            found[f"{part}/{role}/{rest}"] = value
     return found
 
 
