@@ -60,7 +60,7 @@ class TrainingImages(Extension):
 def save_live_images(run: Run, step: Step) -> None:
     """Save the first images of a step with their scores and advantages (mean over the trained timesteps)."""
     assert step.credit is not None
-    scores, pixels = step.scores, list[object]()
+    scores, pixels = step.scores, list[np.ndarray]()
     for images in step.images:
         found = list(images.result().pixels)
         pixels += found[: MAX_IMAGES - len(pixels)]
@@ -68,7 +68,13 @@ def save_live_images(run: Run, step: Step) -> None:
             break
     groups: dict[Group, int] = {}
     prompts, shown = list[str](), list[LiveImage]()
-    for i, sample in enumerate(scores.samples[: len(pixels)]):
+    first: dict[int, int] = {}  # prompt -> its place: the turns of an episode follow each other
+    rows = list(range(min(len(pixels), len(scores.samples))))
+    for sample in scores.samples[: len(rows)]:
+        first.setdefault(sample.prompt.id, len(first))
+    rows.sort(key=lambda row: first[scores.samples[row].prompt.id])
+    for i in rows:
+        sample = scores.samples[i]
         if sample.group not in groups:
             groups[sample.group] = len(groups)
             prompts.append(title(sample.prompt))
@@ -76,7 +82,7 @@ def save_live_images(run: Run, step: Step) -> None:
         advantage = float(known.mean()) if len(known) else None
         by_scorer = {name: values[i] for name, values in scores.by_scorer.items()}
         shown.append(LiveImage(groups[sample.group], sample.index, scores.totals[i], by_scorer, advantage))
-    save_live(run.run_dir, step.number, prompts, shown, pixels, len(scores.samples))  # type: ignore[arg-type]
+    save_live(run.run_dir, step.number, prompts, shown, [pixels[i] for i in rows], len(scores.samples))
 
 
 def title(prompt: Prompt) -> str:
