@@ -75,9 +75,9 @@ class Critic(Extension):
             found = [states for states in run.fleet.on_trajectories(states_of) if states is not None]
             self._describe(found)
             inputs = Inputs.of(found, rewards.rows)
-            self.model.observe(inputs)
-            values = self.model.values(inputs)
             returns, settings = algorithm.returns(rewards), algorithm.settings
+            self.model.observe(inputs, returns)
+            values = self.model.values(inputs)
             targets = values + generalised_advantages(returns, values, settings.gamma, settings.lam)
             trained = self.model.trained
             step.metrics |= explained(values, returns, settings.gamma) | self.model.learn(inputs, targets)
@@ -256,7 +256,7 @@ class ValueModel:
         nn.init.zeros_(last.bias)
         self.network = nn.Sequential(*layers)
         found = {"trained": torch.tensor(0), "updates": torch.tensor(0)}
-        found["rewards"] = torch.zeros(2, dtype=torch.double)  # averages of the targets and of their squares
+        found["targets"] = torch.zeros(2, dtype=torch.double)  # averages of the targets and of their squares
         for name, rows, size in (("features", self.num_steps, features), ("prompts", 1, prompts)):
             found |= {f"{name}/{part}": torch.zeros(rows, size, dtype=torch.double) for part in ("mean", "squares")}
             found[f"{name}/count"] = torch.zeros(rows, dtype=torch.double)
@@ -264,10 +264,11 @@ class ValueModel:
             found |= {f"network/{name}": p} | {f"{moment}/{name}": torch.zeros_like(p) for moment in MOMENTS}
         self.tensors = found
 
-    def observe(self, inputs: Inputs) -> None:
-        """Update the statistics by which features are standardised, by denoising step."""
+    def observe(self, inputs: Inputs, returns: torch.Tensor) -> None:
+        """Update the statistics by which features are standardised, by step; first values: the mean of `returns`."""
         if not self.tensors:
             self.build(inputs.features.shape[1], inputs.prompts.shape[1])
+            self.tensors["targets"].copy_(moments(returns))
         self._count("features", inputs.features, inputs.step)
         self._count("prompts", inputs.prompts, torch.zeros_like(inputs.step))
 
@@ -299,9 +300,7 @@ class ValueModel:
 
     def scale(self) -> tuple[float, float]:
         """Return mean and standard deviation by which targets are normalised: averages over the latest steps."""
-        if not self.trained:
-            return 0.0, 1.0
-        mean, square = (self.tensors["rewards"] / (1 - DECAY**self.trained)).tolist()
+        mean, square = self.tensors["targets"].tolist()
         return mean, math.sqrt(max(square - mean**2, 0.0))
 
     @torch.no_grad()
@@ -316,9 +315,9 @@ class ValueModel:
         """Take the optimizer steps of a trainer step towards `targets` [B, T]; return loss and gradient norm."""
         wanted = targets[inputs.row, inputs.step].double()
         self.tensors["trained"] += 1
-        self.tensors["rewards"].lerp_(torch.stack([wanted.mean(), (wanted**2).mean()]), 1 - DECAY)
+        self.tensors["targets"].lerp_(moments(wanted), 1 - DECAY)
         mean, std = self.scale()
-        normalised = ((wanted - mean) / max(std, 1e-8)).float()
+        normalised = ((wanted - mean) / max(std, 1e-5 * abs(mean) + 1e-8)).float()  # rounding is no difference
         known = self._inputs(inputs)
         with torch.no_grad():
             before = self.network(known).squeeze(1)
@@ -363,6 +362,11 @@ class ValueModel:
             raise CheckpointError(
                 "the saved critic does not fit critic.width and sampling.num_inference_steps"
             ) from None
+
+
+def moments(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `values` [N] and that of their squares, [2] fp64."""
+    return torch.stack([values.double().mean(), values.double().square().mean()])
 
 
 def value_loss(values: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, clip: float | None) -> torch.Tensor:
