@@ -294,9 +294,9 @@ class CriticConfig(Block):
         "last hidden states; latents: themselves, averaged to 8 x 8; auto: hidden, or latents where there are none",
     )
     width: int = key(256, "width of its two hidden layers", low=1)
-    lr: float = main_key(3e-4, "its Adam learning rate", above=0)
+    lr: float = key(3e-4, "its Adam learning rate", above=0)
     updates: int = key(8, "its optimizer steps per trainer step, each on all states of the step", low=1)
-    warmup_steps: int = main_key(
+    warmup_steps: int = key(
         10,
         "trainer steps for which it is trained before its values are used; the baseline is then the mean reward of the "
         "step, or of the group with critic.residual",

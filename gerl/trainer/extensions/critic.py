@@ -73,7 +73,7 @@ class Critic(Extension):
         assert isinstance(algorithm, FlowGRPO) and isinstance(algorithm.settings, ChainConfig) and rewards is not None
         with step.watch("critic"), one_thread():
             found = [states for states in run.fleet.on_trajectories(states_of) if states is not None]
-            self._describe(found)
+            self._describe(found, step.number)
             inputs = Inputs.of(found, rewards.rows)
             returns, settings = algorithm.returns(rewards), algorithm.settings
             self.model.observe(inputs, returns)
@@ -84,13 +84,13 @@ class Critic(Extension):
         if trained >= self.config.critic.warmup_steps:
             step.rewards = replace(rewards, values=values)
 
-    def _describe(self, found: Sequence[States]) -> None:
+    def _describe(self, found: Sequence[States], number: int) -> None:
         if not self.described:
             kind, size = "hidden states" if found[0].hidden else "latents", found[0].features.shape[-1]
             prompts = found[0].prompts.shape[1]
             seen = f"prompt embeddings of {prompts:,}" if prompts else "no prompt embedding"
             left = self.config.critic.warmup_steps - self.model.trained
-            used = f"; its values are used after {left} more trainer steps" if left > 0 else ""
+            used = f"; its values are used from step {number + left} on" if left > 0 else ""
             logger.info("the critic sees %s of %s dimensions and %s%s", kind, f"{size:,}", seen, used)
             self.described = True
 
