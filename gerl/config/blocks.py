@@ -11,6 +11,7 @@ from pydantic import PlainValidator
 
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.schema import Block, key, main_key, shown
+from gerl.config.services import service_of
 from gerl.errors import ConfigError
 
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
@@ -226,6 +227,14 @@ class RolloutConfig(Block):
         "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
         "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
     )
+    service: dict[str, Any] = key(
+        {},
+        "another engine that samples the images, for algorithms that learn from images only: {url: ADDRESS, format: "
+        "gerl, openai or comfyui, lora: push or path}, docs/other_engines.md; {}: the workers sample",
+    )
+
+    def check(self) -> None:
+        service_of(self.service)
 
 
 @dataclass(frozen=True)
@@ -252,6 +261,11 @@ class ActorConfig(Block):
     epochs: int = key(1, "passes over a step's images, each in actor.updates_per_step optimizer steps", low=1)
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward pass; null: as in the rollout. Affects memory, never the gradient", low=1
+    )
+    alternate: int = key(
+        0,
+        "with several denoisers (Wan 2.2): train one at a time, each for this many trainer steps; 0: all at once",
+        low=0,
     )
     step_batch: int = key(
         1, "trained denoising steps per forward and backward pass; memory grows with their number", low=1
@@ -330,6 +344,8 @@ class ScorerConfig(Block):
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
+    roles: list[str] | None = key(None, "with episodes: score only images of these roles (episode.turns); null: of all")
+    turns: list[int] | None = key(None, "with episodes: score only images of these turns, from 0; null: of all")
     during: RunParts = key("both", "with weight 0: score only training images, or only validation images")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)

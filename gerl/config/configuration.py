@@ -7,6 +7,7 @@ from pydantic import ConfigDict
 
 from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
+from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
 from gerl.config.rules import check_critic, check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
@@ -34,6 +35,7 @@ class Config:
     cluster: blocks.ClusterConfig = field(default_factory=blocks.ClusterConfig)
     logger: blocks.LoggerConfig = field(default_factory=blocks.LoggerConfig)
     trainer: blocks.TrainerConfig = field(default_factory=blocks.TrainerConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
 
     def __post_init__(self) -> None:
         self.algorithm.check_sampling(self.sampling)

@@ -451,6 +451,7 @@ class WorkerState:
     averages: dict[str, int]  # name of an average of the weights -> its updates
     old_is_current: bool  # the old policy holds the trained weights
     lr_schedule: ScheduleState
+    roles: dict[str, "WorkerState"] = field(default_factory=dict)  # of the other roles of an episode
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from gerl.errors import GerlError
-from gerl.protocol import Group
+from gerl.protocol import Group, Prompt
 from gerl.run.live import FOLDER
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
@@ -71,12 +71,20 @@ def save_live_images(run: Run, step: Step) -> None:
     for i, sample in enumerate(scores.samples[: len(pixels)]):
         if sample.group not in groups:
             groups[sample.group] = len(groups)
-            prompts.append(sample.prompt.text)
+            prompts.append(title(sample.prompt))
         known = step.credit[i][~torch.isnan(step.credit[i])]
         advantage = float(known.mean()) if len(known) else None
         by_scorer = {name: values[i] for name, values in scores.by_scorer.items()}
         shown.append(LiveImage(groups[sample.group], sample.index, scores.totals[i], by_scorer, advantage))
     save_live(run.run_dir, step.number, prompts, shown, pixels, len(scores.samples))  # type: ignore[arg-type]
+
+
+def title(prompt: Prompt) -> str:
+    """Return the heading of a group: its prompt, and in an episode its turn and what the model was asked."""
+    turn = prompt.turn
+    if turn is None:
+        return prompt.text
+    return f"{prompt.text} | turn {turn.number}, {turn.role}{': ' if turn.request else ''}{turn.request}"
 
 
 # --- `live/`: one sheet for each of the latest and some earlier steps, and its scores
