@@ -22,7 +22,7 @@ WindowSchedule = Literal["random", "geometric", "progressive", "decay"]
 WindowScope = Literal["step", "group"]
 
 CfgMode = Literal["joint", "detach_uncond", "off"]
-AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo", "gae"]
 StdKind = Literal["group", "batch", "none"]
 NodeStdKind = Literal["depth", "leaves"]
 StepDistance = Literal["gaussian", "mean", "velocity"]
@@ -31,6 +31,7 @@ StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcp
 StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DiversityShaping = Literal["none", "scale", "add"]
+CriticFeatures = Literal["auto", "hidden", "latents"]
 LevelDraw = Literal["spread", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -297,6 +298,28 @@ class ActorConfig(Block):
     def check(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ConfigError(f"actor.betas={list(self.betas)}: give two numbers in [0, 1)")
+
+
+@dataclass(frozen=True)
+class CriticConfig(Block):
+    features: CriticFeatures = key(
+        "auto",
+        "what it sees of noisy latents, beside their noise level and the prompt: hidden: the mean of the denoiser's "
+        "last hidden states; latents: themselves, averaged to 8 x 8; auto: hidden, or latents where there are none",
+    )
+    width: int = key(256, "width of its two hidden layers", low=1)
+    lr: float = key(3e-4, "its Adam learning rate", above=0)
+    updates: int = key(8, "its optimizer steps per trainer step, each on all states of the step", low=1)
+    warmup_steps: int = key(
+        10,
+        "trainer steps for which it is trained before its values are used; the baseline is then the mean reward of the "
+        "step, or of the group with critic.residual",
+        low=0,
+    )
+    clip: float | None = key(
+        0.2, "a value moves by at most this times the rewards' std in a trainer step; null: unclipped", above=0
+    )
+    residual: bool = key(False, "predict the reward minus the mean of its group, which is then a baseline too")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
 from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
-from gerl.config.rules import check_remedies, check_savings, check_teachers
+from gerl.config.rules import check_critic, check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
 
 MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
@@ -26,6 +26,7 @@ class Config:
     rollout: blocks.RolloutConfig = field(default_factory=blocks.RolloutConfig)
     algorithm: AnyAlgorithm = field(default_factory=algorithm_config)
     actor: blocks.ActorConfig = field(default_factory=blocks.ActorConfig)
+    critic: blocks.CriticConfig = field(default_factory=blocks.CriticConfig)
     reward: blocks.RewardConfig = field(default_factory=lambda: blocks.RewardConfig({"ocr": blocks.ScorerConfig()}))
     data: blocks.DataConfig = field(default_factory=blocks.DataConfig)
     validation: blocks.ValidationConfig = field(default_factory=blocks.ValidationConfig)
@@ -47,6 +48,7 @@ class Config:
         self._check_batches()
         self._check_sources()
         self._check_processes()
+        check_critic(self)
         check_teachers(self)
         check_savings(self)
         check_remedies(self)

@@ -61,10 +61,10 @@ def check_roles(config: Config) -> None:
         if config.episode.is_text(name):
             if config.episode.text_role(name).kept >= found.rollout.n:
                 raise ConfigError(f"episode.roles.{name}.kept: of {found.rollout.n} texts per prompt none is sampled")
-        elif (needs := found.algorithm.needs).tree or needs.reward_gradient or needs.teachers or needs.imitation:
+        elif (n := found.algorithm.needs).tree or n.reward_gradient or n.teachers or n.imitation or n.values:
             raise ConfigError(
-                f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers or the gradient of the reward, "
-                "which roles do not have; use another algorithm.name"
+                f"episode.roles.{name}: {found.algorithm.name} needs trees, teachers, a critic or the gradient of the "
+                "reward, which roles do not have; use another algorithm.name"
             )
 
 

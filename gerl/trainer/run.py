@@ -536,10 +536,12 @@ class Run:
                 val_reward=self.val_reward if self.validated_step == step else None,
                 signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
-            ).to_json()
+            )
+
+            files, values = state.files, state.to_json()
 
             def write() -> None:
-                save_checkpoint(root, step, {}, state, held.write)
+                save_checkpoint(root, step, files, values, held.write)
                 prune(root, self.config.checkpoint.keep)
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)

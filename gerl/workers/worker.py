@@ -105,7 +105,7 @@ class PolicyWorker:
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.base_judge import BaseJudge
-            from gerl.workers.setup import give_reward, model_facts
+            from gerl.workers.setup import give_reward, model_facts, observe_states
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -125,6 +125,8 @@ class PolicyWorker:
         self.rollout.scores_latents = self.config.reward.by_latents("training") is not None
         self.algorithm = build_algorithm(self.config)
         give_reward(self.algorithm, self.device, self.functions, self.judge)
+        if self.algorithm.needs.values:
+            observe_states(self.rollout, self.config)
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))

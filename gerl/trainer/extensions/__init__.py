@@ -34,6 +34,7 @@ EXTENSIONS = (
     "trackers:Trackers",
     "gardo:KLGate",
     "kl_in_reward:KLInReward",
+    "critic:Critic",
     "dynamic_sampling:DynamicSampling",
     "episodes:Episodes",
     "training_images:TrainingImages",
@@ -149,7 +150,7 @@ class Extension:
         """The checkpoint of `step` was written into `folder`."""
 
     def state(self) -> Any:
-        """Return the state a resumed run needs, as JSON; None: no state."""
+        """Return the state a resumed run needs, as JSON, or as bytes of a safetensors file; None: no state."""
 
     def load_state(self, state: Any) -> None:
         """Restore what `state` returned."""
