@@ -1,0 +1,84 @@
+"""What a worker adds to the dump of a step: its trajectories, its state, and the facts of its machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from gerl.engine.storage import store
+from gerl.model.shards import Part, part_of
+from gerl.run.checkpoint import WorkerState
+from gerl.utils.tensors import pack_tensors
+
+if TYPE_CHECKING:
+    from gerl.workers.worker import PolicyWorker
+
+
+def packed_trajectory(worker: PolicyWorker, task_id: int) -> tuple[bytes, bytes]:
+    """Return a trajectory of this worker as JSON and as a safetensors file. Raises `ReplayError` if it has no form."""
+    form, tensors = store(worker.trajectories[task_id])
+    return json.dumps(form, separators=(",", ":"), allow_nan=False).encode(), pack_tensors(tensors)
+
+
+def state_sizes(worker: PolicyWorker) -> tuple[dict[str, int], WorkerState]:
+    """Return the bytes of this rank's tensors of the state by name, and its counters."""
+    tensors, numbers = worker.actor.state()
+    return {name: _part(t).values.nbytes for name, t in tensors.items()}, numbers
+
+
+def state_parts(worker: PolicyWorker, names: Sequence[str]) -> dict[str, Part]:
+    """Return this rank's parts of tensors of its state, in main memory."""
+    tensors, _ = worker.actor.state()
+    return {name: _part(tensors[name]).copy() for name in names}
+
+
+def _part(tensor: torch.Tensor) -> Part:
+    if isinstance(tensor, DTensor):
+        return part_of(tensor)
+    return Part(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of a worker that the last bits of its results may depend on."""
+
+    processor: str
+    dtype: str
+    threads: int
+
+
+def machine(worker: PolicyWorker) -> Machine:
+    """Return the facts of this worker."""
+    from gerl.model.loading import precision  # imported lazily: the driver does not need diffusers
+
+    dtype = str(precision(worker.config.model, worker.device)).removeprefix("torch.")
+    return Machine(processor(worker.device), dtype, worker.threads)
+
+
+def processor(device: str) -> str:
+    """Return the name of a GPU, or the instruction set that torch uses on a CPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def after_update(worker: PolicyWorker) -> tuple[int | None, str | None]:
+    """Return the most rows of a replay that fit into memory, and the digest of the trained weights."""
+    return worker.actor.most, weights_digest(worker)
+
+
+def weights_digest(worker: PolicyWorker) -> str | None:
+    """Return the SHA-256 (hex) of the trained weights with their names; None if this rank has only a part of them."""
+    digest = hashlib.sha256()
+    for name, p in sorted(worker.policy.trained.items()):
+        values = _part(p).values
+        if values.numel() != p.numel():
+            return None
+        digest.update(f"{name}{tuple(p.shape)}".encode() + values.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
