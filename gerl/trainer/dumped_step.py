@@ -116,19 +116,30 @@ def loaded(dump: Dump, overrides: Sequence[str] = (), worker: PolicyWorker | Non
 
 def configuration(dump: Dump, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that replays a dump in one process, changed by `overrides`; raises `ConfigError`."""
-    record = dump.record
-    settings: dict[str, Any] = deepcopy(record.settings)
-    where = record.environment
-    device = where.device if where.device == "cpu" or torch.cuda.is_available() else "cpu"
-    settings["cluster"] |= {**ALONE, "device": device, "threads_per_worker": where.threads}
-    settings["model"] |= {"shard": "none", "dtype": where.dtype}
+    where = dump.record.environment
+    settings = in_one_process(dump.record.settings, where.device, where.dtype, where.threads)
     if not settings["model"]["merge_lora"]:
         settings["model"]["lora"] = None  # the trained LoRA that began as it is in the dump
-    for scorer in settings["reward"]["scorers"].values():
-        scorer["env"] = {}  # needs processes; no scorer runs but those that the worker differentiates
     if isinstance(path := settings["algorithm"].get("path"), str):
         settings["algorithm"]["path"] = path_or_copy(path, dump.path.absolute().parents[1])
     return compose_changes(settings, overrides)
+
+
+def in_one_process(
+    settings: Mapping[str, Any], device: str | None, dtype: str | None, threads: int | None
+) -> dict[str, Any]:
+    """Return the settings of a run for a single worker in this process; None: as they are.
+
+    `device`: of the run; without a GPU here the CPU takes its place.
+    """
+    found: dict[str, Any] = deepcopy(dict(settings))
+    here = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+    facts = {"device": here if device else None, "threads_per_worker": threads}
+    found["cluster"] |= {**ALONE, **{name: value for name, value in facts.items() if value is not None}}
+    found["model"] |= {"shard": "none"} | ({} if dtype is None else {"dtype": dtype})
+    for scorer in found["reward"]["scorers"].values():
+        scorer["env"] = {}  # needs processes; no scorer runs but those that the worker differentiates
+    return found
 
 
 def load_worker(config: Config, cluster: Cluster) -> tuple[PolicyWorker, ModelFacts]:

@@ -139,8 +139,10 @@ class Comparison:
 
     @property
     def beyond(self) -> list[Number]:
-        """The numbers that differ by more than the tolerance."""
-        return [number for number in self.numbers if not number.within(self.tolerance)]
+        """The numbers that differ by more than the tolerance; the weights if they alone are not bitwise equal."""
+        alone = self.weights is False and all(number.difference == 0 for number in self.numbers)
+        own = [Number("weights", None, None, math.nan)] if alone else []
+        return [number for number in self.numbers if not number.within(self.tolerance)] + own
 
     @property
     def exact(self) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{len(data)} bytes are not a safetensors file: {error}") from error
 
 
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 (hex) of named tensors, in any order and on any device."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode() + _bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -62,11 +74,10 @@ class TensorFile:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append a tensor of any device; raises `KeyError` for a dtype without a name in `KINDS`."""
-        kind, plain = KINDS[tensor.dtype], tensor.detach().cpu().contiguous()
-        start = self._values.tell()
-        self._values.write(plain.flatten().view(torch.uint8).numpy().data)
+        kind, start = KINDS[tensor.dtype], self._values.tell()
+        self._values.write(_bytes(tensor))
         end = self._values.tell()
-        self._header[name] = {"dtype": kind, "shape": list(plain.shape), "data_offsets": [start, end]}
+        self._header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
         if left := -end % ALIGNED:  # the format has no gaps
             self._values.write(bytes(left))
             self._header[f"padding/{end}"] = {"dtype": "U8", "shape": [left], "data_offsets": [end, end + left]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from gerl.engine.storage import store
 from gerl.model.shards import Part, part_of
 from gerl.run.checkpoint import WorkerState
-from gerl.utils.tensors import pack_tensors
+from gerl.utils.tensors import pack_tensors, tensors_digest
 
 if TYPE_CHECKING:
     from gerl.workers.worker import PolicyWorker
@@ -74,11 +73,8 @@ def after_update(worker: PolicyWorker) -> tuple[int | None, str | None]:
 
 
 def weights_digest(worker: PolicyWorker) -> str | None:
-    """Return the SHA-256 (hex) of the trained weights with their names; None if this rank has only a part of them."""
-    digest = hashlib.sha256()
-    for name, p in sorted(worker.policy.trained.items()):
-        values = _part(p).values
-        if values.numel() != p.numel():
-            return None
-        digest.update(f"{name}{tuple(p.shape)}".encode() + values.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    """Return the digest of the trained weights; None if this rank has only a part of them."""
+    values = {name: _part(p).values for name, p in worker.policy.trained.items()}
+    if any(values[name].numel() != p.numel() for name, p in worker.policy.trained.items()):
+        return None
+    return tensors_digest(values)
