@@ -147,6 +147,8 @@ class Dump:
         """Yield the trajectories of the tasks in order, on `device`."""
         for i in range(len(self.record.tasks)):
             tensors = self.group(f"{TRAJECTORY}{i}/")
+            if FORM not in tensors:
+                raise DumpError(f"{self.tensors} is damaged: it has no trajectory {i}")
             form = json.loads(tensors.pop(FORM).numpy().tobytes())
             yield restore(form, tensors, device, self.record.environment.device)
 
@@ -167,8 +169,6 @@ def read_dump(path: Path) -> Dump:
         if (number := json.loads(text)["format"]) > FORMAT:
             raise DumpError(f"{path} was written by a newer gerl (format {number}): update gerl")
         return Dump(path, RECORD.validate_json(text))
-    except FileNotFoundError:
-        raise DumpError(f"{path} does not exist: give dumps/step_K.json of a run with trainer.dump") from None
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise DumpError(f"{path} is damaged: it has no usable {where}") from None

@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
     """Replay, log the comparison and write it to `out`; raises `TrainingError` if a number differs too much."""
-    given, out = read_tolerance(request.tolerance), request.out
-    if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"out={out}: expected the path of a .json file in an existing folder")
+    given, out = read_tolerance(request.tolerance), checked_out(request.out)
+    check_file(request.dump)
     with importing():  # these import torch, which takes seconds, and keys come first
         from gerl.run.dump import read_dump
         from gerl.trainer.dumped_step import loaded
@@ -87,6 +86,24 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
             f"{names}"
         )
     return found
+
+
+def check_file(dump: Path) -> None:
+    """Raise `ConfigError` if `dump` is not a file of a dump, with those that are there."""
+    if dump.is_file() and dump.suffix in (".json", ".safetensors"):
+        return
+    folders = [dump / "dumps", dump, dump.parent] if dump.is_dir() else [dump.parent]
+    found = sorted((path for folder in folders for path in folder.glob("step_*.json")), key=lambda path: len(path.name))
+    there = f"such as {found[0]}" if found else "RUN/dumps/step_K.json of a run with trainer.dump"
+    what = "is a folder" if dump.is_dir() else "is not a dump" if dump.is_file() else "does not exist"
+    raise ConfigError(f"dump={dump} {what}: give a file of a dumped step, {there}")
+
+
+def checked_out(out: Path | None) -> Path | None:
+    """Return the key `out`; raises `ConfigError` if a .json file cannot be there."""
+    if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(f"out={out}: expected the path of a .json file in an existing folder")
+    return out
 
 
 def read_tolerance(text: str | None) -> float | None:

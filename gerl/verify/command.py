@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.errors import ConfigError, GerlError, TrainingError
-from gerl.trainer.replay import read_tolerance
+from gerl.trainer.replay import checked_out, read_tolerance
 from gerl.utils.files import finite, write_file
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def run(request: Request, overrides: Sequence[str] = ()) -> "list[Check]":
     """Check a run, log the table and write it to `out`; raises `TrainingError` if a check failed."""
-    tolerance, out = read_tolerance(request.tolerance), request.out
-    if out is not None and (out.suffix != ".json" or out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"out={out}: expected the path of a .json file in an existing folder")
+    tolerance, out = read_tolerance(request.tolerance), checked_out(request.out)
+    if not (request.run / "config.yaml").is_file():
+        raise ConfigError(
+            f"run={request.run} is not a run folder: there is no config.yaml; give the folder that the run printed"
+        )
     with importing():  # these import torch, which takes seconds, and keys come first
         from gerl.verify.findings import table
         from gerl.verify.recorded import RunRecord

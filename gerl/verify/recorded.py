@@ -11,7 +11,7 @@ from typing import Any
 from gerl.commandline.composition import compose_changes
 from gerl.config import Config
 from gerl.config.changes import Settings
-from gerl.errors import CheckpointError, ConfigError, DataError
+from gerl.errors import CheckpointError, DataError
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, read_regularising
 from gerl.run.card import CARD, read_sessions
@@ -30,12 +30,6 @@ class RunRecord:
     folder: Path
     overrides: Sequence[str] = ()
     damaged: dict[Path, CheckpointError] = field(default_factory=dict)  # checkpoints
-
-    def __post_init__(self) -> None:
-        if not (self.folder / "config.yaml").is_file():
-            raise ConfigError(
-                f"run={self.folder} is not a run folder: there is no config.yaml; give the folder that the run printed"
-            )
 
     @cached_property
     def rows(self) -> Rows:
