@@ -111,13 +111,16 @@ def store(trajectory: Trajectory) -> tuple[Any, dict[str, torch.Tensor]]:
     return storing.value(trajectory, "the trajectory"), storing.tensors
 
 
-def restore(stored: Any, tensors: Tensors, device: str | torch.device, recorded_on: str = "cpu") -> Trajectory:
+def restore(
+    stored: Any, tensors: Tensors, device: str | torch.device, recorded_on: str = "cpu", whole: bool = False
+) -> Trajectory:
     """Return the trajectory that `store` took apart, on `device`.
 
-    Tensors that were in main memory beside a device, `recorded_on`, stay there. Raises `ReplayError` if it is damaged.
+    Tensors that were in main memory beside a device, `recorded_on`, stay there. `whole`: convert half precision to
+    fp32. Raises `ReplayError` if it is damaged.
     """
     try:
-        found = _Restoring(tensors, torch.device(device), torch.device(recorded_on)).value(stored)
+        found = _Restoring(tensors, torch.device(device), torch.device(recorded_on), whole).value(stored)
     except (KeyError, TypeError, ValueError, AttributeError, ImportError, RuntimeError, OSError) as error:
         raise ReplayError(f"a stored trajectory is damaged: {type(error).__name__}: {error}") from None
     if not isinstance(found, Trajectory):
@@ -126,8 +129,8 @@ def restore(stored: Any, tensors: Tensors, device: str | torch.device, recorded_
 
 
 class _Restoring:
-    def __init__(self, tensors: Tensors, device: torch.device, recorded_on: torch.device) -> None:
-        self.tensors, self.device, self.recorded_on = tensors, device, recorded_on
+    def __init__(self, tensors: Tensors, device: torch.device, recorded_on: torch.device, whole: bool) -> None:
+        self.tensors, self.device, self.recorded_on, self.whole = tensors, device, recorded_on, whole
         self._known: dict[str, torch.Tensor] = {}
 
     def value(self, stored: Any) -> Any:
@@ -167,16 +170,19 @@ class _Restoring:
     def tensor(self, stored: dict[str, Any]) -> torch.Tensor:
         strides = stored.get("strides")
         if "shape" in stored:
-            empty = torch.empty(stored["shape"], dtype=_dtype(stored["dtype"]), device="meta")
+            empty = self.precise(torch.empty(stored["shape"], dtype=_dtype(stored["dtype"]), device="meta"))
             return empty if strides is None else _with_strides(empty, strides)
         name = stored["tensor"]
         if name not in self._known:
-            values = self.tensors[name]
+            values = self.precise(self.tensors[name])
             if strides is not None:
                 values = _with_strides(values, strides)
             beside = self.recorded_on.type != "cpu" and "device" not in stored
             self._known[name] = values if beside else values.to(self.device)
         return self._known[name]
+
+    def precise(self, values: torch.Tensor) -> torch.Tensor:
+        return values.float() if self.whole and values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def _with_strides(values: torch.Tensor, strides: list[int]) -> torch.Tensor:

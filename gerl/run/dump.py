@@ -52,8 +52,9 @@ class Environment:
     def differences(self, other: Environment) -> list[str]:
         """Return what differs, as "NAME own, other"."""
         ours, theirs = (_flat(asdict(e)) for e in (self, other))
-        names = dict.fromkeys([*ours, *theirs])
-        return [f"{name}: {ours.get(name)}, {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
+        pairs = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+        # a digest is shortened
+        return [f"{name}: {a!s:.40}, {b!s:.40}" for name, (a, b) in pairs.items() if a != b]
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,14 +144,14 @@ class Dump:
         with self._open() as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in chosen}
 
-    def trajectories(self, device: str) -> Iterator[Trajectory]:
-        """Yield the trajectories of the tasks in order, on `device`."""
+    def trajectories(self, device: str, whole: bool = False) -> Iterator[Trajectory]:
+        """Yield the trajectories of the tasks in order, on `device`; `whole`: with fp32 for half precision."""
         for i in range(len(self.record.tasks)):
             tensors = self.group(f"{TRAJECTORY}{i}/")
             if FORM not in tensors:
                 raise DumpError(f"{self.tensors} is damaged: it has no trajectory {i}")
             form = json.loads(tensors.pop(FORM).numpy().tobytes())
-            yield restore(form, tensors, device, self.record.environment.device)
+            yield restore(form, tensors, device, self.record.environment.device, whole)
 
     @contextmanager
     def _open(self) -> Iterator[Any]:

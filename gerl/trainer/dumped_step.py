@@ -18,11 +18,12 @@ from gerl.commandline.command import importing
 from gerl.commandline.composition import compose_changes, path_or_copy
 from gerl.config import Config
 from gerl.engine import Trajectory
-from gerl.errors import CheckpointError, ModelError
+from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.paths import resolve
 from gerl.progress import Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, StepResult, UpdateStats
 from gerl.rewards.manager import functions_of
+from gerl.run.card import software
 from gerl.run.checkpoint import RunState
 from gerl.run.dump import CREDIT, GRADIENT, KL_WEIGHT, STATE, Dump, DumpError, Environment
 from gerl.trainer.extensions import build_extensions
@@ -51,8 +52,8 @@ class ReplayFleet(LocalFleet):
         self.worker, self.limits = worker, dump.record.limits
         self.parts: dict[int, dict[int, Trajectory]] = {}  # by process of the run
         self.gradient: torch.Tensor | None = None  # of the last optimizer step
-        record = dump.record
-        for process, trajectory in zip(record.holders, dump.trajectories(worker.device), strict=True):
+        record, whole = dump.record, config.model.dtype == "float32"
+        for process, trajectory in zip(record.holders, dump.trajectories(worker.device, whole), strict=True):
             self.parts.setdefault(process, {})[trajectory.task.id] = trajectory
         self.held = [(record.tasks, Placement([0] * len(record.tasks)))]
         self.gather()
@@ -122,7 +123,13 @@ def configuration(dump: Dump, overrides: Sequence[str] = ()) -> Config:
         settings["model"]["lora"] = None  # the trained LoRA that began as it is in the dump
     if isinstance(path := settings["algorithm"].get("path"), str):
         settings["algorithm"]["path"] = path_or_copy(path, dump.path.absolute().parents[1])
-    return compose_changes(settings, overrides)
+    config = compose_changes(settings, overrides)
+    if config.model.dtype not in (where.dtype, "float32"):
+        raise ConfigError(
+            f"model.dtype={config.model.dtype}: the step was recorded in {where.dtype}, and can be replayed in this "
+            "precision or in float32; use one of them"
+        )
+    return config
 
 
 def in_one_process(
@@ -186,8 +193,9 @@ class DumpedStep:
     def load_model(self) -> PolicyWorker:
         """Load the model; raises `ModelError` if it has other weights than the run's."""
         worker, facts = load_worker(self.config, self.cluster)
-        expected = self.dump.record.identity.get("model.path", facts.weights)
-        if facts.weights != expected:
+        record = self.dump.record
+        expected = record.identity.get("model.path", facts.weights)
+        if facts.weights != expected and self.config.model.dtype == record.environment.dtype:
             raise ModelError(
                 f"model.path={self.config.model.path}: its weights are not those of the run (fingerprint "
                 f"{facts.weights[:12]}, not {expected[:12]}); give model.path=PIPELINE of the run"
@@ -223,17 +231,10 @@ class DumpedStep:
         with waiting(f"training on step {step.number} again"):
             step.metrics |= run.update.run(step)
         run.notify("updated", step)
-        facts = machine(self.worker)
-        environment = self.environment(facts.processor, facts.dtype, facts.threads)
-        digest = weights_digest(self.worker)
+        facts, digest = machine(self.worker), weights_digest(self.worker)
+        code = {name: value for name, value in software().items() if name != "repository"}
+        environment = Environment(code, facts.device, facts.processor, facts.dtype, facts.threads)
         return Replayed(step.metrics, credit, self.fleet.gradient, digest, environment, len(self.fleet.parts))
-
-    def environment(self, processor: str, dtype: str, threads: int) -> Environment:
-        """Return what this process computes with."""
-        from gerl.run.card import software
-
-        code: Mapping[str, Any] = {name: value for name, value in software().items() if name != "repository"}
-        return Environment(dict(code), self.cluster.device, processor, dtype, threads)
 
     def recorded_gradient(self) -> torch.Tensor | None:
         """Return the run's gradient of the last optimizer step; None if it took none, or trains whole models."""

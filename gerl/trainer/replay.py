@@ -52,8 +52,12 @@ PARSER = Parser(
     "[dump=]FILE [tolerance=NUMBER] [out=FILE.json] [key=value ...]",
     "Train on a dumped step of a run again and compare ratio, gradient, loss and weights with those of the run.",
     Request,
-    passed=("cluster.device", "cluster.threads_per_worker"),
-    blocks=("model", "actor", "algorithm", "reward"),
+    passed=(
+        *("model.path", "model.dtype", "model.attention", "model.compile", "model.gradient_checkpointing"),
+        *("algorithm.path", "algorithm.teachers", "algorithm.cfg", "actor.micro_batch_size", "actor.step_batch"),
+        *("cluster.device", "cluster.threads_per_worker"),
+    ),
+    blocks=("reward",),
     bare="dump",
     notes="The configuration is that of the dump; give for example model.path=FOLDER where the model lies elsewhere. "
     "Exit code 1: a number differs by more than the tolerance.",

@@ -59,8 +59,11 @@ PARSER = Parser(
     "[run=]FOLDER [recompute=false] [steps=N] [images=N] [out=FILE.json] [key=value ...]",
     "Check what a run claims: checkpoints, code, data, metrics, dumped steps and held-out images, on any machine.",
     Request,
-    passed=("cluster.device", "cluster.threads_per_worker", "data.train", "validation.data"),
-    blocks=("model", "reward"),
+    passed=(
+        *("model.path", "model.lora", "algorithm.path", "algorithm.teachers", "data.train", "data.regularise"),
+        *("validation.data", "cluster.device", "cluster.threads_per_worker"),
+    ),
+    blocks=("reward",),
     bare="run",
     notes="The configuration is that of the run; give for example model.path=FOLDER where a file lies elsewhere. "
     "Exit code 1: a check failed. What cannot be checked is said, and is no failure.",

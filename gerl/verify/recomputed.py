@@ -120,7 +120,8 @@ def check_tokens(r: Recomputation) -> Check:
     for name, values in recorded.items():
         tally.compare("log.txt", f"prompts cut by {name}", values, "none")
     tally.count += 1
-    return tally.result("tokens", f"{len(texts)} prompts, {len(r.lost)} of them truncated by every tokenizer")
+    cuts = ", ".join(f"{name} truncates {values[0]}" for *values, name in counted) or "none is truncated"
+    return tally.result("tokens", f"{len(texts)} prompts: {cuts}")
 
 
 def check_guidance(r: Recomputation) -> Check:
@@ -142,13 +143,14 @@ def check_guidance(r: Recomputation) -> Check:
             tally.compare(
                 "config.yaml", key, value, value if effect else "no effect", by="of another scale on an image"
             )
-        said.append(f"{key}={used:g} {'has an effect' if effect else 'has no effect'}")
+        said.append(f"another {key} than {used:g} gives {'another' if effect else 'the same'} image")
     for step, dump in r.run.dumps.items():
         expected, where = r.run.config(step).sampling.guidance_scale, relative(r.run, dump.tensors)
         for tape in next(dump.trajectories("cpu")).tapes:
             tally.compare(where, "guidance_scale", tape.call.get("guidance_scale"), expected, step, "in config.yaml")
     tally.count += 1
-    return tally.result("guidance", f"{' and '.join(said)} on the images; it is that of the dumped calls")
+    dumped = f"; the calls of {len(r.run.dumps)} dumps have it" if r.run.dumps else ""
+    return tally.result("guidance", f"{', '.join(said)}{dumped}")
 
 
 def _one_image(r: Recomputation, scale: Mapping[str, object]) -> np.ndarray:

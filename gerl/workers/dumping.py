@@ -47,6 +47,7 @@ def _part(tensor: torch.Tensor) -> Part:
 class Machine:
     """Facts of a worker that the last bits of its results may depend on."""
 
+    device: str  # its kind
     processor: str
     dtype: str
     threads: int
@@ -57,7 +58,7 @@ def machine(worker: PolicyWorker) -> Machine:
     from gerl.model.loading import precision  # imported lazily: the driver does not need diffusers
 
     dtype = str(precision(worker.config.model, worker.device)).removeprefix("torch.")
-    return Machine(processor(worker.device), dtype, worker.threads)
+    return Machine(torch.device(worker.device).type, processor(worker.device), dtype, worker.threads)
 
 
 def processor(device: str) -> str:

@@ -137,7 +137,7 @@ def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
         sha256="",
         settings=redacted(settings_of(run.config)),
         identity=dict(state.identity),
-        environment=Environment(code, run.cluster.device, facts.processor, facts.dtype, facts.threads),
+        environment=Environment(code, facts.device, facts.processor, facts.dtype, facts.threads),
         processes=len(fleet.trainers),
         holders=holders,
         limits=[],

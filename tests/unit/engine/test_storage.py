@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pretended
 import pytest
 import replaying
 import torch
@@ -90,3 +91,17 @@ def test_what_has_no_form_is_refused_with_its_place() -> None:
 def test_a_damaged_file_runs_no_code(form: Any) -> None:
     with pytest.raises(ReplayError, match="damaged"):
         again(Tape({}, 1), edit=lambda _: form)
+
+
+def test_tensors_return_to_the_kind_of_device_that_they_were_on() -> None:
+    device = torch.device(pretended.DEVICE)
+    latents, ids = torch.arange(6.0).reshape(2, 3), torch.arange(3)
+    tape = Tape({"prompt": ["a"]}, 1, answers=[Answer("encode", (latents.to(device), ids, latents.half()))])
+    form, tensors = store(Trajectory(TASK, (tape,), 0, 0))
+    stored = {name: tensor.cpu() for name, tensor in tensors.items()}
+    back = restore(form, stored, device, device.type).tapes[0].answers[0].value
+    assert [value.device.type for value in back] == [device.type, "cpu", "cpu"]
+    assert torch.equal(back[0].cpu(), latents) and torch.equal(back[1], ids)
+    here = restore(form, stored, "cpu", device.type, whole=True).tapes[0].answers[0].value
+    assert [value.dtype for value in here] == [torch.float32, torch.int64, torch.float32]
+    assert all(value.device.type == "cpu" for value in here)
