@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.errors import ConfigError, GerlError, TrainingError
+from gerl.run.checkpoint import alive_since
 from gerl.trainer.replay import checked_out, read_tolerance
 from gerl.utils.files import finite, write_file
 
@@ -86,6 +87,8 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "list[Check]":
         from gerl.verify.findings import table
         from gerl.verify.recorded import RunRecord
 
+    if alive_since(request.run) is not None:
+        logger.warning("%s is still running: its files may change while they are checked", request.run)
     checks = verify(RunRecord(request.run, tuple(overrides)), request, tolerance)
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "failed", "not checked")}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -93,7 +96,8 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "list[Check]":
     if out is not None:
         write_file(out, json.dumps(finite([asdict(check) for check in checks]), indent=1, default=str) + "\n")
     if counts["failed"]:
-        first = next(check.wrong[0] for check in checks if check.wrong)
+        worst = next(check for check in checks if check.status == "failed")
+        first = worst.wrong[0] if worst.wrong else worst.text
         raise TrainingError(f"{counts['failed']} of {len(checks)} checks of {request.run} failed, the first: {first}")
     return checks
 

@@ -140,16 +140,16 @@ def check_checkpoints(run: RunRecord) -> Check:
 def check_metrics(run: RunRecord) -> Check:
     """Check that steps have no gaps, and what follows of a row from the configuration and the row before it."""
     rows, tally, done, total = run.rows, Tally(), (0, 0), run.newest.trainer.steps
-    if not rows:
+    if not rows and not run.checkpoints:
         raise NotCheckedError("metrics.jsonl has no rows")
-    first = 0 if rows[0]["step"] == 0 else 1
+    first, last = 0 if 0 in run.row_of else 1, max(run.row_of, default=0)
     for number, row in enumerate(rows, start=first):
         tally.compare(METRICS, "step", row["step"], number, by=f"expected in line {number - first + 1}")
     times = [str(row.get("time")) for row in rows]
     for row, time, before in zip(rows[1:], times[1:], times, strict=False):
         tally.compare(METRICS, "time", time, max(time, before), row["step"], "expected, as rows are in order")
     for step, checkpoint in run.checkpoints.items():
-        tally.compare(METRICS, "the last step", max(run.row_of), max(step, *run.row_of), by="reached by a checkpoint")
+        tally.compare(METRICS, "the last step", last, max(step, last), by="reached by a checkpoint")
         if checkpoint.state.get("finished") and step == max(run.checkpoints):
             tally.compare("config.yaml", "trainer.steps", total, step, by="finished by the last checkpoint")
     for row in rows:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from gerl.engine.storage import store
 from gerl.errors import GerlError, ModelError
 from gerl.model.errors import model_errors
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample
+from gerl.run.card import hardware, software
 from gerl.run.checkpoint import RunState
 from gerl.run.dump import CREDIT, TRAJECTORY
 from gerl.run.validation import Validation, load_validation
@@ -38,8 +40,8 @@ from gerl.workers.rollout import CallFormat, find_images
 from gerl.workers.worker import PolicyWorker
 
 CUT = re.compile(r"(\d+) of (\d+) prompts exceed the (\d+) tokens that (\S+) reads")
-LEVELS = {"float32": 8, "other": 64}  # of 255, by which a pixel may differ on another machine
-MEAN_LEVELS = {"float32": 0.5, "other": 8.0}  # and on average over an image
+# of 255: by which a pixel may differ, and on average over an image, on the run's machine and on another one
+LEVELS = {"own": (2, 0.5), "float32": (8, 0.5), "other": (64, 8.0)}
 
 
 @dataclass
@@ -57,14 +59,22 @@ class Recomputation:
     def config(self) -> Config:
         return self.worker.config
 
-    @property
-    def dtype(self) -> str:
-        """Precision of the frozen weights."""
-        return str(next(iter(self.worker.policy.denoisers.values())).dtype).removeprefix("torch.")
+    @cached_property
+    def levels(self) -> tuple[int, float]:
+        """How far pixels may differ, see `LEVELS`."""
+        here, last = software() | hardware(), self.run.sessions[-1] if self.run.sessions else {}
+        if all(here[name] == last.get(name) for name in ("python", "packages", "cpu", "gpus")):
+            return LEVELS["own"]
+        dtype = next(iter(self.worker.policy.denoisers.values())).dtype
+        return LEVELS["float32" if dtype == torch.float32 else "other"]
 
-    def of(self, limits: Mapping[str, Any]) -> Any:
-        """Return the limit for the precision of the model."""
-        return limits.get(self.dtype, limits["other"])
+    def worker_of(self, config: Config) -> PolicyWorker:
+        """Return a worker of this configuration, once it has a state; another one takes the place of that in use."""
+        if replace(self.config, model=replace(self.config.model, lora=config.model.lora)) != config:
+            del self.worker
+            gc.collect()
+            self.worker, self.facts = load_worker(config, self.cluster)
+        return self.worker
 
 
 @contextmanager
@@ -203,7 +213,8 @@ def _load(r: Recomputation, step: int) -> None:
 
 def _compare_images(r: Recomputation, tally: Tally, validation: Validation, count: int) -> None:
     step, file, first, compared = validation.step, f"validation/step_{validation.step:06d}.npz", 0, 0
-    held_out = [prompt for prompt in r.run.held_out if not (r.lost and _drops(r) and prompt.text in r.lost)]
+    lost = r.lost or set() if r.config.data.overlong == "drop" else set()
+    held_out = [prompt for prompt in r.run.held_out if prompt.text not in lost]
     batches = plan_validation(r.config, held_out, step)
     texts = [sample.prompt.text for batch in batches for sample in batch]
     tally.compare(file.replace(".npz", ".json"), "prompts", validation.prompts, texts, step, "planned")
@@ -220,10 +231,6 @@ def _compare_images(r: Recomputation, tally: Tally, validation: Validation, coun
         first += len(batch)
 
 
-def _drops(r: Recomputation) -> bool:
-    return r.config.data.overlong == "drop"
-
-
 def _compare_pixels(
     r: Recomputation, tally: Tally, file: str, recorded: np.ndarray, found: np.ndarray, step: int
 ) -> None:
@@ -232,13 +239,11 @@ def _compare_pixels(
         tally.compare(file, "size", list(recorded.shape), list(found.shape), step)
         return
     apart = np.abs(recorded.astype(int) - found.astype(int))
-    within = apart.max() <= r.of(LEVELS) and apart.mean() <= r.of(MEAN_LEVELS)
-    y, x, channel = np.unravel_index(int(apart.argmax()), apart.shape)
-    key = f"pixel {int(y)},{int(x)},{int(channel)}"
-    tally.count += within
-    if not within:
-        tally.compare(file, key, int(recorded[y, x, channel]), int(found[y, x, channel]), step)
-    tally.apart = max(tally.apart, float(apart.max()) / 255 if within else 0.0)
+    if apart.max() <= r.levels[0] and apart.mean() <= r.levels[1]:
+        tally.count, tally.apart = tally.count + 1, max(tally.apart, float(apart.max()) / 255)
+        return
+    y, x, channel = (int(place) for place in np.unravel_index(int(apart.argmax()), apart.shape))
+    tally.compare(file, f"pixel {y},{x},{channel}", int(recorded[y, x, channel]), int(found[y, x, channel]), step)
 
 
 # --- Dumped steps
@@ -255,18 +260,12 @@ def check_steps(r: Recomputation, count: int, scoring: Scoring) -> Check:
     tally, exact = Tally(), True
     for dump in chosen:
         config = configuration(dump, r.run.overrides)
-        own = r.worker if _alike(r.config, config) else None
-        step = DumpedStep(dump, config, r.cluster, own)
+        step = DumpedStep(dump, config, r.cluster, r.worker_of(config))
         exact &= _compare_rollout(r, tally, step, scoring)
         exact &= _compare_update(r, tally, step)
     steps, said = ", ".join(str(dump.record.step) for dump in chosen), "bitwise equal" if exact else "equal"
     what = f"step {steps} of {len(dumps)} dumped: trajectories, scores, credit, ratio, gradient, weights"
     return tally.result("steps", (what if tally.wrong else f"{what} {said}") + scoring.left)
-
-
-def _alike(one: Config, other: Config) -> bool:
-    """Whether a worker of `one` computes as one of `other` does, once it has a state."""
-    return replace(one, model=replace(one.model, lora=other.model.lora)) == other
 
 
 def _compare_rollout(r: Recomputation, tally: Tally, step: DumpedStep, scoring: Scoring) -> bool:
@@ -305,9 +304,8 @@ def _compare_tapes(tally: Tally, where: str, recorded: Tape, found: Tape, step: 
 def _compare_scores(r: Recomputation, tally: Tally, step: DumpedStep, images: list[Images], scoring: Scoring) -> None:
     """Score the images of a step again, and compare with its table of scores."""
     record, where = step.dump.record, relative(r.run, step.dump.path)
-    pairs = [
-        (task, found) for task, found in zip(record.tasks, images, strict=True) if not task.samples[0].dataset_image
-    ]
+    both = zip(record.tasks, images, strict=True)
+    pairs = [(task, found) for task, found in both if not task.samples[0].dataset_image]
     samples = [sample for task, _ in pairs for sample in task.samples]
     pixels = [image for _, found in pairs for image in found.pixels]
     of_worker = {name: np.concatenate([found.scores[name] for _, found in pairs]) for name in images[0].scores}
@@ -359,6 +357,8 @@ def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep) -> bool:
             tally.count += 1
         else:
             tally.compare(where, n.name, n.run, n.replay, number)
+    if compared.weights is False and all(n.difference == 0 for n in compared.numbers):
+        tally.compare(where, "weights", record.weights, found.weights, number)
     deviation = found.metrics.get("actor/ratio_deviation")
     if deviation is not None:
         most = max(1e-6, ratio_limit(step.config.actor, record.environment.dtype != "float32"))
