@@ -22,6 +22,7 @@ from gerl.engine.record import Answer, ComponentCall, RequiredTensors, Secondary
 from gerl.engine.transitions import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import DatasetImage, Prompt, References, RolloutTask, Sample, Segment
+from gerl.utils.tensors import KINDS
 
 RECORDS: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -60,7 +61,7 @@ class Storing:
             return value
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-        if torch.is_tensor(value):
+        if torch.is_tensor(value) and (value.dtype in KINDS or value.is_meta):
             return self.tensor(value)
         if type(value) in RECORDS.values():
             parts = {f.name: (getattr(value, f.name), lenient or f.name == ANYWHERE) for f in fields(value)}
@@ -78,9 +79,9 @@ class Storing:
             return {"dict": pairs} if kind == "" else {"output": kind, "items": pairs}
         if lenient:
             return {"omitted": _name(type(value))}
+        what = f"tensor of {value.dtype}" if torch.is_tensor(value) else _name(type(value))
         raise ReplayError(
-            f"{place} is a {_name(type(value))}, which has no stored form: this pipeline's trajectories cannot be "
-            "written to a file"
+            f"{place} is a {what}, which has no stored form: this pipeline's trajectories cannot be written to a file"
         )
 
     def tensor(self, tensor: torch.Tensor) -> dict[str, Any]:

@@ -175,15 +175,9 @@ class Comparison:
         width = max(len(number.name) for number in self.numbers) + 2
         lines = ["", title(dump.record), "", f"{'':<{width}}{'run':>14}{'replay':>14}"]
         for n in self.numbers:
-            if n.difference == 0:
-                said = BITWISE
-            elif math.isnan(n.difference):
-                said = "DIFFERS"
-            else:
-                said = (
-                    f"differs by {n.difference:.1e}" if n.within(self.tolerance) else f"DIFFERS by {n.difference:.1e}"
-                )
-            lines.append(f"{n.name:<{width}}{shown(n.run)}{shown(n.replay)}  {said}")
+            apart = "" if math.isnan(n.difference) else f" by {n.difference:.1e}"
+            verdict = f"{'differs' if n.within(self.tolerance) else 'DIFFERS'}{apart}" if n.difference else BITWISE
+            lines.append(f"{n.name:<{width}}{shown(n.run)}{shown(n.replay)}  {verdict}")
         if self.weights is not None:
             lines.append(f"{'weights after it':<{width}}{'':>28}  {BITWISE if self.weights else 'not bitwise equal'}")
         lines.append("")
@@ -222,9 +216,9 @@ def difference(name: str, run: float | None, replay: float | None) -> float:
 
 def compare(step: "DumpedStep", found: "Replayed", tolerance: float | None = None) -> Comparison:
     """Compare a replay with what the run measured."""
-    record = step.dump.record
-    from gerl.run.dump import CREDIT
+    from gerl.run.dump import CREDIT  # imports torch
 
+    record = step.dump.record
     measured = sorted(record.metrics.items(), key=lambda item: place(item[0]))
     numbers = [
         Number(name, value, found.metrics.get(name), difference(name, value, found.metrics.get(name)))

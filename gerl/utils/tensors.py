@@ -56,9 +56,11 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-KINDS = {
+KINDS = {  # dtypes of the format, by their names there
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 ALIGNED = 8  # bytes: a tensor of a safetensors file is viewed where it lies
 

@@ -73,6 +73,8 @@ def test_every_kind_of_value_that_a_tape_holds() -> None:
 def test_what_has_no_form_is_refused_with_its_place() -> None:
     with pytest.raises(ReplayError, match=r"tapes\[0\]\.call\.image is a builtins\.object"):
         store(Trajectory(TASK, (Tape({"image": object()}, 1),), 0, 0))
+    with pytest.raises(ReplayError, match=r"call\.x is a tensor of torch\.complex128"):
+        store(Trajectory(TASK, (Tape({"x": torch.ones(1, dtype=torch.complex128)}, 1),), 0, 0))
 
 
 @pytest.mark.parametrize(
