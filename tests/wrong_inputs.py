@@ -26,6 +26,7 @@ KEYS = [
     row("stale and dynamic", "train trainer.staleness=1 algorithm.dynamic_sampling=2", "trainer.staleness=1: ", "use one of them"),
     row("stale models", "train trainer.staleness=1 model.train=full model.lora_targets=null", "trainer.staleness=1: ", "model.train=lora"),
     row("decoupled on time", "train algorithm=flow_grpo algorithm.decoupled=true", "algorithm.decoupled=true: ", "trainer.staleness=1"),
+    row("dumps of no step", "train trainer.dump=-1", "trainer.dump=-1: ", "at least 0"),
     row("stale without end", "train trainer.staleness=99", "trainer.staleness=99: ", "at most 16"),
     row("late twice", "train algorithm=dgpo algorithm.rollout_old_after=2 algorithm.rollout_decay=null trainer.staleness=1", "trainer.staleness=1: ",
         "remove one"),

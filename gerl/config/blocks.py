@@ -604,6 +604,12 @@ class TrainerConfig(Block):
         high=16,
     )
     seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)
+    dump: int = key(
+        0,
+        "write every this many steps what is needed to train on the step again (trajectories, scores, credit, weights) "
+        "into dumps/, for gerl replay and gerl verify; 0: never",
+        low=0,
+    )
 
 
 # --- The block `model`: the pipeline, its trained weights, and their storage and precision

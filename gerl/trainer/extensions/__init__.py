@@ -42,6 +42,7 @@ EXTENSIONS = (
     "guard:HackingGuard",
     "raise_kl:RaiseKL",
     "health:HealthChecks",
+    "dump:StepDump",
     "timeline:TimelineFile",
     "progress:ProgressBar",
     "report:Report",
