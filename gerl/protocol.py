@@ -39,7 +39,7 @@ class Turn:
     number: int
     role: str
     request: str = ""
-    image: np.ndarray | None = None
+    image: Any = None
     state: int | None = None
 
 
