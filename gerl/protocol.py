@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 DATA_SOURCE = "data_source"  # column of a prompt file that selects the scorers of a row, and its teacher
+ORIGINAL = "original_prompt"  # column with the prompt of a row from which `data.template` makes the one that is sampled
 K = TypeVar("K", int, str)
 
 

@@ -303,6 +303,14 @@ def prompt_schedule(config: Config, prompts: Sequence[Prompt]) -> PromptSchedule
     return MixtureSchedule(tuple(sizes), tuple(shares), per_step, shuffle, seed)
 
 
+def planned_steps(config: Config, prompts: Sequence[Prompt]) -> int:
+    """Return the number of trainer steps of a run: `trainer.steps`, or those of `trainer.epochs` if these are fewer."""
+    epochs = config.trainer.epochs
+    if epochs is None:
+        return config.trainer.steps
+    return min(config.trainer.steps, epochs * prompt_schedule(config, prompts).steps_per_epoch)
+
+
 def group_chunks(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Split samples into micro-batches of whole groups; a group of more than `size` into nearly equal parts."""
     found: list[list[Sample]] = []

@@ -9,7 +9,7 @@ from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
 from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
-from gerl.config.rules import check_critic, check_remedies, check_savings, check_teachers
+from gerl.config.rules import check_critic, check_held_out, check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
 
 MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
@@ -52,6 +52,7 @@ class Config:
         check_teachers(self)
         check_savings(self)
         check_remedies(self)
+        check_held_out(self)
 
     @property
     def has_kl(self) -> bool:

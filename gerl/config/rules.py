@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gerl.config.algorithms import AlgorithmConfig
 from gerl.config.blocks import CriticConfig, ScorerConfig
+from gerl.config.held_out import chosen
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
@@ -34,6 +35,12 @@ def check_critic(config: "Config") -> None:
             f"critic.{changed[0]}={shown(getattr(critic, changed[0]))}: no critic is trained with {why}; use "
             "algorithm=flow_ppo, or remove it"
         )
+
+
+def check_held_out(config: "Config") -> None:
+    """Raise `ConfigError` if a key names a held-out metric and there are no held-out prompts."""
+    if config.validation.data is None and (keys := chosen(config)):
+        raise ConfigError(f"{next(iter(keys))}: there are no held-out prompts, validation.data=null; set them")
 
 
 # --- Keys against reward hacking, and their requirements: a KL, watched scorers, held-out prompts

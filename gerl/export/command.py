@@ -44,8 +44,8 @@ class Request:
         "ema: the averaged weights, used for validation; or raw: those of the last optimizer step", "ema"
     )
     step: int | None = key(
-        "the checkpoint of this trainer step; default: the one with the best held-out reward, if possible without "
-        "signals of the guard, else the latest",
+        "the checkpoint of this trainer step; default: the best by the run's checkpoint.best (its held-out reward), if "
+        "possible without signals of the guard, else the latest",
         unit="the number of a trainer step",
     )
     role: str | None = key("with episodes: the role whose LoRA it is; default: the run's own")

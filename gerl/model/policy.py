@@ -170,6 +170,11 @@ class Policy:
                     stack.enter_context(weights.swapped_in())
             yield
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the denoisers that have no trained parameters."""
+        return [name for name, d in self.denoisers.items() if not any(p.requires_grad for p in d.parameters())]
+
     def base(self) -> AbstractContextManager[None]:
         """Compute as the reference of `algorithm.kl_coef`: the base model, or the weights set by `move_reference`."""
         if self.whole or self.reference is not None:

@@ -9,6 +9,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from gerl.algorithms.planning import (
     plan_images,
     plan_prompts,
     plan_samples,
+    planned_steps,
     prompt_schedule,
 )
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
@@ -31,12 +33,14 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
+from gerl.config.held_out import Criterion
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
+from gerl.rewards.checks import check_held_out_metrics
 from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
 from gerl.rewards.scorers.weights import offers
@@ -63,7 +67,7 @@ ID_STRIDE = 1_000_000  # between the task ids of steps sampled concurrently
 
 
 def train(run: "Run") -> Generator[Step]:
-    """Train from the last finished step to `trainer.steps`; yields each concluded step.
+    """Train from the last finished step to the last one; yields each concluded step.
 
     If workers die during a step, they are replaced and the step is repeated, bit for bit.
     """
@@ -116,7 +120,7 @@ def conclude(run: "Run", step: Step) -> bool:
         if isinstance(directive, RollBack):
             roll_back(run, directive)
             return False
-    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
+    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.last_step)
     if (regular or Save() in step.directives) and not run.survives(lambda run, step: run.save(), step):
         return False
     for directive in step.directives:
@@ -137,7 +141,7 @@ def take_ahead(run: "Run", step: Step) -> None:
     """Take a step sampled with the weights of `step.lag` steps ago (off-policy lag); samplers and scorers stay busy."""
     run.begin(step)
     step.lag = min(run.config.trainer.staleness, run.state.step)
-    last = min(step.number + run.config.trainer.staleness, run.config.trainer.steps)
+    last = min(step.number + run.config.trainer.staleness, run.last_step)
     with step.watch("step"):
         run.sync(step)
         for number in range(step.number, last + 1):
@@ -172,10 +176,13 @@ class Run:
         self.dataset_images = dataset_images
         self.algorithm: Algorithm = build_algorithm(config)
         self.state = RunState(identity=identity, settings=settings_of(config))
+        self.planned_steps = self.last_step = planned_steps(config, prompts)  # an extension may end the run sooner
+        self.started = time.perf_counter()
         self.extensions = build_extensions(config)
         self.ahead: dict[int, PendingRollout] = {}  # by step: sampled or in flight, not yet trained on
         self.latest: Metrics = {}  # the last row of metrics
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
+        self.val_metrics: Metrics = {}  # of the last validation, those that are finite
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
         self.signals: list[str] = []  # keys of the guard's signals at the last validation
         self.validated_step: int | None = None
@@ -258,6 +265,7 @@ class Run:
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
             columns = try_scorers(self.rewards, config, sampled, self.held_out)
+        check_held_out_metrics(config, self.held_out, columns)
         self.describe_guard(columns)
         self.notify("stepping")
         self.model = self.load_model(loading)
@@ -266,6 +274,7 @@ class Run:
         ranks = cluster.ranks if config.lockstep else 1
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
         self.schedule = prompt_schedule(config, self.prompts)
+        self.planned_steps = self.last_step = planned_steps(config, self.prompts)  # without prompts that were dropped
 
     def describe_guard(self, columns: Sequence[str]) -> None:
         """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
@@ -291,7 +300,7 @@ class Run:
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))
-        total_updates, threads = config.trainer.steps * config.actor.updates, cluster.threads
+        total_updates, threads = self.planned_steps * config.actor.updates, cluster.threads
 
         def arguments(rank: int) -> tuple[object, ...]:
             own = trainer if rank < cluster.training else whole
@@ -383,7 +392,7 @@ class Run:
         self.notify("stepping")
         if state.step == 0 and self.held_out:
             yield Step(0, Stopwatch(self.timeline), taken=True)
-        while self.state.step < self.config.trainer.steps or self.state.unlogged:
+        while self.state.step < self.last_step or self.state.unlogged:
             self.notify("stepping")
             watch = Stopwatch(self.timeline)
             if unlogged := self.state.unlogged:  # trained, but stopped before it was concluded
@@ -500,7 +509,7 @@ class Run:
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
-        regular = number == 0 or due(number, self.config.validation.every, self.config.trainer.steps)
+        regular = number == 0 or due(number, self.config.validation.every, self.last_step)
         return bool(self.held_out) and regular
 
     # --- what is written
@@ -526,7 +535,7 @@ class Run:
 
     def save(self, process: int = 0, held: Held | None = None) -> None:
         """Write a checkpoint from `held` or `process`, remove old ones; full fine-tuning waits for the last only."""
-        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        step, total, root = self.state.step, self.last_step, self.run_dir / "checkpoints"
         with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
             self.writer.finish()
             held = held or self.fleet.hold(step, process)
@@ -534,6 +543,7 @@ class Run:
                 self.state,
                 finished=step == total and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == step else None,
+                val_metrics=self.val_metrics if self.validated_step == step else {},
                 signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
             )
@@ -542,7 +552,7 @@ class Run:
 
             def write() -> None:
                 save_checkpoint(root, step, files, values, held.write)
-                prune(root, self.config.checkpoint.keep)
+                prune(root, self.config.checkpoint.keep, Criterion.parse(self.config.checkpoint.best))
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)
             if held.at_once or step == total:
@@ -563,7 +573,7 @@ class Run:
         """Save the last finished step when `error` ends the run, and add the command that resumes to `error`."""
         signals.answered()
         failure = save_last_step(self)
-        add_resume_notes(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
+        add_resume_notes(error, self.run_dir, self.last_step, self.state.step, failure)
 
     # --- state
 
@@ -587,6 +597,7 @@ class Run:
                 "checkpoint.resume=never"
             ) from None
         self.val_reward, self.signals = self.state.val_reward, self.state.signals
+        self.val_metrics = self.state.val_metrics
         self.validated_step = self.state.step
         self.saved_step = self.state.step
 

@@ -14,10 +14,13 @@ from PIL import Image
 from gerl.algorithms.planning import VALIDATION_SEED, plan_validation, sampled_steps
 from gerl.cluster import Pending
 from gerl.config import Config, ValidationConfig
+from gerl.config.held_out import Criterion
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.rewards.manager import PendingRollout
+from gerl.rewards.total import thresholds
+from gerl.run.attempts import SUCCESS, held_out_metric
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
@@ -101,9 +104,16 @@ def _conclude(
         timed = [pending.result() for pending in images]
         share = sum(part.judge_seconds for part in timed) / sum(part.seconds for part in timed)
         step.metrics["timing/judge_share"] = share  # of the samplers' time in validation
+    run.val_metrics = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
     run.notify("validated", step)
     if config.validation.keep is not None:
-        remove_images(folder, config.validation.keep)
+        criterion, success = Criterion.parse(config.checkpoint.best), thresholds(config.reward)
+
+        def rank(found: Validation) -> float | None:
+            value = held_out_metric(found, criterion.metric, success)
+            return None if value is None else criterion.rank(value)
+
+        remove_images(folder, config.validation.keep, rank)
 
 
 def load_scores(run_dir: Path, step: int) -> Validation | None:
@@ -190,6 +200,7 @@ def conclude_validation(
         if gain is not None and not math.isnan(gain.low):
             over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
         images = held_out_words(count, config.validation.images_per_prompt)
+        over += "".join(success_words(name, metrics) for name in config.reward.scorers)
         logger.info("step %d: reward on %s %.3f%s", step, images, metrics["val/reward/mean"], over)
         return metrics, metrics["val/reward/mean"]
     i = scores.failed[0]
@@ -202,6 +213,15 @@ def conclude_validation(
     totals = [v for k, v in enumerate(scores.totals) if v is not None or k in scores.failed]
     check_failures(totals, first, config.reward, f"held-out images of step {step}", "let such prompts be skipped")
     return metrics, None
+
+
+def success_words(name: str, metrics: Metrics) -> str:
+    """Describe the success rate of the scorer `name` with its interval; empty without one."""
+    key = f"val/{name}/{SUCCESS}"
+    if math.isnan(metrics.get(f"{key}_low", math.nan)):
+        return ""
+    low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+    return f"; {name}/{SUCCESS} {metrics[key]:.3f} (95 % interval {low:.3f} to {high:.3f})"
 
 
 def gain_metrics(gains: Mapping[str, Estimate]) -> Metrics:

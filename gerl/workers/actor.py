@@ -325,6 +325,11 @@ class Actor:
         if finite and norm > 0 and not self.looked:
             self.looked = True
             self._name_idle()
+        elif norm == 0 and not self.looked and (frozen := self.policy.frozen):
+            self.say(
+                f"an update had no gradient: its steps are those of {' and '.join(frozen)}, which is not trained, or "
+                "its images had equal rewards; extend sampling.window_range to steps of a trained denoiser"
+            )
         if finite:
             self.optimizer.step()
             self.policy.ema.update()

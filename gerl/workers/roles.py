@@ -213,15 +213,15 @@ def role_algorithm(config: Config, name: str) -> Algorithm:
 
 def policy_beside(first: Policy, config: Config, name: str, device: str) -> Policy:
     """Add the LoRA `name` to the denoisers of `first`, inactive; returns its policy."""
-    from gerl.model.lora import ADAPTER, adapted_layers, add_lora
+    from gerl.model.lora import ADAPTER, adapted_layers, add_lora, targets_of
     from gerl.model.policy import EMA, Policy
 
     model, lora = config.model, dict[str, torch.nn.Parameter]()
-    for part, denoiser in first.denoisers.items():
+    for part, layers in targets_of(first.denoisers, model.lora_targets).items():
         seed = derive_seed("lora", config.trainer.seed, part, name)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a LoRA per role is intended
-            added = add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, seed, name)
+            added = add_lora(first.denoisers[part], model.lora_rank, model.lora_alpha, layers, seed, name)
         for p in added.values():
             p.data = p.data.to(device)
         lora |= {f"{part}.{key}": p for key, p in added.items()}

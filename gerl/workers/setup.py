@@ -98,7 +98,7 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
     return ModelFacts(
         type(policy.pipe).__name__,
-        list(policy.denoisers),
+        [name for name in policy.denoisers if name not in policy.frozen],
         sum(p.numel() for p in policy.trained.values()),
         any(d.dtype != torch.float32 for d in policy.denoisers.values()),
         policy.fingerprint,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # in the order in which they are called
 EXTENSIONS = (
     "control:ControlFiles",
+    "deadline:Deadline",
     "trackers:Trackers",
     "gardo:KLGate",
     "kl_in_reward:KLInReward",
@@ -39,6 +40,8 @@ EXTENSIONS = (
     "episodes:Episodes",
     "training_images:TrainingImages",
     "moving_reference:MovingReference",
+    "chosen_metrics:ChosenMetrics",
+    "stop_at:StopAt",
     "guard:HackingGuard",
     "raise_kl:RaiseKL",
     "health:HealthChecks",

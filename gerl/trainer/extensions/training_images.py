@@ -43,7 +43,7 @@ class TrainingImages(Extension):
             remove_live(run.run_dir)
 
     def credited(self, run: Run, step: Step) -> None:
-        if step.number == 1 or due(step.number, run.config.validation.every, run.config.trainer.steps):
+        if step.number == 1 or due(step.number, run.config.validation.every, run.last_step):
             first = len(step.tasks[0].samples)
             sheet = training_sheet(step.scores.samples[:first], step.images[0].result().pixels, step.scores.totals)
             run.picture(step.number, "train", sheet)
