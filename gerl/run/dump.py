@@ -30,7 +30,7 @@ from gerl.utils.tensors import TensorFile
 FOLDER = "dumps"
 FORMAT = 1
 NAME = re.compile(r"step_(\d+)\.json")
-MEASURED = ("actor/", "reward/", "group/")  # metrics that follow from a dump
+MEASURED = ("actor/", "reward/", "group/", "critic/")  # metrics that follow from a dump
 STATE, TRAJECTORY, EXTENSION = "state/", "trajectory/", "extension/"  # prefixes of names of tensors
 CREDIT, KL_WEIGHT, GRADIENT, FORM = "credit", "kl_weight", "gradient", "form"
 
