@@ -70,7 +70,8 @@ MEANT = [
     ("data.custom_cls.path=mine.py data.custom_cls.name=Words", "data.train=mine.py:Words", ""),
     ("data.custom_cls.name=Words", "data.train=VALUE", "FILE.py:NAME"),
     ("filter_groups.enable=true filter_groups.max_num_gen_batches=3", "algorithm.dynamic_sampling=3", ""),
-    ("critic.optim.lr=1e-5 trainer.critic_warmup=10", "critic.lr=1e-05 critic.warmup_steps=10", ""),
+    ("trainer_type=ppo critic.optim.lr=1e-5 trainer.critic_warmup=10",
+     "algorithm=flow_ppo critic.lr=1e-5 critic.warmup_steps=10", ""),
     ("critic.model.path=x", "", "features of the denoiser"),
     # flow_grpo
     ("train.gradient_accumulation_steps=6 sample.num_batches_per_epoch=12", "actor.updates_per_step=2 rollout.prompts_per_step=VALUE", "12 batches"),
