@@ -113,8 +113,10 @@ TRAINED = [name for name in shipped("algorithm") if name not in (*TAUGHT, *ON_FI
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if drills.sampled(name, drills.PRESETS)])
-def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
-    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
+def test_the_reward_follows_its_sign(
+    name: str, train: Train, assert_replayed: Callable[[Any], None], sd15: Path, workplace: Path, tmp_path: Path
+) -> None:
+    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split(), "trainer.dump=2"]
     settings += FITTED.get(name, "").split()
     keys: dict[str, Any] = ON_SD15 | {"model__path": sd15} if name in ("ddpo", "alignprop") else {}
     if name in (*GRADIENTS, "mixed_gradient"):
@@ -133,6 +135,7 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
             expected |= {f"off_policy/{key}" for key in OFF_POLICY.split() if key not in left_out}
         assert {key for key in found if not key.startswith("step_grad_")} == expected
         assert max(run.column("actor/ratio_deviation"), default=0.0) < 1e-5
+    assert_replayed(run)
     if name in DRIFTING:
         assert change[1] - change[-1] > 0.002, change
     else:
