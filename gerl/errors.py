@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 
 class GerlError(Exception):
@@ -61,19 +62,34 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"interrupted by signal {signal_number}" if is_number else signal_number)
         self.signal_number = int(signal_number) if is_number else int(signal.SIGINT)
 
-    def __reduce__(self) -> tuple[type, tuple[int]]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.signal_number,)
 
 
 class Stopped(Interrupted):
-    """A stop after the current step was requested (`control/stop`); the run ends with exit code 0."""
+    """A stop after the current step was requested (`control/stop`)."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped after step {step}, as requested")
+    code = 0  # of the command
+
+    def __init__(self, step: int, why: str = "as requested") -> None:
+        super().__init__(f"stopped after step {step}, {why}")
         self.step = step
 
-    def __reduce__(self) -> tuple[type, tuple[int]]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.step,)
+
+
+class OutOfTime(Stopped):
+    """The time of the run is over (`trainer.hours`)."""
+
+    code = 128 + signal.SIGTERM  # so that what begins stopped runs again does so
+
+    def __init__(self, step: int, hours: float) -> None:
+        super().__init__(step, f"since trainer.hours={hours:g} have passed")
+        self.hours = hours
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.step, self.hours)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

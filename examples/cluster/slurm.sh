@@ -48,9 +48,10 @@ resume=(checkpoint.resume=auto)
 [[ " $* " == *" checkpoint.resume="* ]] && resume=() # one that is passed on takes its place
 bash "$by_hand" train "$head" "$SLURM_NNODES" hydra.run.dir="$run" "${resume[@]}" "$@" &
 training=$!
-again=
-trap 'again=yes; kill -TERM "$training" || true' USR1
-trap 'kill -TERM "$training" || true' TERM # of scancel, a preemption, the end of the time: SLURM knows what comes next
+again=yes warned= # a training that stops by itself (trainer.hours) is begun again too
+trap 'warned=yes; kill -TERM "$training" || true' USR1
+# of scancel, a preemption, the end of the time: SLURM knows what comes next
+trap '[[ $warned ]] || again=; kill -TERM "$training" || true' TERM
 
 # a trap ends `wait` early
 until wait "$training" && code=0 || code=$?; ! kill -0 "$training" 2> /dev/null; do :; done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from gerl.data.code import as_lines, row_of
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
 from gerl.run.checkpoint import find_checkpoint
@@ -71,7 +71,7 @@ class Run:
     def lora(self) -> Path:
         """Folder of the trained LoRA, for `pipe.load_lora_weights`.
 
-        From the checkpoint with the best held-out reward, if possible without signals of the guard, else the newest.
+        From the best checkpoint (`checkpoint.best`), if possible without signals of the guard, else the newest.
         Raises `CheckpointError` if there is none.
         """
         checkpoint = find_checkpoint(self.folder)[1]
@@ -223,26 +223,9 @@ def listed(images: Any, prompts: Rows, here: Path) -> Path:
     return here / "images.jsonl"
 
 
-def row_of(prompt: object, i: int) -> dict[str, Any]:
-    """Return a prompt as a row; raises `DataError` unless it is a string or a dictionary."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if isinstance(prompt, Mapping):
-        return dict(prompt)
-    raise DataError(f"prompt {i} is {type(prompt).__name__}: expected a string, or a dictionary with the key prompt")
-
-
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows to a .jsonl file; raises `DataError` for values that JSON does not have."""
-    lines = []
-    for i, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"columns of prompt {i} must be strings and numbers ({error}): give images as file paths"
-            ) from None
-    write_file(file, "".join(lines))
+    write_file(file, "".join(f"{line}\n" for line in as_lines(rows)))
 
 
 def _file(image: object, i: int, here: Path) -> Path:

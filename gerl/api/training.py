@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from gerl.api.runs import Board, Run, in_notebook, row_of, write_rows
+from gerl.api.runs import Board, Run, in_notebook, write_rows
 from gerl.commandline.command import with_notes
 from gerl.commandline.composition import SUFFIXES, own_file, quoted, spelled
 from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
@@ -26,6 +26,7 @@ from gerl.config.registry import ALGORITHMS, preset_of
 from gerl.config.registry import PREFIX as CLASS
 from gerl.config.suggestions import OPEN
 from gerl.config.suggestions import plain as spelt
+from gerl.data.code import MapStyle, items, row_of
 from gerl.errors import ConfigError, DataError, GerlError, Stopped
 from gerl.objects import PREFIX, offered
 from gerl.trainer.launch import launched
@@ -75,9 +76,9 @@ class Trainer:
     `reward`: a function `(images, prompts, metadata) -> list of float` (or of images alone), the name of one of gerl's
     scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`, `function`,
     ...); scorers of the experiment stay watched (weight 0), unless `reward` has None for them. `prompts` and
-    `held_out`: strings, dictionaries with the key `prompt` and further columns, or a file. `experiment`: a recipe or
-    yaml file, overridden by the other arguments. `algorithm`: a preset, by default that of the experiment, or
-    `awm_fast` without one.
+    `held_out`: strings, or dictionaries with the key `prompt` and further columns, in a list or a data set of torch, or
+    a file. `experiment`: a recipe or yaml file, overridden by the other arguments. `algorithm`: a preset, by default
+    that of the experiment, or `awm_fast` without one.
     `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
     default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
@@ -148,8 +149,8 @@ class Trainer:
                 folder = open_run(arguments)
                 if folder is None:  # already finished
                     return
-                board = Board(folder.composed.config.trainer.steps, self.folder) if in_notebook() else None
                 with folder, launched(folder, arguments) as (trainer, steps):
+                    board = Board(trainer.planned_steps, self.folder) if in_notebook() else None
                     for _ in steps:
                         step = Step(trainer.state.step, dict(trainer.latest))
                         if board is not None:
@@ -238,7 +239,7 @@ class Trainer:
                 p.requires_grad_()
             if self.policy is not None:
                 self.policy.keep_average()
-                if self.policy.trained and has_adapter(next(iter(self.policy.denoisers.values()))):
+                if self.policy.trained and any(map(has_adapter, self.policy.denoisers.values())):
                     setattr(self.pipe, MARK, (self.folder, next(iter(self.policy.trained.values()))))
             else:
                 for denoiser in filter(has_adapter, find_denoisers(self.pipe).values()):
@@ -397,7 +398,7 @@ def _written(part: Any) -> dict[str, Any]:
 # --- From Python arguments to a command line: keys, prompts and rewards, written into the run folder
 
 Reward = str | Callable[..., object] | Mapping[str, Any]
-Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+Prompts = str | Path | Iterable[str | Mapping[str, Any]] | MapStyle
 NAME = re.compile(r"\W+")
 
 
@@ -537,9 +538,10 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
     """Return the prompt file named by `prompts`, or write them to `file`; raises `DataError` without prompts."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    if not isinstance(prompts, Iterable):
-        raise DataError(f"prompts are {type(prompts).__name__}: expected a list of strings, or the name of a file")
-    rows = [row_of(prompt, i) for i, prompt in enumerate(prompts)]
+    try:
+        rows = [row_of(prompt, i) for i, prompt in enumerate(items(prompts))]
+    except DataError as error:
+        raise DataError(f"prompts: {error}; or give the name of a file") from None
     if not rows:
         raise DataError("there are no prompts: give at least one, or the name of a file")
     write_rows(file, rows)

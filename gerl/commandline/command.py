@@ -79,7 +79,7 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
             number = signals.received()
             if number is None and isinstance(error, Stopped):
                 logger.info("%s", with_notes(str(error), error))
-                return 0
+                return error.code
             if number is None and isinstance(error, KeyboardInterrupt):
                 number = error.signal_number if isinstance(error, Interrupted) else signals.SIGINT
             signals.answered()

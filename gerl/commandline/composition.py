@@ -30,6 +30,7 @@ from gerl.config.algorithms import with_own_name
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
+from gerl.config.roles import check_roles
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
@@ -395,7 +396,9 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     is_lora = not isinstance(model, dict) or model.get("train", "lora") == "lora"
     if isinstance(model, dict) and not is_lora and "model.lora_targets" not in map(key_of, overrides):
         model["lora_targets"] = None  # the experiment's, for a LoRA that there is not
-    return from_mapping(values)
+    config = from_mapping(values)
+    check_roles(config)
+    return config
 
 
 def _other_scorers(config: Config, experiment: str, overrides: Sequence[str]) -> str:
@@ -687,8 +690,10 @@ def _path(group: str, name: str, folder: Path) -> str:
 # a source of prompts with a split, which looks like a list to Hydra
 HUB_SOURCE = re.compile(r"""(?<!["'\w])hf:[^\s"'\[\]{},]+\[(?:[^"'\[\]]|\[[^"'\[\]]*\])+\]""")
 PROMPTS = ("data.train", "validation.data")
+TEXTS = ("data.template",)  # keys whose unquoted value is text, whatever Hydra would make of its braces and commas
 TYPOGRAPHIC = re.compile("[\u2018-\u201f\u00ab\u00bb]")  # quotes
-WHOLE = "reward.scorers"  # a dictionary that is replaced where it is given as a whole; others are merged
+WHOLE = "reward.scorers"
+REPLACED = (WHOLE, "trainer.stop_at")  # dictionaries that are replaced where they are given; others are merged
 
 
 def key_of(argument: str) -> str:
@@ -701,6 +706,9 @@ def read(argument: str) -> Override:
     name, equals, value = argument.partition("=")
     if key_of(argument) in PROMPTS:
         argument = HUB_SOURCE.sub(lambda source: f"'{source[0]}'", argument)
+    is_text = key_of(argument) in TEXTS and value != "null" and not re.match(rf"['\"]|{TYPOGRAPHIC.pattern}|$", value)
+    if is_text and (parsed := _parsed(f"{name}=0")) is not None:
+        return replace(parsed, _value=value, input_line=argument)
     if (parsed := _parsed(argument)) is not None:
         return parsed
     # probably not meant as text
@@ -718,7 +726,8 @@ def readable(argument: str) -> str:
     """Return the argument in a form that Hydra's parser accepts; raises as `read` does."""
     override = read(argument)
     line = override.input_line or argument
-    return line if _parsed(line) is not None else f"{line.partition('=')[0]}={spelled(override.value())}"
+    is_hydras = _parsed(line) is not None and override.key_or_group not in TEXTS
+    return line if is_hydras else f"{line.partition('=')[0]}={spelled(override.value())}"
 
 
 _parser = functools.cache(OverridesParser.create)
@@ -787,7 +796,7 @@ def set_keys(
             continue
         place = _place(values, names, key)
         old = place.get(leaf)
-        merged = isinstance(value, dict) and isinstance(old, dict) and (key != WHOLE or override.is_add())
+        merged = isinstance(value, dict) and isinstance(old, dict) and (key not in REPLACED or override.is_add())
         if override.is_add() and old is not None and not merged and not again:
             raise ConfigError(f"+{key}: the key exists, set it without the plus sign")
         place[leaf] = _merged(old, value) if merged else value

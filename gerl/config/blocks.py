@@ -5,12 +5,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
+from gerl.config.held_out import REWARD, Criterion, Goal
 from gerl.config.schema import Block, key, main_key, shown
+from gerl.config.services import service_of
 from gerl.errors import ConfigError
 
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
@@ -21,7 +24,7 @@ WindowSchedule = Literal["random", "geometric", "progressive", "decay"]
 WindowScope = Literal["step", "group"]
 
 CfgMode = Literal["joint", "detach_uncond", "off"]
-AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo", "gae"]
 StdKind = Literal["group", "batch", "none"]
 NodeStdKind = Literal["depth", "leaves"]
 StepDistance = Literal["gaussian", "mean", "velocity"]
@@ -30,6 +33,7 @@ StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcp
 StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DiversityShaping = Literal["none", "scale", "add"]
+CriticFeatures = Literal["auto", "hidden", "latents"]
 LevelDraw = Literal["spread", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -50,7 +54,8 @@ TrainedImages = Literal["drawn", "files"]  # images that the algorithm learns fr
 
 HUB = "hf:"  # prefix of sources read with the package `datasets`
 HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
-ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source")
+CODE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")  # MODULE:NAME or FILE.py:NAME
+ENTRY = ("path", "weight", "prompt_key", "columns", "stream", "data_source", "template", "kwargs")
 Given = Annotated[str | list[Any], PlainValidator(lambda value: value)]  # checked by `sources`
 
 
@@ -64,6 +69,13 @@ class Source:
     columns: Mapping[str, str] | None = None
     stream: int | None = None
     data_source: str | None = None
+    template: str | None = None
+    kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def is_code(self) -> bool:
+        """Whether Python code gives the prompts."""
+        return CODE.fullmatch(self.path) is not None and not self.on_hub
 
     @property
     def on_hub(self) -> bool:
@@ -98,7 +110,7 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         if k not in known:
             why = ": held-out prompts have no weights, each is sampled once" if k == "weight" else ""
             raise ConfigError(f"{name} has an entry with {k}{why}; allowed are {', '.join(known)}")
-    for k in ("path", "prompt_key", "data_source"):
+    for k in ("path", "prompt_key", "data_source", "template"):
         value = values.get(k)
         if (k == "path" or value is not None) and not (isinstance(value, str) and value.strip()):
             raise ConfigError(f"{name} has an entry with {k}={shown(value)}: it must be a non-empty string")
@@ -109,8 +121,15 @@ def _source(entry: object, name: str, weighted: bool) -> Source:
         raise ConfigError(f"{where} stream={shown(stream)}: it must be an integer of at least 1")
     if values.get("columns") is not None:
         check_columns(values["columns"], f"{where} columns", values.get("prompt_key"))
+    if values.get("template") is not None:
+        template_columns(values["template"], f"{where} template")
     given: dict[str, Any] = dict(values)
     source = Source(**given)
+    if source.kwargs is not None and not (source.is_code and isinstance(source.kwargs, Mapping)):
+        raise ConfigError(
+            f"{where} kwargs={shown(source.kwargs)}: expected a mapping of arguments, of an entry with "
+            "path=MODULE:NAME or FILE.py:NAME"
+        )
     if source.on_hub:
         hub_parts(source.path, name)
     return source
@@ -132,6 +151,24 @@ def check_columns(columns: object, name: str, prompt_key: object = None) -> None
         raise ConfigError(
             f"{name} has prompt: the prompt column is set by data.prompt_key={columns['prompt']}, remove it"
         )
+
+
+def template_columns(template: str, name: str) -> list[str]:
+    """Return the columns that a prompt template names in braces; raises `ConfigError` if it is malformed.
+
+    `name`: the key in messages.
+    """
+    try:
+        parsed = list(Formatter().parse(template))
+    except ValueError:
+        parsed = []
+    found = [column for _, column, *_ in parsed if column is not None]
+    if not found or any(not column.strip() or form or cast for _, column, form, cast in parsed if column is not None):
+        raise ConfigError(
+            f"{name}={shown(template)}: expected a text with columns in braces, such as 'a photo of {{prompt}}, "
+            "{style}'; write {{ and }} for braces in the text"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -171,8 +208,9 @@ def hub_parts(source: str, name: str) -> HubParts:
 class DataConfig(Block):
     train: Given = main_key(
         "signs_train",
-        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, or "
-        "'hf:owner/name[split]'; several: '[a.txt, {path: b.txt, weight: 2}]', docs/data.md",
+        "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, "
+        "'hf:owner/name[split]', or Python code, MODULE:NAME or FILE.py:NAME; several: '[a.txt, {path: b.txt, weight: "
+        "2}]', docs/data.md",
     )
     train_on: TrainedImages = key(
         "drawn",
@@ -192,6 +230,11 @@ class DataConfig(Block):
     columns: dict[str, str] = key(
         {}, "gerl's name -> the table's, such as {text: caption_text}, or {image: photo} for images of a data set"
     )
+    template: str | None = key(
+        None,
+        "text that becomes the prompt, with columns of the row in braces, such as 'a photo of {prompt}, {style}'; "
+        "held-out prompts too. Scorers find the prompt of the row in the column original_prompt",
+    )
     stream: int | None = key(
         None, "read only this many first rows of a data set of the Hub, without downloading all of it; null: all", low=1
     )
@@ -208,6 +251,8 @@ class DataConfig(Block):
     def check(self) -> None:
         sources(self.train, "data.train")
         check_columns(self.columns, "data.columns", self.prompt_key)
+        if self.template is not None:
+            template_columns(self.template, "data.template")
 
 
 # --- The other blocks: rollout, actor, reward, validation, checkpoint, cluster, logger, trainer
@@ -225,6 +270,14 @@ class RolloutConfig(Block):
         "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
         "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
     )
+    service: dict[str, Any] = key(
+        {},
+        "another engine that samples the images, for algorithms that learn from images only: {url: ADDRESS, format: "
+        "gerl, openai or comfyui, lora: push or path}, docs/other_engines.md; {}: the workers sample",
+    )
+
+    def check(self) -> None:
+        service_of(self.service)
 
 
 @dataclass(frozen=True)
@@ -251,6 +304,11 @@ class ActorConfig(Block):
     epochs: int = key(1, "passes over a step's images, each in actor.updates_per_step optimizer steps", low=1)
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward pass; null: as in the rollout. Affects memory, never the gradient", low=1
+    )
+    alternate: int = key(
+        0,
+        "with several denoisers (Wan 2.2): train one at a time, each for this many trainer steps; 0: all at once",
+        low=0,
     )
     step_batch: int = key(
         1, "trained denoising steps per forward and backward pass; memory grows with their number", low=1
@@ -286,6 +344,28 @@ class ActorConfig(Block):
 
 
 @dataclass(frozen=True)
+class CriticConfig(Block):
+    features: CriticFeatures = key(
+        "auto",
+        "what it sees of noisy latents, beside their noise level and the prompt: hidden: the mean of the denoiser's "
+        "last hidden states; latents: themselves, averaged to 8 x 8; auto: hidden, or latents where there are none",
+    )
+    width: int = key(256, "width of its two hidden layers", low=1)
+    lr: float = key(3e-4, "its Adam learning rate", above=0)
+    updates: int = key(8, "its optimizer steps per trainer step, each on all states of the step", low=1)
+    warmup_steps: int = key(
+        10,
+        "trainer steps for which it is trained before its values are used; the baseline is then the mean reward of the "
+        "step, or of the group with critic.residual",
+        low=0,
+    )
+    clip: float | None = key(
+        0.2, "a value moves by at most this times the rewards' std in a trainer step; null: unclipped", above=0
+    )
+    residual: bool = key(False, "predict the reward minus the mean of its group, which is then a baseline too")
+
+
+@dataclass(frozen=True)
 class ScorerConfig(Block):
     weight: float = main_key(1.0, "weight of this scorer in the total reward; 0: watched only")
     path: str | None = main_key(
@@ -303,10 +383,16 @@ class ScorerConfig(Block):
         "in training, before the sum: mean 0 and deviation 1 among the images of a prompt (group) or of the step "
         "(batch), or the share of the prompt's other images that it beats (rank)",
     )
-    success: float | None = key(None, "log the share of images with at least this score as NAME/success_rate")
+    success: float | None = key(
+        None,
+        "log the share of images with at least this score as NAME/success_rate, and with several images per prompt "
+        "pass@k; null: neither",
+    )
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
+    roles: list[str] | None = key(None, "with episodes: score only images of these roles (episode.turns); null: of all")
+    turns: list[int] | None = key(None, "with episodes: score only images of these turns, from 0; null: of all")
     during: RunParts = key("both", "with weight 0: score only training images, or only validation images")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
@@ -402,7 +488,10 @@ class ValidationConfig(Block):
         32, "prompts whose images are kept and shown, spread evenly over the file; null: all", low=1
     )
     images_per_prompt: int = key(
-        1, "images per held-out prompt; with more than one, their diversity is measured, which drops on collapse", low=1
+        1,
+        "images per held-out prompt; with more than one, the best of them, pass@k (reward.scorers.NAME.success) and "
+        "their diversity are measured, which drops on collapse",
+        low=1,
     )
     height: int | None = key(None, "height of the images in pixels; null: as in sampling", low=8)
     width: int | None = key(None, "width of the images in pixels; null: as in sampling", low=8)
@@ -425,8 +514,13 @@ class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(
         2,
-        "latest checkpoints kept, in addition to the best by held-out reward, with and without signals of the guard",
+        "latest checkpoints kept, in addition to the best by checkpoint.best, with and without signals of the guard",
         low=1,
+    )
+    best: str = key(
+        REWARD,
+        "held-out metric by which a checkpoint is the best, which is kept, exported and evaluated, such as "
+        "val/ocr/success_rate; with a minus in front lower is better, such as -val/lpips/mean",
     )
     resume: str = main_key(
         "never",
@@ -434,6 +528,9 @@ class CheckpointConfig(Block):
         "of a run or of a checkpoint; 'never': start a new run. A run resumes with its own config.yaml, keys given "
         "override it; experiment, algorithm, model, LoRA, prompts and seed cannot change",
     )
+
+    def check(self) -> None:
+        Criterion.parse(self.best)
 
 
 @dataclass(frozen=True)
@@ -557,6 +654,22 @@ class LoggerConfig(Block):
 @dataclass(frozen=True)
 class TrainerConfig(Block):
     steps: int = main_key(100, "trainer steps (rollout, score, update)", low=1)
+    epochs: int | None = key(
+        None,
+        "passes over the prompts of data.train after which the run ends, if trainer.steps is not first; null: any",
+        low=1,
+    )
+    hours: float | None = key(
+        None,
+        "time after which the run ends with a checkpoint of the step in progress, and the exit code of SIGTERM; "
+        "checkpoint.resume=auto continues it; null: no limit",
+        above=0,
+    )
+    stop_at: dict[str, Any] = key(
+        {},
+        "end the run after a validation in which a held-out metric reaches a limit, such as {metric: "
+        "val/ocr/success_rate, above: 0.95}, or below: NUMBER; {}: after trainer.steps",
+    )
     staleness: int = key(
         0,
         "steps sampled ahead: those after the one in training, with the weights available at that time, so that "
@@ -571,6 +684,9 @@ class TrainerConfig(Block):
         "into dumps/, for gerl replay and gerl verify; 0: never",
         low=0,
     )
+
+    def check(self) -> None:
+        Goal.parse(self.stop_at)
 
 
 # --- The block `model`: the pipeline, its trained weights, and their storage and precision
@@ -591,7 +707,10 @@ class ModelConfig(Block):
     lora_rank: int = main_key(32, "LoRA rank", low=1, high=2**16)
     lora_alpha: float = main_key(64.0, "LoRA alpha: the update is scaled by alpha / rank", above=0)
     lora_targets: str | None = main_key(
-        None, "regular expression on names of linear layers; null: attention and feed-forward of the repeated blocks"
+        None,
+        "regular expression on names of linear layers, denoiser.module as in model.train; null: attention and "
+        "feed-forward of the repeated blocks. A denoiser without a match has no LoRA, and steps it computes are not "
+        "trained",
     )
     shard: Literal["none", "denoiser", "all"] = key(
         "none",

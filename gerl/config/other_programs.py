@@ -99,6 +99,7 @@ class Given:
 
 
 Rule = Callable[[Any, Given], Any]
+MOST_STEPS = 10**6  # where epochs are to come first
 RULES: dict[str, Rule] = {}
 
 
@@ -248,6 +249,14 @@ def _prompts(value: Any, _: Given) -> Any:
     return Why(file, "data.train")
 
 
+@_rule("custom_cls.path custom_cls.name")
+def _dataset_class(_: Any, given: Given) -> Any:
+    texts = {ends(name)[-1]: str(part) for name, part in given.values.items() if "custom_cls." in name}
+    if {"path", "name"} <= texts.keys():
+        return {"data.train": f"{texts['path']}:{texts['name']}"}
+    return Why("VALUE is FILE.py:NAME, of a class whose items are prompts", "data.train")
+
+
 @_rule("sde_steps")
 def _steps(value: Any, _: Given) -> Any:
     """Translate Flow-Factory's list of stochastic steps to [first, end)."""
@@ -269,6 +278,43 @@ def _range(value: Any, _: Given) -> Any:
 def _trackers(value: Any, _: Given) -> Any:
     names = [str(name).lower() for name in _listed(value)]
     return {"logger.trackers": [name for name in names if name not in ("console", "none", "file")]}
+
+
+@_rule("metric_name metric_for_best_model")
+def _best(value: Any, given: Given) -> Any:
+    minus = "-" * any(given.is_switched(name, on=False) for name in ("higher_is_better", "greater_is_better"))
+    if re.fullmatch(r"val/.+/\w+", str(value)):
+        return {"checkpoint.best": f"{minus}{value}"}
+    return Why(f"VALUE is a held-out metric, such as {minus}val/ocr/mean; by default the held-out reward",
+               "checkpoint.best")  # fmt: skip
+
+
+@_rule("total_epochs num_train_epochs max_num_epochs max_train_epochs")
+def _epochs(value: Any, given: Given) -> Any:
+    """Write `trainer.epochs` with steps that do not come first, unless they are given."""
+    names = ("total_training_steps", "max_steps", "max_train_steps", "max_num_steps", "trainer.steps")
+    epochs = _number(value)
+    if epochs is None or not float(epochs).is_integer() or any(name in given for name in names):
+        return None
+    return {"trainer.epochs": int(epochs), "trainer.steps": MOST_STEPS}
+
+
+@_rule("max_time_per_run max_run_time checkpoint_must_save_by")
+def _hours(value: Any, _: Given) -> Any:
+    """Translate [days:]hours:minutes:seconds."""
+    parts = re.fullmatch(r"(?:(\d+):)?(\d+):(\d+):(\d+)", str(value))
+    if parts is None:
+        return Why("VALUE is a number of hours, such as 3.75", "trainer.hours")
+    days, hours, minutes, seconds = (float(part or 0) for part in parts.groups())
+    return {"trainer.hours": round(24 * days + hours + minutes / 60 + seconds / 3600, 4)}
+
+
+@_rule("stop_at_validation_reward stop_at_validation_accuracy stop_at_validation")
+def _stop_at(value: Any, given: Given) -> Any:
+    if (limit := _number(value)) is not None and "stop_at_validation_reward" in given:
+        return {"trainer.stop_at": {"metric": "val/reward/mean", "above": limit}}
+    return Why("VALUE is a held-out metric and a limit, such as {metric: val/ocr/success_rate, above: 0.95}",
+               "trainer.stop_at")  # fmt: skip
 
 
 @_rule("config config_name config_file recipe")

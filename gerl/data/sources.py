@@ -8,15 +8,18 @@ from dataclasses import replace
 from fractions import Fraction
 from math import floor
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gerl.config import Config, DataConfig, Source, sources
+from gerl.config.blocks import template_columns
 from gerl.data import tables
+from gerl.data.code import code_digest, code_rows, folder_of
 from gerl.data.preferences import merge_duplicates, with_images
 from gerl.errors import DataError
-from gerl.protocol import DATA_SOURCE, Prompt
+from gerl.protocol import DATA_SOURCE, ORIGINAL, Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 
 if TYPE_CHECKING:
@@ -47,20 +50,28 @@ def rows_have_images(data: DataConfig, name: str) -> bool:
 
 
 def digest(given: object, data: DataConfig, name: str) -> str:
-    """Return the SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set.
+    """Return the SHA-256 (hex) of the contents of the sources: the bytes of a file, the rows of a data set or of code.
 
     Depends on the order of the sources, not on weights and column names.
     """
     found = []
     for source in sources(given, name):
         try:
-            own = _hub(source, data).digest if source.on_hub else tables.fingerprint(source.path)
+            own = _digest(source, data)
         except DataError as error:
             raise DataError(f"{name}={source.path}: {error}") from None
         found.append(own if source.prompt_key is None else f"{own} {source.prompt_key}")
     if len(found) == 1 and " " not in found[0]:
         return found[0]
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def _digest(source: Source, data: DataConfig) -> str:
+    if source.on_hub:
+        return _hub(source, data).digest
+    if source.is_code:
+        return code_digest(source.path, _prompt_key(source, data), source.kwargs or {})
+    return tables.fingerprint(source.path)
 
 
 def source_names(given: object) -> str:
@@ -150,15 +161,19 @@ def may_have_pictures(data: DataConfig) -> bool:
     return any(
         any(name in COLUMNS for name in _columns(source, data))
         if source.on_hub
-        else Path(source.path).suffix.lower() in TABLES
+        else source.is_code or Path(source.path).suffix.lower() in TABLES
         for source in given
     )
 
 
 def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
     key = _prompt_key(source, data)
+    template = data.template if source.template is None else source.template
     if source.on_hub:
         place, found = Path.cwd(), list(_hub(source, data).rows)
+    elif source.is_code:
+        place, found = folder_of(source.path), code_rows(source.path, key, source.kwargs or {})
+        found = _renamed(found, _columns(source, data), key, "it")
     else:
         path = tables.resolve(source.path)
         place, found = path.parent, tables.read_rows(path, key)
@@ -175,8 +190,26 @@ def _rows(source: Source, data: DataConfig, given: bool) -> list[Prompt]:
                 f"{where} has {DATA_SOURCE}={metadata[DATA_SOURCE]!r:.80}, which selects the scorers of the row: "
                 "use a string or a number, or rename the column"
             )
-        rows.append(replace(prompt, metadata=metadata))
+        text = prompt.text
+        if template is not None:
+            metadata = {**metadata, ORIGINAL: text}
+            text = filled(template, {**metadata, key: text, "prompt": text}, where)
+        rows.append(replace(prompt, text=text, metadata=metadata))
     return merge_duplicates(rows) if given else rows
+
+
+def filled(template: str, row: Mapping[str, object], where: str) -> str:
+    """Return the template with the row's values in place of its columns; raises `DataError` if one has no value."""
+    for name in template_columns(template, "data.template"):
+        value = row.get(name)
+        if value is None or isinstance(value, list | dict):
+            columns = ", ".join(column for column in row if column != ORIGINAL)
+            kind = "no" if value is None else f"a {type(value).__name__} as"
+            raise DataError(
+                f"{where} has {kind} {name!r}, which data.template={template!r:.80} needs; the row has {columns}"
+            )
+    parts = ((text, "" if column is None else row[column]) for text, column, *_ in Formatter().parse(template))
+    return "".join(f"{text}{value}" for text, value in parts).strip()
 
 
 def _renamed(

@@ -547,6 +547,8 @@ class Replayer(TapeHead):
 
     def _train(self, k: int, x: torch.Tensor, model_output: torch.Tensor, written: torch.Tensor | None) -> None:
         if self.grad and not model_output.requires_grad:
+            if self._is_frozen(k):
+                return
             raise ReplayError(f"no gradient reaches the model output at step {k}: no part of the denoiser is trained")
         recorded = self.tape.steps[k]
         given = k in self.latents
@@ -572,6 +574,12 @@ class Replayer(TapeHead):
                 self.direct, self.leaf.grad = self.leaf.grad, None
                 if self.direct is not None and latest in self.scales:
                     self.direct /= self.scales[latest]
+
+    def _is_frozen(self, k: int) -> bool:
+        """Whether the denoiser of step `k` is not trained, and that of other steps is."""
+        called = {call.component for call in self.tape.component_calls if call.step == k} & self.looped
+        trained = {name for name in self.looped if is_trained(self.components[name])}
+        return bool(trained) and not trained & called
 
     def _backward_through_denoiser(self) -> None:
         """Second half of the backward pass: from the cut to the parameters."""

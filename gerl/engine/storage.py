@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from gerl.engine.hidden_states import Features
 from gerl.engine.record import Answer, ComponentCall, RequiredTensors, SecondaryStep, Tape, TapeStep, Trajectory
 from gerl.engine.transitions import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule
 from gerl.errors import ReplayError
@@ -27,7 +28,7 @@ from gerl.utils.tensors import KINDS
 RECORDS: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Trajectory, Tape, TapeStep, SecondaryStep, Answer, ComponentCall, RequiredTensors),
+        *(Trajectory, Tape, TapeStep, SecondaryStep, Answer, ComponentCall, RequiredTensors, Features),
         *(FlowRule, EDMRule, DenoisedRule, DDIMRule, FlowMapRule),
         *(RolloutTask, Sample, Prompt, DatasetImage, Segment),
     )

@@ -19,7 +19,7 @@ from gerl.model.paths import resolve
 from gerl.progress import Progress
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
-from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, with_all_active
+from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, thresholds, with_all_active
 
 if TYPE_CHECKING:
     from gerl.evaluate.comparison import Results, ScoredRow, SuiteResults
@@ -64,7 +64,7 @@ PARSER = Parser(
     "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Sample prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
-    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that contains a LoRA; "
     "otherwise that of the signs demo for its model, and the defaults for any other.",
@@ -153,7 +153,7 @@ def run(request: Request) -> Evaluation:
                     stop_at_failure(part)
     finally:
         if rows:
-            results = compare(rows)
+            results = compare(rows, thresholds(config.reward))
             remarks = (*selection.remarks, *([together] if (together := joint(results)) else []))
             found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows), remarks)
             report(request, found, selection)

@@ -16,13 +16,14 @@ from gerl.evaluate.loras import BASE, COLUMNS
 from gerl.evaluate.suites import Column, PinnedSuite, Suite
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.total import TOTAL, distinct_columns, score_row
+from gerl.run.attempts import attempts, is_printed
 from gerl.run.validation import (
     CONFIDENCE,
     Estimate,
     differences,
     estimate,
-    estimate_gain,
     gain_ends,
+    interval,
     known,
     mean_interval,
 )
@@ -70,7 +71,7 @@ class Result:
     win_rate: Estimate | None = None
 
 
-Results = dict[str, dict[str, Result]]  # column -> variant -> result
+Results = dict[str, dict[str, Result]]  # column, or one derived from it (`gerl.run.attempts`) -> variant -> result
 Task = tuple[str, list[Sample]]  # a variant and its micro-batch
 
 
@@ -98,27 +99,50 @@ def scored_rows(variant: str, samples: Sequence[Sample], scores: Scores, images:
     return rows
 
 
-def compare(rows: Sequence[ScoredRow]) -> Results:
-    """Return the results by column, and by variant in order of appearance."""
+def compare(rows: Sequence[ScoredRow], success: Mapping[str, float] | None = None) -> Results:
+    """Return the results by column, and by variant in order of appearance.
+
+    Columns derived from a column follow it: `COLUMN/success_rate` with its threshold in `success`, and, with several
+    images per prompt, `COLUMN/best_of_n` and `COLUMN/pass_at_K`, see `gerl.run.attempts`.
+    """
     variants = list(dict.fromkeys(row.variant for row in rows))
     places = list(dict.fromkeys((row.prompt_id, row.index) for row in rows))
     ids = [prompt_id for prompt_id, _ in places]
     cells = {(row.variant, row.prompt_id, row.index): row.values for row in rows}
-    sure = together(variants)
     results: Results = {}
     for column in columns(rows):
         scores = {v: [cells.get((v, *place), {}).get(column) for place in places] for v in variants}
         ends = _ends([value for own in scores.values() for value in known(own)])
-        results[column] = {}
-        for variant, own in scores.items():
-            mean = estimate(ids, own, ends)
-            if variant == BASE:
-                results[column][variant] = Result(mean)
-                continue
-            gains = differences(scores[BASE], own)
-            wins = [None if gain is None else 1.0 if gain > 0 else 0.5 if gain == 0 else 0.0 for gain in gains]
-            difference = estimate_gain(ids, scores[BASE], own, sure)
-            results[column][variant] = Result(mean, difference, estimate(ids, wins, (0.0, 1.0), sure))
+        results[column] = _paired(ids, scores, {v: estimate(ids, own, ends) for v, own in scores.items()})
+        derived = {v: attempts(ids, own, (success or {}).get(column)) for v, own in scores.items()}
+        for name, first in derived[variants[0]].items():
+            means = {v: found[name].estimate(ends) for v, found in derived.items()}
+            best = {v: found[name].values for v, found in derived.items()}
+            results[f"{column}/{name}"] = _paired(first.ids, best, means, (0.0, 1.0) if first.share else None)
+    return results
+
+
+def _paired(
+    ids: Sequence[int],
+    scores: Mapping[str, Sequence[float | None]],
+    means: Mapping[str, Estimate],
+    ends: tuple[float, float] | None = None,
+) -> dict[str, Result]:
+    """Return the results of a column with the `scores` [N] and `means` of each variant, compared with the base's.
+
+    ends: the least and the largest possible score, if they are known.
+    """
+    sure = together(list(scores))
+    results: dict[str, Result] = {}
+    for variant, own in scores.items():
+        if variant == BASE:
+            results[variant] = Result(means[variant])
+            continue
+        gains = differences(scores[BASE], own)
+        wins = [None if gain is None else 1.0 if gain > 0 else 0.5 if gain == 0 else 0.0 for gain in gains]
+        reach = gain_ends(known(gains), ends or (known(scores[BASE]) + known(own)))
+        difference = estimate(ids, gains, reach, sure)
+        results[variant] = Result(means[variant], difference, estimate(ids, wins, (0.0, 1.0), sure))
     return results
 
 
@@ -147,6 +171,8 @@ def table(results: Results) -> str:
     blocks: dict[str, list[str]] = {}
     width = max(len(variant) for variants in results.values() for variant in variants)
     for column, variants in results.items():
+        if not is_printed(column, results):
+            continue
         blocks.setdefault("\n".join(_line(v, result, width) for v, result in variants.items()), []).append(column)
     head = f"{'':<{width}} {'mean':>10}   {'95 % interval':<22} {'to base':>10}   {'95 % interval':<22} wins"
     return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
@@ -176,11 +202,6 @@ def _cells(result: Result) -> list[str]:
     cells += [show(result.difference.mean, "+"), interval(result.difference, "+")]
     wins = result.win_rate.mean
     return [*cells, "-" if math.isnan(wins) else f"{100 * wins:.0f} %", interval(result.win_rate)]
-
-
-def interval(estimate: Estimate, sign: str = "") -> str:
-    """Format the interval of an estimate."""
-    return "-" if math.isnan(estimate.low) else f"{show(estimate.low, sign)} to {show(estimate.high, sign)}"
 
 
 def write_files(
@@ -239,9 +260,21 @@ def page(
         for variant, result in variants.items()
     ]
     cards = [_card(row, places, labels) for row in by_variant.values()]
+    above = [*sheets, *_derived_sheet(results, columns(rows))]
     return card_page(
-        title, " ".join([note, *remarks]), HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=sheets
+        title, " ".join([note, *remarks]), HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=above
     )
+
+
+def _derived_sheet(results: Results, measured: Sequence[str]) -> list[Sheet]:
+    """Return a table of the columns that are not `measured` by image but derived from those, if there are any."""
+    lines = [
+        (variant, column, str(result.mean.count), *_cells(result))
+        for column, variants in results.items()
+        if column not in measured and is_printed(column, results)
+        for variant, result in variants.items()
+    ]
+    return [Sheet("success rates, and the best of several images of a prompt", (), HEAD, lines)] if lines else []
 
 
 def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]], labels: Mapping[str, str]) -> Card:

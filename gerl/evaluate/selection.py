@@ -1,22 +1,25 @@
 """Choice of a run's checkpoint on other prompts than those whose results are reported."""
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from gerl.config.changes import scorers_of
+from gerl.config.held_out import REWARD
 from gerl.errors import GerlError
 from gerl.evaluate.loras import find_lora
 from gerl.protocol import Prompt
-from gerl.run.checkpoint import Checkpoint, comparable_checkpoints
+from gerl.run.attempts import held_out_metric
+from gerl.run.checkpoint import Checkpoint, comparable_checkpoints, criterion_of
 from gerl.run.settings import get
-from gerl.run.validation import load_validation, mean
+from gerl.run.validation import Validation, load_validation
 
 LEAST = 8  # fewest prompts of each part
 SEED = 0  # of the split: fixed, so that evaluations of other runs report the same prompts
-Rewards = list[tuple[str, float | None]]  # of a validation: the text of each image's prompt, and its reward
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,15 @@ def select(
 ) -> Selection:
     """Choose the checkpoints of `runs`, by the name of the LoRA, and the prompts to report.
 
-    If a run's checkpoint is the best of several by its reward on held-out prompts, and `prompts` are among them, a
-    random half of `prompts` is used for the choice and not reported. All are reported, with a remark, if a split is
+    If a run's checkpoint is the best of several on its held-out prompts, and `prompts` are among them, a random half of
+    `prompts` is used for the choice and not reported. All are reported, with a remark, if a split is
     impossible, or if `whole` gives a reason against it.
     """
     several = {name: found for name, run in runs.items() if len(found := comparable_checkpoints(run)) > 1}
     kept, best = list(prompts), {}
     try:
-        rewards = {name: {c.step: _rewards(runs[name], c.step) for c in found} for name, found in several.items()}
-        seen = {text for own in rewards.values() for rows in own.values() for text, _ in rows}
+        stored = {name: {c.step: _validation(runs[name], c.step) for c in found} for name, found in several.items()}
+        seen = {text for own in stored.values() for validation in own.values() for text in validation.prompts}
         shared = list(dict.fromkeys(prompt.text for prompt in prompts if prompt.text in seen))
         if not shared:
             return Selection(dict(loras), kept)
@@ -58,13 +61,13 @@ def select(
         if whole is None:
             kept = [prompt for prompt in prompts if prompt.text not in aside]
             reported = {prompt.text for prompt in kept}
-            best = {name: _best(found, rewards[name], reported) for name, found in several.items()}
+            best = {name: _best(found, stored[name], reported) for name, found in several.items()}
     except GerlError as error:
         whole = str(error)
     if whole is not None:
         remarks = [
-            f"{name}: its checkpoint was chosen among {len(found)} by its reward on held-out prompts that are also "
-            f"reported here ({whole}): expect a smaller gain on new prompts."
+            f"{name}: its checkpoint was chosen among {len(found)} by its {_what(found)} on held-out prompts that are "
+            f"also reported here ({whole}): expect a smaller gain on new prompts."
             for name, found in several.items()
         ]
         return Selection(dict(loras), list(prompts), remarks=tuple(remarks))
@@ -78,30 +81,43 @@ def select(
     return Selection({**loras, **files}, kept, words, len(prompts) - len(kept), tuple(remarks))
 
 
-def _rewards(run: Path, step: int) -> Rewards:
-    """Read the rewards of a validation. Raises `GerlError` if it is missing, damaged or incomplete."""
+def _what(checkpoints: Sequence[Checkpoint]) -> str:
+    """Name what the checkpoints of a run are chosen by."""
+    metric = criterion_of(checkpoints[-1]).metric
+    return "reward" if metric == REWARD else re.sub("/gain$", "/mean", metric)
+
+
+def _validation(run: Path, step: int) -> Validation:
+    """Read a validation. Raises `GerlError` if it is missing, damaged or incomplete."""
     with contextlib.suppress(GerlError):
         validation = load_validation(run, step, pictures=False)
         if None not in validation.rewards:
-            return list(zip(validation.prompts, validation.rewards, strict=True))
+            return validation
     raise GerlError(f"the rewards of step {step} in {run / 'validation'} are missing, damaged or incomplete")
 
 
 def _best(
-    checkpoints: Sequence[Checkpoint], rewards: Mapping[int, Rewards], reported: set[str]
+    checkpoints: Sequence[Checkpoint], stored: Mapping[int, Validation], reported: set[str]
 ) -> tuple[Checkpoint, str]:
     """Return the best checkpoint on the held-out prompts that are not reported, the newest of equals, and words.
 
-    Raises `GerlError` if these are too few.
+    Raises `GerlError` if these are too few, or their part of the metric is unknown.
     """
-    others = {step: [(text, value) for text, value in rows if text not in reported] for step, rows in rewards.items()}
-    means = {step: mean(value for _, value in rows) or 0.0 for step, rows in others.items()}
-    best = max(checkpoints, key=lambda c: (means[c.step], c.step))
-    count = len({text for text, _ in others[best.step]})
+    criterion, others = criterion_of(checkpoints[-1]), {text for own in stored.values() for text in own.prompts}
+    scorers = scorers_of(get(checkpoints[-1].state, "settings") or {})
+    success = {name: limit for name, scorer in scorers.items() if (limit := scorer.get("success")) is not None}
+    others -= reported
+    values = {step: held_out_metric(own, criterion.metric, success, others) for step, own in stored.items()}
+    if unknown := [step for step, value in values.items() if value is None]:
+        raise GerlError(f"{criterion.metric} of step {unknown[0]} cannot be computed for a part of the prompts")
+    means = {step: value for step, value in values.items() if value is not None}
+    best = max(checkpoints, key=lambda c: (criterion.rank(means[c.step]), c.step))
+    count = len(others & set(stored[best.step].prompts))
     if count < LEAST:
         raise GerlError(f"{count} are too few to choose by, it takes {LEAST}")
     words = (
-        f"step {best.step}, the best of {len(checkpoints)} on {count} held-out prompts: reward {means[best.step]:.3f}"
+        f"step {best.step}, the best of {len(checkpoints)} on {count} held-out prompts: {_what(checkpoints)} "
+        f"{means[best.step]:.3f}"
     )
     keep = get(best.state, "settings", "checkpoint", "keep")
     if isinstance(keep, int) and len(checkpoints) > keep and best is checkpoints[0]:

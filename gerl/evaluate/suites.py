@@ -36,7 +36,14 @@ FREE = re.compile(
 FREE_KWARGS = "device batch_size threads concurrency retries backoff timeout api_key token_file token_env".split()
 FREE_KWARGS += ["repository"]  # its content is verified by digest
 EXACT = {"sampling.cache": "none", "model.quantize": "none", "model.quantize_encoders": "none"}  # pinned by every suite
-ALWAYS = ("validation.data", "validation.max_prompts", "data.prompt_key", "reward.", *EXACT)  # pinned by every suite
+ALWAYS = (
+    "validation.data",
+    "validation.max_prompts",
+    "data.prompt_key",
+    "data.template",
+    "reward.",
+    *EXACT,
+)  # pinned by every suite
 
 
 class Entry:
@@ -261,7 +268,7 @@ def pin(name: str, model: str, prompts: str | None, protocol: str | None, given:
     file = _prompt_file(name, suite, prompts)
     assert suite.prompts is not None  # a suite without prompts is refused above
     pinned: dict[str, Any] = {"validation.data": str(file), "validation.max_prompts": None}
-    pinned["data.prompt_key"] = suite.prompts.key
+    pinned |= {"data.prompt_key": suite.prompts.key, "data.template": None}
     pinned |= {"sampling.cache": "none", **keys, "reward.scorers": scorers}
     left_out = tuple(
         f"{suite.columns[s].measured if s in suite.columns else s}: give reward.scorers.{s}.kwargs.{kwarg}"

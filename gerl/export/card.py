@@ -21,7 +21,7 @@ from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
 from gerl.run.card import CARD, read_sessions, redact, version_of
-from gerl.run.settings import changes, get
+from gerl.run.settings import changes, get, planned_steps
 from gerl.run.tracking import Rows, read_metrics, series
 from gerl.run.usage import ASSETS, program
 from gerl.run.validation import (
@@ -289,7 +289,7 @@ def _facts(run: RunFacts, rank: int) -> list[tuple[str, str]]:
     packages = session.get("packages") or {}
     facts = [
         ("run", run.run_dir.resolve().name),
-        ("steps", f"{run.step} of {get(config, 'trainer', 'steps')}"),
+        ("steps", f"{run.step} of {planned_steps(run.run_dir, config)}"),
         ("images per step", _images(config)),
         ("training prompts", _prompts(get(config, "data", "train"))),
         ("held-out prompts", _prompts(get(config, "validation", "data"))),

@@ -21,7 +21,16 @@ from gerl.errors import ModelError
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
 from gerl.model.hub import fetch, model_folder, refusal_of_code
-from gerl.model.lora import add_lora, begin_with, check_loads, lora_file, merge_start, read_start
+from gerl.model.lora import (
+    add_lora,
+    begin_with,
+    check_loads,
+    lora_file,
+    merge_start,
+    read_start,
+    targets_of,
+    with_lora,
+)
 from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
 from gerl.model.policy import EMA, Policy, alone, chosen, divide, parameters_of
@@ -234,19 +243,23 @@ def load_policy(
     denoisers = find_denoisers(pipe)
     start = read_start(config, denoisers) if config.lora is not None and not config.merge_lora else {}
     read = read_teachers(teachers, denoisers)
-    lora: dict[str, torch.nn.Parameter] = {}
+    targets, lora = targets_of(denoisers, config.lora_targets), dict[str, torch.nn.Parameter]()
     for name, denoiser in denoisers.items():
+        if name not in targets:
+            logger.info("%s gets no LoRA: model.lora_targets=%s matches none of its layers", name, config.lora_targets)
+            continue
         own = derive_seed("lora", seed, name)
-        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, config.lora_targets, own)
+        added = add_lora(denoiser, config.lora_rank, config.lora_alpha, targets[name], own)
         for p in added.values():  # of a block that is on the CPU until it runs
             p.data = p.data.to(device)
         lora |= {f"{name}.{key}": p for key, p in added.items()}
+    for denoiser in denoisers.values():
         _checkpoint_and_compile(denoiser, config)
     begin_with(start, denoisers)
-    check_loads(lora_file(denoisers), denoisers)
+    check_loads(lora_file(denoisers), with_lora(denoisers))
     if start:
         logger.info("the LoRA is initialised from %s", config.lora)
-    if missing := sorted(denoisers.keys() - loadable_loras(pipe)):
+    if missing := sorted(targets.keys() - loadable_loras(pipe)):
         names, lines = " and ".join(missing), " and ".join(lora_lines(pipe, denoisers))
         logger.info("%s.load_lora_weights cannot read a LoRA of %s: use %s", type(pipe).__name__, names, lines)
     fingerprint = weights_fingerprint(denoisers, unread)
@@ -291,7 +304,7 @@ def loadable_loras(pipe: DiffusionPipeline) -> set[str]:
 
 def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> list[str]:
     """Return Python code that loads the LoRAs of all `denoisers` from FOLDER into `pipe` with plain diffusers."""
-    loadable = loadable_loras(pipe)
+    loadable, denoisers = loadable_loras(pipe), with_lora(denoisers)
     others = sorted(denoisers.keys() - loadable)
     if any(not isinstance(denoisers[name], PeftAdapterMixin) for name in others):
         return ["load_lora(pipe, Path(FOLDER))"]  # `load_lora` of gerl.model.lora, which handles all denoisers

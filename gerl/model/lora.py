@@ -7,11 +7,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
 import torch
@@ -39,7 +39,9 @@ from gerl.utils.tensors import pack_tensors
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in a class name
 ADAPTER = "default"  # peft's name of the trained LoRA
+BASE_LAYER = ".base_layer"  # end of peft's name of a layer with a LoRA
 Parameters = dict[str, torch.nn.Parameter]  # by name
+Denoiser = TypeVar("Denoiser", bound=torch.nn.Module)
 
 
 def default_targets(denoiser: torch.nn.Module) -> list[str]:
@@ -68,40 +70,72 @@ def _path(name: str) -> list[str]:
 
 
 def linear_layers(model: torch.nn.Module) -> list[str]:
-    """Return the names of the linear layers of `model`."""
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    """Return the names of the linear layers of `model`, without those of a LoRA on it."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [name.removesuffix(BASE_LAYER) for name in names if ".lora_" not in name]
 
 
-def find_targets(denoiser: torch.nn.Module, pattern: str | None) -> list[str]:
-    """Return the linear layers that get a LoRA, by `pattern` or `default_targets`. Raises `ModelError` if none do.
+def find_targets(denoiser: torch.nn.Module, pattern: str | None, name: str = "denoiser") -> list[str]:
+    """Return the linear layers of one denoiser that get a LoRA, see `targets_of`. Raises `ModelError` if none do."""
+    return targets_of({name: denoiser}, pattern)[name]
 
-    Layers that a plain model lacks (an IP-Adapter's, fused projections) are left out: it could not load their LoRA.
+
+def targets_of(denoisers: Mapping[str, torch.nn.Module], pattern: str | None) -> dict[str, list[str]]:
+    """Return the linear layers that get a LoRA by denoiser, without denoisers that have none.
+
+    By `default_targets`, or by `pattern` on names `denoiser.module`, as `model.train` sees them; one that matches none
+    of these is tried on names without the denoiser. Layers that a plain model lacks (an IP-Adapter's, fused
+    projections) are left out: it could not load their LoRA. Raises `ModelError` if no layer is left.
     """
-    linear = linear_layers(denoiser)
-    if isinstance(denoiser, ModelMixin):
-        with accelerate.init_empty_weights():
-            plain = set(linear_layers(type(denoiser).from_config(denoiser.config)))
-        linear = [name for name in linear if name in plain]
-    if pattern is None:
-        known = set(linear)
-        found = [name for name in default_targets(denoiser) if name in known]
-    else:
-        try:
-            found = [name for name in linear if re.search(pattern, name)]
-        except re.error as error:
-            raise ModelError(f"model.lora_targets={pattern!r} is not a valid regular expression: {error}") from None
-    if not found:
+    linear = {name: _plain_layers(denoiser) for name, denoiser in denoisers.items()}
+    try:
+        if pattern is None:
+            usual = {name: set(default_targets(denoiser)) for name, denoiser in denoisers.items()}
+            found = {name: [layer for layer in linear[name] if layer in usual[name]] for name in linear}
+        else:
+            found = {n: [layer for layer in own if re.search(pattern, f"{n}.{layer}")] for n, own in linear.items()}
+            if not any(found.values()):
+                found = {n: [layer for layer in own if re.search(pattern, layer)] for n, own in linear.items()}
+    except re.error as error:
+        raise ModelError(f"model.lora_targets={pattern!r} is not a valid regular expression: {error}") from None
+    if not any(found.values()):
+        names = [f"{name}.{layer}" for name, own in linear.items() for layer in own]
+        kinds = " and ".join(type(denoiser).__name__ for denoiser in denoisers.values())
         raise ModelError(
-            f"model.lora_targets={pattern!r} matches none of the {len(linear)} linear layers of "
-            f"{type(denoiser).__name__}; their names look like {', '.join(linear[:3])}"
+            f"model.lora_targets={pattern!r} matches none of the {len(names)} linear layers of {kinds}; their names "
+            f"look like {', '.join(names[:3])}"
         )
-    return found
+    return {name: layers for name, layers in found.items() if layers}
 
 
-def add_lora(denoiser: torch.nn.Module, rank: int, alpha: float, pattern: str | None, seed: int) -> Parameters:
-    """Freeze `denoiser`, add a LoRA (A Gaussian from `seed`, B zero) and return its parameters (fp32) by name."""
+def _plain_layers(denoiser: torch.nn.Module) -> list[str]:
+    linear = linear_layers(denoiser)
+    if not isinstance(denoiser, ModelMixin):
+        return linear
+    with accelerate.init_empty_weights():
+        plain = set(linear_layers(type(denoiser).from_config(denoiser.config)))
+    return [name for name in linear if name in plain]
+
+
+def with_lora(denoisers: Mapping[str, Denoiser], adapter: str = ADAPTER) -> dict[str, Denoiser]:
+    """Return the denoisers that have a trained LoRA."""
+    return {name: d for name, d in denoisers.items() if adapter in getattr(d, "peft_config", {})}
+
+
+def add_lora(
+    denoiser: torch.nn.Module,
+    rank: int,
+    alpha: float,
+    layers: Sequence[str] | str | None,
+    seed: int,
+    adapter: str = ADAPTER,
+) -> Parameters:
+    """Freeze `denoiser`, add a LoRA (A Gaussian from `seed`, B zero) and return its parameters (fp32) by name.
+
+    layers: their names, or a pattern or None as in `find_targets`.
+    """
     denoiser.requires_grad_(False)
-    targets = set(find_targets(denoiser, pattern))
+    targets = set(find_targets(denoiser, layers) if layers is None or isinstance(layers, str) else layers)
     # peft targets every module whose name ends in "." and a target's name
     others = [name for name, _ in denoiser.named_modules() if name not in targets]
     mistaken = [name for name in others if any(name[i + 1 :] in targets for i, c in enumerate(name) if c == ".")]
@@ -110,9 +144,9 @@ def add_lora(denoiser: torch.nn.Module, rank: int, alpha: float, pattern: str | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if isinstance(denoiser, PeftAdapterMixin):
-            denoiser.add_adapter(config, ADAPTER)
+            denoiser.add_adapter(config, adapter)
         else:  # older denoisers and those of custom pipelines do not have it
-            inject_adapter_in_model(config, denoiser, ADAPTER)
+            inject_adapter_in_model(config, denoiser, adapter)
     parameters = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
     for p in parameters.values():
         p.data = p.data.float()
@@ -161,17 +195,17 @@ def lora_disabled(denoisers: Iterable[torch.nn.Module]) -> contextlib.AbstractCo
     return adapter_active(denoisers, None)
 
 
-def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
-    """Return the current LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
+def lora_file(denoisers: dict[str, ModelMixin], adapter: str = ADAPTER) -> bytes:
+    """Return a LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
 
     `pipe.load_lora_weights(folder)` reads it for denoisers whose LoRA the pipeline can load; for others use
     `pipe.NAME.load_lora_adapter(folder, prefix="NAME", use_safetensors=True)`, or `load_lora` of this module.
     """
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, object] = {}
-    for name, denoiser in denoisers.items():
-        weights |= {f"{name}.{key}": v for key, v in get_peft_model_state_dict(denoiser).items()}
-        config = denoiser.peft_config[ADAPTER].to_dict()
+    for name, denoiser in with_lora(denoisers, adapter).items():
+        weights |= {f"{name}.{key}": v for key, v in get_peft_model_state_dict(denoiser, adapter_name=adapter).items()}
+        config = denoiser.peft_config[adapter].to_dict()
         metadata |= {f"{name}.{key}": sorted(v) if isinstance(v, set) else v for key, v in config.items()}
     return pack_tensors(weights, {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
 
@@ -617,12 +651,13 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
         text = str(error)
         raise ModelError(text if text.startswith("model.lora=") else f"model.lora={config.lora!r}: {text}") from None
     if not config.merge_lora:
+        targets = targets_of(denoisers, config.lora_targets)
         for name, layers in found.items():
-            _check_keys(config, layers, denoisers[name])
+            _check_keys(config, layers, targets.get(name, []))
     return found
 
 
-def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) -> None:
+def _check_keys(config: ModelConfig, layers: Layers, targets: Sequence[str]) -> None:
     """Raise `ModelError` if the trained LoRA cannot represent these layers."""
     given, instead = f"model.lora={config.lora!r}", "or train a new one on top of it with model.merge_lora=true"
     rank = max(halves.rank for halves in layers.values())
@@ -631,8 +666,7 @@ def _check_keys(config: ModelConfig, layers: Layers, denoiser: torch.nn.Module) 
             f"{given} has rank {rank}, which does not fit in a LoRA of model.lora_rank={config.lora_rank}: use "
             f"model.lora_rank={rank}, {instead}"
         )
-    targets = set(find_targets(denoiser, config.lora_targets))
-    if outside := [layer for layer in layers if layer not in targets]:
+    if outside := [layer for layer in layers if layer not in set(targets)]:
         raise ModelError(
             f"{given} has weights for {outside[0]}, which is not among the layers that "
             f"model.lora_targets={config.lora_targets or 'null'} trains: use an expression that matches its layers "

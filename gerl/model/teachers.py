@@ -11,7 +11,7 @@ from peft import inject_adapter_in_model
 
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.lora import ADAPTER, Denoisers, Layers, Parameters, adapted_layers, inject, read_fitting
+from gerl.model.lora import ADAPTER, Denoisers, Layers, Parameters, adapted_layers, inject, read_fitting, with_lora
 from gerl.utils.seeding import derive_seed
 
 # --- Teachers of a policy: LoRAs beside the trained one, inactive by default
@@ -85,7 +85,7 @@ FAKE = "fake"
 
 def add_fake(denoisers: Mapping[str, ModelMixin], scale: float, device: str, seed: int) -> Parameters:
     """Add the fake LoRA, initially 0, beside the trained one with `scale` times its alpha; return its parameters."""
-    for name, denoiser in denoisers.items():
+    for name, denoiser in with_lora(denoisers).items():
         first = denoiser.peft_config[ADAPTER]
         config = replace(first, lora_alpha=scale * first.lora_alpha)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -1,16 +1,17 @@
 """Checks of the reward and the prompts before a run starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
 from gerl.config.blocks import RunPart
+from gerl.config.held_out import check_chosen
 from gerl.data.preferences import check_groups, images_to_imitate
 from gerl.data.sources import check_mixture, contrasted, limit_prompts, load, rows_have_images, source_names
 from gerl.errors import ConfigError, DataError
-from gerl.protocol import Prompt
+from gerl.protocol import DATA_SOURCE, Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
-from gerl.rewards.total import active_scorers, applies, check_routes
+from gerl.rewards.total import active_scorers, applies, check_routes, metric_name
 
 PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # by configuration key
 
@@ -62,6 +63,12 @@ def read_regularising(config: Config) -> list[Prompt]:
     except DataError as error:
         text = str(error)
         raise DataError(text if text.startswith(key) else f"{key}={source_names(given)}: {text}") from None
+
+
+def check_held_out_metrics(config: Config, held_out: Sequence[Prompt], columns: Collection[str] = ()) -> None:
+    """Raise `ConfigError` if `checkpoint.best` names a metric that no validation has, see `check_chosen`."""
+    found = (prompt.metadata.get(DATA_SOURCE) for prompt in held_out)
+    check_chosen(config, columns, sorted({metric_name(source) for source in found if source is not None}))
 
 
 def without_people(config: RewardConfig) -> RewardConfig:

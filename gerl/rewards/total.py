@@ -1,23 +1,28 @@
 """Total reward of an image from its scores, and scored images as table rows."""
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.config.blocks import RunPart
+from gerl.config.episodes import scores_turn
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure, Scores
 
 # --- Total reward of an image: applicable scorers, rescaling, weighted sum
 
+NO_NAME = re.compile(r"[^\w .:-]")
 LARGEST = 3.4028234663852886e38  # maximum of float32, the dtype of rewards in training
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
-    """Whether `scorer` scores images of `prompt` (`reward.scorers.NAME.data_sources`); never images from files."""
+    """Whether `scorer` scores images of `prompt`, by its data source, turn and role; never images from files."""
     if prompt.dataset_images:
+        return False
+    if (turn := prompt.turn) is not None and not scores_turn(scorer, turn.number, turn.role):
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 
@@ -30,6 +35,16 @@ def active_scorers(scorers: Mapping[str, ScorerConfig], part: RunPart) -> dict[s
 def with_all_active(config: RewardConfig) -> RewardConfig:
     """Return the reward with every scorer active for all images, as in `gerl.score`."""
     return replace(config, scorers={name: replace(scorer, during="both") for name, scorer in config.scorers.items()})
+
+
+def metric_name(source: object) -> str:
+    """Return the part of a metric's name for a `data_source`, without slashes and characters that trackers refuse."""
+    return NO_NAME.sub("_", str(source))
+
+
+def thresholds(config: RewardConfig) -> dict[str, float]:
+    """Return the scores from which on an image counts as a success, by scorer (`reward.scorers.NAME.success`)."""
+    return {name: scorer.success for name, scorer in config.scorers.items() if scorer.success is not None}
 
 
 def rescaled(scorer: ScorerConfig, score: float) -> float:

@@ -28,12 +28,23 @@ End = Literal["finished", "interrupted", "error"]
 class Card:
     """The card of a running run; `end` completes it."""
 
-    def __init__(self, run_dir: Path, arguments: Sequence[str], workers: str, started: str | None = None) -> None:
-        """Add a session that `started` at that time or now; raises `GerlError` if the card cannot be written."""
+    def __init__(
+        self,
+        run_dir: Path,
+        arguments: Sequence[str],
+        workers: str,
+        started: str | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """Add a session that `started` at that time or now; raises `GerlError` if the card cannot be written.
+
+        `steps`: planned ones, if they are not `trainer.steps`.
+        """
         self.path = run_dir / CARD
         self.sessions = read_sessions(self.path)
         command = redact(f"{PROGRAM} {shlex.join(arguments)}".strip())
         session: dict[str, Any] = {"command": command, "folder": str(Path.cwd()), "started": started or now()}
+        session |= {} if steps is None else {"steps": steps}
         session |= {"ended": None, "end": None, "workers": workers, **software(), **hardware()}
         self.sessions.append(session)
         self._write()

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.config.changes import flat_settings
+from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
 from gerl.utils.files import reason
 
@@ -186,9 +187,9 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
 def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
     """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
 
-    The checkpoint is verified. Without `step` it is the one with the best held-out reward, if possible without signals
-    of the guard, else the newest. Raises `CheckpointError`: there is none, or it is damaged; `ConfigError`: `folder` is
-    neither a run nor a checkpoint, or `step` is not that of the checkpoint.
+    The checkpoint is verified. Without `step` it is the best by `checkpoint.best` of the run, if possible without
+    signals of the guard, else the newest. Raises `CheckpointError`: there is none, or it is damaged; `ConfigError`:
+    `folder` is neither a run nor a checkpoint, or `step` is not that of the checkpoint.
     """
     if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
         checkpoint = load_checkpoint(folder)
@@ -210,27 +211,30 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkp
     intact = _intact(paths.values(), logging.WARNING, _verified)
     if not intact:
         raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
-    if best := _best(intact):
-        return folder, best, _why_best(best, intact)
+    criterion = criterion_of(intact[-1])
+    if best := _best(intact, criterion):
+        return folder, best, _why_best(best, intact, criterion)
     return folder, intact[-1], f"step {intact[-1].step}, the latest"
 
 
 def comparable_checkpoints(run: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run among which `find_checkpoint` chooses the one with the best held-out reward."""
-    found = _comparable(intact := _intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified))
-    if others := [str(c.step) for c in _validated(intact) if c not in found]:
+    """Return the checkpoints of a run among which `find_checkpoint` chooses the best one by `checkpoint.best`."""
+    intact = _intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified)
+    criterion = criterion_of(intact[-1]) if intact else BY_REWARD
+    found = _comparable(intact, criterion)
+    if others := [str(c.step) for c in _validated(intact, criterion) if c not in found]:
         log.info("%s: no candidate because of signals of the guard: step %s", run, ", ".join(others))
     return found
 
 
-def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
+def best_checkpoint(root: Path, before: int, criterion: Criterion = BY_REWARD) -> Checkpoint | None:
     """Return the best checkpoint before step `before` without signals of the guard; None if there is none."""
     earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
-    return _best([c for c in _intact(earlier, logging.WARNING) if not _signals(c)])
+    return _best([c for c in _intact(earlier, logging.WARNING) if not _signals(c)], criterion)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, the best one, and the one with the largest held-out reward.
+def prune(root: Path, keep: int, criterion: Criterion = BY_REWARD) -> None:
+    """Delete all but the newest `keep` checkpoints and the best one by `criterion`, with and without the guard.
 
     Of equals the newer is kept. Leftovers of interrupted writes are deleted too. A damaged checkpoint is neither
     counted nor deleted: it must not displace an intact one.
@@ -238,7 +242,8 @@ def prune(root: Path, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"keep={keep}: keep at least one checkpoint")
     intact = _intact(checkpoint_paths(root), logging.DEBUG, _verified)
-    best = {c.path for c in (_best(intact), _largest(_validated(intact))) if c is not None}
+    chosen = _best(intact, criterion), _top(_validated(intact, criterion), criterion)
+    best = {c.path for c in chosen if c is not None}
     kept = {c.path for c in intact[-keep:]} | best
     doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
     doomed += [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
@@ -364,26 +369,57 @@ def _intact(
     return intact
 
 
-def _best(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the best checkpoint: by held-out reward, without signals of the guard unless all have some."""
-    return _largest(_comparable(checkpoints))
+def criterion_of(checkpoint: Checkpoint) -> Criterion:
+    """Return `checkpoint.best` of the run that wrote a checkpoint."""
+    settings = checkpoint.state.get("settings")
+    given = flat_settings(settings).get("checkpoint.best") if isinstance(settings, dict) else None
+    try:
+        return Criterion.parse(given) if isinstance(given, str) else BY_REWARD
+    except ConfigError:
+        return BY_REWARD
 
 
-def _largest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the validated checkpoint with the largest held-out reward, the newest of equals; None if there is none."""
-    return max(checkpoints, key=lambda c: (_held_out_reward(c), c.step), default=None)
+def held_out_value(checkpoint: Checkpoint, metric: str) -> float | None:
+    """Return a metric of the validation after the step of a checkpoint; None if it is missing or not finite."""
+    stored = checkpoint.state.get("val_metrics")
+    known = {REWARD: checkpoint.state.get("val_reward"), **(stored if isinstance(stored, dict) else {})}
+    value = known.get(metric)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _why_best(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> str:
-    """Say why `best` was chosen, and which signals of the guard it or a checkpoint with a larger reward has."""
-    reward, top = f"held-out reward {_held_out_reward(best):.3f}", _largest(_validated(checkpoints))
+def value_words(criterion: Criterion, value: float) -> str:
+    """Describe the value by which a checkpoint was chosen."""
+    return f"{'held-out reward' if criterion.metric == REWARD else criterion.metric} {value:.3f}"
+
+
+def _best(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> Checkpoint | None:
+    """Return the best checkpoint by `criterion`, without signals of the guard unless all have some."""
+    return _top(_comparable(checkpoints, criterion), criterion)
+
+
+def _top(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> Checkpoint | None:
+    """Return the best of validated checkpoints, the newest of equals; None if there is none."""
+    return max(checkpoints, key=lambda c: (_rank(c, criterion), c.step), default=None)
+
+
+def _rank(checkpoint: Checkpoint, criterion: Criterion) -> float | None:
+    value = held_out_value(checkpoint, criterion.metric)
+    return None if value is None else criterion.rank(value)
+
+
+def _why_best(best: Checkpoint, checkpoints: Sequence[Checkpoint], criterion: Criterion) -> str:
+    """Say why `best` was chosen, and which signals of the guard it or a better checkpoint has."""
+    top, value = _top(_validated(checkpoints, criterion), criterion), held_out_value(best, criterion.metric)
+    assert value is not None
+    words = value_words(criterion, value)
     if flagged := _signals(best):
         every = "every validated checkpoint has signals of the guard"
-        return f"step {best.step}, the best: {reward}; {every}, this one {shortened(flagged)}"
+        return f"step {best.step}, the best: {words}; {every}, this one {shortened(flagged)}"
     if top is None or top is best:
-        return f"step {best.step}, the best: {reward}"
-    other = f"step={top.step} has {_held_out_reward(top):.3f}, and signals of the guard: {shortened(_signals(top))}"
-    return f"step {best.step}, the best without signals of the guard: {reward}; {other}"
+        return f"step {best.step}, the best: {words}"
+    higher = held_out_value(top, criterion.metric)
+    other = f"step={top.step} has {higher:.3f}, and signals of the guard: {shortened(_signals(top))}"
+    return f"step {best.step}, the best without signals of the guard: {words}; {other}"
 
 
 def shortened(keys: Sequence[str]) -> str:
@@ -396,24 +432,19 @@ def _signals(checkpoint: Checkpoint) -> list[str]:
     return list(map(str, found)) if isinstance(found, list) else []
 
 
-def _comparable(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+def _comparable(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> list[Checkpoint]:
     """Return the candidates for the best checkpoint: those without signals of the guard, or all if all have some."""
-    found = _validated(checkpoints)
+    found = _validated(checkpoints, criterion)
     return [c for c in found if not _signals(c)] or found
 
 
-def _validated(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the validated checkpoints whose reward was measured like that of the newest.
+def _validated(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> list[Checkpoint]:
+    """Return the checkpoints with a value that was measured like that of the newest.
 
     A resumed run may have changed the validation.
     """
-    validated = [c for c in checkpoints if _held_out_reward(c) is not None]
+    validated = [c for c in checkpoints if _rank(c, criterion) is not None]
     return [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
-
-
-def _held_out_reward(checkpoint: Checkpoint) -> float | None:
-    value = checkpoint.state.get("val_reward")
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -426,6 +457,7 @@ def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 # --- The state of a run between trainer steps, `state.json` of a checkpoint
 
+EXTENSIONS = "extensions"  # the folder of a checkpoint with the states of extensions that are no JSON
 PARTS = "state"  # the folder of a checkpoint with the parts of trained weights
 FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
 STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
@@ -450,11 +482,12 @@ class WorkerState:
     averages: dict[str, int]  # name of an average of the weights -> its updates
     old_is_current: bool  # the old policy holds the trained weights
     lr_schedule: ScheduleState
+    roles: dict[str, "WorkerState"] = field(default_factory=dict)  # of the other roles of an episode
 
 
 @dataclass
 class RunState:
-    """State of a run besides the tensors of its workers; JSON values only."""
+    """State of a run besides the tensors of its workers; JSON values, and bytes in `extensions`."""
 
     __pydantic_config__ = STRICT
 
@@ -463,6 +496,7 @@ class RunState:
     policy_version: int = 0  # optimizer steps taken
     nonfinite: int = 0  # updates that were skipped because their gradient was not finite
     val_reward: float | None = None  # of the validation after this very step, if there was one
+    val_metrics: dict[str, float] = field(default_factory=dict)  # its metrics, without those that are not finite
     signals: list[str] = field(default_factory=list)  # keys of the guard's signals at that validation
     unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
     worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
@@ -474,8 +508,15 @@ class RunState:
     settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values for `save_checkpoint`."""
-        return asdict(self)
+        """Convert to JSON values for `save_checkpoint`, without the contents of `files`."""
+        plain = {name: state for name, state in self.extensions.items() if not isinstance(state, bytes)}
+        return asdict(replace(self, extensions=plain))
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """States of extensions that are files of a checkpoint."""
+        states = self.extensions.items()
+        return {f"{EXTENSIONS}/{name}.safetensors": state for name, state in states if isinstance(state, bytes)}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "RunState":
@@ -484,6 +525,8 @@ class RunState:
             state = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state))
             unusable = "worker" if state.worker is None else ""
             unusable = unusable or ("step" if state.step != checkpoint.step or state.step < 0 else "")
+            own = [PurePosixPath(name) for name in checkpoint.files if name.startswith(f"{EXTENSIONS}/")]
+            state.extensions |= {path.stem: checkpoint.read(str(path)) for path in own}
         except ValidationError as error:
             unusable = ".".join(map(str, error.errors()[0]["loc"]))
         if unusable:

@@ -30,8 +30,8 @@ from gerl.utils.tensors import TensorFile
 FOLDER = "dumps"
 FORMAT = 1
 NAME = re.compile(r"step_(\d+)\.json")
-MEASURED = ("actor/", "reward/", "group/")  # metrics that follow from a dump
-STATE, TRAJECTORY = "state/", "trajectory/"  # prefixes of names of tensors
+MEASURED = ("actor/", "reward/", "group/", "critic/")  # metrics that follow from a dump
+STATE, TRAJECTORY, EXTENSION = "state/", "trajectory/", "extension/"  # prefixes of names of tensors
 CREDIT, KL_WEIGHT, GRADIENT, FORM = "credit", "kl_weight", "gradient", "form"
 
 
@@ -91,7 +91,7 @@ class StepRecord:
     nonfinite: int
     kl_coef: float | None
     algorithm: dict[str, Any]  # state of the algorithm before the step
-    extensions: dict[str, Any]  # and of the extensions
+    extensions: dict[str, Any]  # and of the extensions, as far as it is JSON
     worker: WorkerState
     tasks: list[RolloutTask]
     totals: list[float | None]
@@ -133,6 +133,12 @@ class Dump:
         """Names of the stored tensors."""
         with self._open() as file:
             return list(file.keys())
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """State of the extensions before the step, by name."""
+        files = {name: values.numpy().tobytes() for name, values in self.group(EXTENSION).items()}
+        return self.record.extensions | files
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor on the CPU."""

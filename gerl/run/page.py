@@ -170,6 +170,11 @@ class RunData:
 
         return self.keep("config", signature(self.folder / "config.yaml"), make)
 
+    def planned_steps(self) -> int | None:
+        """Return the number of steps that the run plans."""
+        now = signature(self.folder / "run.json"), signature(self.folder / "config.yaml")
+        return self.keep("steps", now, lambda: settings.planned_steps(self.folder, self.config()[1]))
+
     def columns(self) -> Columns:
         """Return the current metrics; call with the lock held."""
         self._columns.read()
@@ -194,7 +199,7 @@ class RunData:
             "asked": session.asked(self.folder) if alive else [],
             "can_validate": bool(settings.get(config, "validation", "data")),
             "step": step,
-            "steps": settings.get(config, "trainer", "steps"),
+            "steps": self.planned_steps(),
             "time": last.get("time"),
             "step_seconds": seconds,
             "images": rates[0] * rates[1] if all(isinstance(rate, int) for rate in rates) else None,
@@ -300,8 +305,12 @@ class RunData:
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
 
         found = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
-        steps = settings.get(self.config()[1], "trainer", "steps")
-        return {"name": self.name, "alive": alive_since(self.folder) is not None, "steps": steps, **found}
+        return {
+            "name": self.name,
+            "alive": alive_since(self.folder) is not None,
+            "steps": self.planned_steps(),
+            **found,
+        }
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -452,11 +461,10 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def facts(rows: Rows, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return pairs of name and value: progress, model, algorithm and main settings."""
+def facts(rows: Rows, config: Mapping[str, Any], planned: int | None = None) -> list[tuple[str, str]]:
+    """Return pairs of name and value: progress of the `planned` steps, model, algorithm and main settings."""
     done = rows[-1]["step"] if rows else 0
     restarts, lost = (sum(row.get(f"cluster/{name}") or 0.0 for row in rows) for name in ("restarts", "lost_s"))
-    planned = settings.get(config, "trainer", "steps")
     prompts, n = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
     scorers = settings.get(config, "reward", "scorers")
     train = settings.get(config, "model", "train") or "lora"

@@ -26,7 +26,7 @@ from gerl.run.card import CARD, read_sessions
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
-from gerl.run.settings import changes, read_config
+from gerl.run.settings import changes, planned_steps, read_config
 from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
 from gerl.run.validation import BeforeAfter, estimate_gain, load_validations, mean
@@ -59,7 +59,7 @@ def write_report(run_dir: Path) -> Path:
         "report.html.j2",
         title=run_dir.resolve().parent.name,
         run=run_dir.resolve().name,
-        facts=facts(rows, config),
+        facts=facts(rows, config, planned_steps(run_dir, config)),
         headline=_headline(rows, compared),
         compared=compared,
         warnings=[*(finding.text for finding in health.found.values()), *guarded],

@@ -89,12 +89,14 @@ STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # GeneratorExit: a prog
 
 
 @contextlib.contextmanager
-def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) -> Iterator[Callable[[], None]]:
+def session(
+    run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str, steps: int | None = None
+) -> Iterator[Callable[[], None]]:
     """Keep log and card in the folder, from the call of the yielded function to the end of the block.
 
     The block calls it once the folder exists and the run may write into it: a refused run leaves no trace. Log and card
     then include the time since the block began. A folder made in the block is removed if the block fails before the
-    first metrics, checkpoint or vote.
+    first metrics, checkpoint or vote. `steps`: see `Card`.
     """
     missing = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     how: End = "error"
@@ -106,7 +108,7 @@ def session(run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str) 
         nonlocal card
         # not sooner: a resumed run that fails to load leaves the folder as it was
         log.open(run_dir)
-        card = Card(run_dir, arguments, workers, started)
+        card = Card(run_dir, arguments, workers, started, steps)
 
     try:
         yield begin

@@ -15,6 +15,7 @@ from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
+from gerl.run.card import CARD, read_sessions
 from gerl.web.pages import render
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,13 @@ def get(config: Values, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def planned_steps(run_dir: Path, config: Values) -> int | None:
+    """Return the planned trainer steps of a run: those of `trainer.epochs` in its card, else `trainer.steps`."""
+    sessions = read_sessions(run_dir / CARD)
+    steps = sessions[-1].get("steps") if sessions else None
+    return steps if isinstance(steps, int) else get(config, "trainer", "steps")
 
 
 def learning_rate(config: Values) -> float | None:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
-from gerl.web.pages import Card, Picture, thumbnail
+from gerl.web.pages import Card, Picture, show, thumbnail
 
 T = TypeVar("T")
 JUDGED = ("own_error", "other_error")  # statistics of an image by the base model
@@ -37,6 +37,11 @@ class Estimate:
     low: float
     high: float
     count: int
+
+
+def interval(estimate: Estimate, sign: str = "") -> str:
+    """Format the interval of an estimate."""
+    return "-" if math.isnan(estimate.low) else f"{show(estimate.low, sign)} to {show(estimate.high, sign)}"
 
 
 def estimate(
@@ -56,6 +61,23 @@ def estimate(
     means = [sum(members) / len(members) for members in prompts.values()]
     low, high = mean_interval([means], ends, confidence) if len(means) > 1 else (math.nan, math.nan)
     return Estimate(sum(means) / len(means) if means else math.nan, low, high, len(means))
+
+
+def estimate_share(
+    prompt_ids: Sequence[int], values: Sequence[float | None], confidence: float = CONFIDENCE
+) -> Estimate:
+    """Return mean and interval of successes or shares of them, `values` [N] from 0 to 1; None is left out.
+
+    Wilson's interval if each prompt counts as 0 or 1, such as with one image per prompt; else that of `estimate`.
+    """
+    found = estimate(prompt_ids, values, (0.0, 1.0), confidence)
+    prompts: dict[int, set[float]] = {}
+    for i, value in zip(prompt_ids, values, strict=True):
+        if value is not None:
+            prompts.setdefault(i, set()).add(value)
+    if found.count < 2 or not all(own in ({0.0}, {1.0}) for own in prompts.values()):
+        return found
+    return Estimate(found.mean, *wilson_interval(found.mean, found.count, confidence), found.count)
 
 
 def estimate_gain(
@@ -167,6 +189,15 @@ def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int
     means = np.concatenate([data[generator.integers(len(data), size=size)].mean(axis=1) for size in sizes])
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def wilson_interval(share: float, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the score interval of a share of `total` independent trials (Wilson 1927)."""
+    z = statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = share + z * z / (2 * total)
+    reach = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    scale = 1 + z * z / total
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)
 
 
 def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -289,19 +320,22 @@ def save_validation(
     write_file(path, json.dumps(finite(values)))
 
 
-def remove_images(run_dir: Path, newest: int) -> None:
+def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float | None] | None = None) -> None:
     """Delete the images of all validations but the first, the best and the `newest` last ones; rewards stay.
 
-    A damaged one is left as it is. Raises `GerlError` if a file cannot be written or deleted.
+    The best has the highest `rank`, by default its mean reward. A damaged one is left as it is. Raises `GerlError` if a
+    file cannot be written or deleted.
     """
-    means: dict[int, float] = {}
+    ranks: dict[int, float] = {}
     for step in validation_steps(run_dir):
         if (_path(run_dir, step).with_suffix(".npz")).exists():
             with contextlib.suppress(GerlError):
-                rewards = load_validation(run_dir, step, pictures=False).rewards
-                means[step] = -math.inf if None in rewards else mean(rewards) or 0.0
-    steps = sorted(means)
-    best = max(steps, key=lambda step: (means[step], step), default=0)
+                found = load_validation(run_dir, step, pictures=False)
+                by_reward = None if None in found.rewards else mean(found.rewards) or 0.0
+                value = by_reward if rank is None else rank(found)
+                ranks[step] = -math.inf if value is None else value
+    steps = sorted(ranks)
+    best = max(steps, key=lambda step: (ranks[step], step), default=0)
     for step in set(steps) - {*steps[:1], best, *steps[-newest:]}:
         path = _path(run_dir, step)
         values = json.loads(path.read_bytes())

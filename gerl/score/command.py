@@ -30,11 +30,14 @@ from gerl.rewards.total import (
     distinct_columns,
     score_row,
     stop_at_failure,
+    thresholds,
     with_all_active,
 )
+from gerl.run.attempts import attempts, is_printed
+from gerl.run.validation import interval, known
 from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
-from gerl.web.pages import Card, Line, Picture, card_page, show, thumbnail
+from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
 BINS = 24
 COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, in addition to the scorers
@@ -96,10 +99,17 @@ def write_tables(folder: Path, images: Sequence[ScoredImage]) -> None:
     write_file(folder / "scores.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights: Mapping[str, float]) -> None:
+def write_gallery(
+    path: Path,
+    title: str,
+    images: Sequence[ScoredImage],
+    weights: Mapping[str, float],
+    derived: Sequence[tuple[str, ...]] = (),
+) -> None:
     """Write a page of the images to `path`, sorted by their first column; images without a value there are last.
 
-    weights: of the scorers, shown beside their names, including 0. All images have the same columns.
+    weights: of the scorers, shown beside their names, including 0. derived: of `derived_lines`. All images have the
+    same columns.
     """
     labels = distinct_columns(images)
     first = next(iter(labels), "score")
@@ -121,7 +131,30 @@ def write_gallery(path: Path, title: str, images: Sequence[ScoredImage], weights
             image.thumbnail, image.prompt, image.prompt, note=image.name, failure=image.failure, scores=scores
         )
         cards.append(Card([picture], list(scores.values()), trend="down" if image.failure else "flat"))
-    write_file(path, card_page(title, note, HEAD, lines, cards))
+    sheets = [Sheet(DERIVED, (), DERIVED_HEAD, derived)] if derived else []
+    write_file(path, card_page(title, note, HEAD, lines, cards, sheets=sheets))
+
+
+# --- Success rates, and the best of several images of a prompt
+
+DERIVED = "success rates, and the best of several images of a prompt"
+DERIVED_HEAD = ("column", "prompts", "mean", "95 % interval")
+
+
+def derived_lines(reward: RewardConfig, images: Sequence[ScoredImage], ids: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return a table line for each column of `gerl.run.attempts` of the images, whose prompts are `ids`.
+
+    Columns with equal numbers share a line. All images have the same columns.
+    """
+    success, lines = thresholds(reward), dict[tuple[str, ...], list[str]]()
+    for column in images[0].values if images else ():
+        values = [image.values[column] for image in images]
+        ends = (min(scored), max(scored)) if (scored := known(values)) else None
+        found = attempts(ids, values, success.get(column))
+        for name in (name for name in found if is_printed(name, found)):
+            e = found[name].estimate(ends)
+            lines.setdefault((name, str(e.count), show(e.mean), interval(e)), []).append(f"{column}/{name}")
+    return [(" = ".join(names), *cells[1:]) for cells, names in lines.items()]
 
 
 # --- Image files and their prompts: a folder, a file, or a table
@@ -275,7 +308,7 @@ PARSER = Parser(
     "[images=]FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
-    passed=("experiment", "data.prompt_key", "data.columns", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
     blocks=("reward",),
     bare="images",
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a "
@@ -319,7 +352,8 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
                     stop_at_failure(scored)
     finally:
         if images:
-            write(request, reward, [images[i] for i in sorted(images)])
+            ids = {i: number for number, members in enumerate(groups_of(items)) for i in members}
+            write(request, reward, [images[i] for i in sorted(images)], [ids[i] for i in sorted(images)])
     found = [images[i] for i in range(len(items))]
     check_any_scored(found)
     return found
@@ -386,8 +420,11 @@ def _batches(together: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         yield batch
 
 
-def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage]) -> None:
-    """Write `scores.csv`, `scores.jsonl` and `gallery.html` and log the summary; raises `GerlError` on failure."""
+def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage], ids: Sequence[int]) -> None:
+    """Write `scores.csv`, `scores.jsonl` and `gallery.html` and log the summary; raises `GerlError` on failure.
+
+    `ids`: the prompt of each image.
+    """
     out = request.out
     known = list(dict.fromkeys(name for image in images for name in image.values))
     # a scorer that failed in the first batch adds its further columns late: keep them beside it
@@ -395,12 +432,16 @@ def write(request: Request, reward: RewardConfig, images: Sequence[ScoredImage])
     images = [replace(image, values={name: image.values.get(name) for name in (TOTAL, *columns)}) for image in images]
     write_tables(out, images)
     weights = {name: scorer.weight for name, scorer in reward.scorers.items()}
-    write_gallery(out / "gallery.html", Path(request.images).expanduser().resolve().name, images, weights)
-    logger.info("%s", closing_screen(out, images))
+    derived = derived_lines(reward, images, ids)
+    write_gallery(out / "gallery.html", Path(request.images).expanduser().resolve().name, images, weights, derived)
+    logger.info("%s", closing_screen(out, images, derived))
 
 
-def closing_screen(out: Path, images: Sequence[ScoredImage]) -> str:
-    """Return mean, std, minimum and maximum of each column, the failures, and the paths of the files."""
+def closing_screen(out: Path, images: Sequence[ScoredImage], derived: Sequence[tuple[str, ...]] = ()) -> str:
+    """Return mean, std, minimum and maximum of each column, the failures, and the paths of the files.
+
+    `derived`: of `derived_lines`.
+    """
     labels = distinct_columns(images)
     width = max(map(len, labels.values()))
     lines = ["", f"{'':<{width}} {'images':>7} {'mean':>10} {'std':>10} {'min':>10} {'max':>10}"]
@@ -408,6 +449,10 @@ def closing_screen(out: Path, images: Sequence[ScoredImage]) -> str:
         s = summarise(label, [image.values[name] for image in images])
         numbers = " ".join(f"{number:>10.4g}" for number in (s.mean, s.std, s.low, s.high))
         lines.append(f"{label:<{width}} {s.count:>7} {numbers}")
+    if derived:
+        wide = max(len(name) for name, *_ in derived)
+        lines += ["", f"{'':<{wide}} {'prompts':>7} {'mean':>10}   95 % interval"]
+        lines += [f"{name:<{wide}} {count:>7} {mean:>10}   {likely}" for name, count, mean, likely in derived]
     if failed := [image for image in images if image.failure]:
         first = f"the first, {failed[0].name}: {failed[0].failure}"
         lines.append(f"failures: {len(failed)} of {len(images)} images; {first}")

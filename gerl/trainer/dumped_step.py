@@ -37,7 +37,8 @@ from gerl.workers.worker import PolicyWorker
 R = TypeVar("R")
 # those that change rewards, credit or reference of a step
 EXTENSIONS = (
-    "gardo:KLGate", "kl_in_reward:KLInReward", "dynamic_sampling:DynamicSampling", "moving_reference:MovingReference",
+    "gardo:KLGate", "kl_in_reward:KLInReward", "critic:Critic", "dynamic_sampling:DynamicSampling",
+    "moving_reference:MovingReference",
 )  # fmt: skip
 # of the run's processes only the first is here: where and how many there were does not change what they compute
 ALONE = {"launcher": "local", "num_workers": 1, "layout": "hybrid", "rollout_workers": None, "actor_workers": None}
@@ -179,7 +180,7 @@ class DumpedStep:
             policy_version=record.policy_version,
             nonfinite=record.nonfinite,
             algorithm=record.algorithm,
-            extensions=record.extensions,
+            extensions=dump.extensions,
         )
         run.load_parts()
         run.set_kl_coef(record.kl_coef)

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gerl.algorithms.planning import planned_steps, prompt_schedule
 from gerl.commandline.command import PAGE, importing, watching
 from gerl.config import Config
 from gerl.config.configuration import described
@@ -16,9 +17,11 @@ from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.progress import waiting
 from gerl.protocol import Prompt
-from gerl.rewards.checks import read_prompts, read_regularising
+from gerl.rewards.checks import check_held_out_metrics, read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
+from gerl.rewards.total import thresholds
+from gerl.run.attempts import SUCCESS
 from gerl.run.card import secrets
 from gerl.run.checkpoint import shortened
 from gerl.run.guard import read_guard
@@ -62,6 +65,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
         held = config.validation
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
         config, kept = keep_watched(config, folder.composed.replaced, prompts, held_out)
+        check_held_out_metrics(config, held_out)
         folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
@@ -74,9 +78,13 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                 from gerl.workers.setup import check_start  # which imports them
 
                 check_start(replace(config, model=model), machines.device)
-        with session(run_dir, log, arguments, machines.words()) as begin:
+        planned = planned_steps(config, prompts)
+        of_epochs = None if config.trainer.epochs is None else planned
+        with session(run_dir, log, arguments, machines.words(), of_epochs) as begin:
             folder.open(begin)
             logger.info("%s", described(config, folder.composed.preset))
+            if of_epochs is not None:
+                logger.info("%s", epochs_words(config, prompts))
             for sentence in filter(None, [folder.composed.kept, kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):
@@ -87,14 +95,23 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                 )
             logger.info("run folder: %s", run_dir)
             logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
-            with interruption_logged(run_dir, config.trainer.steps):
+            with interruption_logged(run_dir, planned):
                 with start_cluster(machines) as cluster:
                     run = Run(config, run_dir, cluster, prompts, held_out, identity(config), regularising)
+                    run.started = start
                     with contextlib.closing(run.train(folder)) as steps:
                         yield run, steps
                         for _ in steps:
                             pass
-                logger.info("%s", closing_screen(config, run_dir, held_out, time.perf_counter() - start))
+                logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))
+
+
+def epochs_words(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Say how many steps a run with `trainer.epochs` has."""
+    trainer, each = config.trainer, prompt_schedule(config, prompts).steps_per_epoch
+    steps = planned_steps(config, prompts)
+    first = f"; trainer.steps={trainer.steps} is reached first" if steps == trainer.steps else ""
+    return f"trainer.epochs={trainer.epochs}: {steps} steps, {each} per epoch of {len(prompts)} prompts{first}"
 
 
 @contextlib.contextmanager
@@ -117,26 +134,36 @@ def start_cluster(machines: "Cluster") -> Iterator["Cluster"]:
         yield machines
 
 
-def closing_screen(config: Config, run_dir: Path, held_out: Sequence[Prompt], seconds: float) -> str:
-    """Return the closing summary: reward before and after, duration, paths, code that samples a held-out image."""
+def closing_screen(config: Config, run_dir: Path, step: int, seconds: float) -> str:
+    """Return the closing summary: reward before and after, duration, paths, code that samples a held-out image.
+
+    `step`: the last one.
+    """
     validations = load_validations(run_dir)
     lines = ["", f"finished in {seconds / 60:.1f} min; run folder: {run_dir}"]
     if len(validations) > 1:
         first, last = validations[0], validations[-1]
+        success = thresholds(config.reward)
         for name in first.by_scorer:
             scored = zip(first.by_scorer[name], last.by_scorer.get(name, ()), strict=False)
             pairs = [(a, b) for a, b in scored if a is not None and b is not None]  # no other reward is comparable
-            before, after = (mean([pair[i] for pair in pairs]) for i in (0, 1))
-            shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+            columns = {name: pairs}
+            if name in success:
+                columns[f"{name}/{SUCCESS}"] = [
+                    (float(a >= success[name]), float(b >= success[name])) for a, b in pairs
+                ]
             some = f"{len(pairs)} of " if len(pairs) < len(first.prompts) else ""
-            lines.append(f"{name} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
-    folder = run_dir / "checkpoints" / f"step_{config.trainer.steps}"
+            for column, values in columns.items():
+                before, after = (mean([pair[i] for pair in values]) for i in (0, 1))
+                shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
+                lines.append(f"{column} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
+    folder = run_dir / "checkpoints" / f"step_{step}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
     written = (
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
     lines += [f"report: {written}", trained]
-    rows = [row for row in read_guard(run_dir) if row["step"] == config.trainer.steps and row["signal"] != "rollback"]
+    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] != "rollback"]
     if rows:
         keys = [f"{row['signal']}/{row['column']}" for row in rows]
         lines.append(f"guard:  {shortened(keys)} after the last step; gerl export prefers a checkpoint without signals")

@@ -9,6 +9,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -24,6 +25,7 @@ from gerl.algorithms.planning import (
     plan_images,
     plan_prompts,
     plan_samples,
+    planned_steps,
     prompt_schedule,
 )
 from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
@@ -31,12 +33,14 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
+from gerl.config.held_out import Criterion
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads
 from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
+from gerl.rewards.checks import check_held_out_metrics
 from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
 from gerl.rewards.scorers.weights import offers
@@ -55,6 +59,7 @@ from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
 from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
+from gerl.workers.roles import RoleWorker
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -62,7 +67,7 @@ ID_STRIDE = 1_000_000  # between the task ids of steps sampled concurrently
 
 
 def train(run: "Run") -> Generator[Step]:
-    """Train from the last finished step to `trainer.steps`; yields each concluded step.
+    """Train from the last finished step to the last one; yields each concluded step.
 
     If workers die during a step, they are replaced and the step is repeated, bit for bit.
     """
@@ -76,12 +81,11 @@ def take(run: "Run", step: Step) -> None:
     run.begin(step)
     with step.watch("step"):
         run.sync(step)
-        more = True
-        while more:  # one round, unless an extension asks for more prompts
-            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+        rollout: PendingRollout | None = run.sample(step.number)
+        while rollout is not None:  # once, unless an extension has more to sample
             run.wait_until_sampled(rollout, step)
             run.score(rollout, step)
-            more = any(run.notify("scored", step))
+            rollout = run.further(step)
         learn(run, step)
     run.remember()
 
@@ -116,7 +120,7 @@ def conclude(run: "Run", step: Step) -> bool:
         if isinstance(directive, RollBack):
             roll_back(run, directive)
             return False
-    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.config.trainer.steps)
+    regular = step.number > 0 and due(step.number, run.config.checkpoint.every, run.last_step)
     if (regular or Save() in step.directives) and not run.survives(lambda run, step: run.save(), step):
         return False
     for directive in step.directives:
@@ -137,7 +141,7 @@ def take_ahead(run: "Run", step: Step) -> None:
     """Take a step sampled with the weights of `step.lag` steps ago (off-policy lag); samplers and scorers stay busy."""
     run.begin(step)
     step.lag = min(run.config.trainer.staleness, run.state.step)
-    last = min(step.number + run.config.trainer.staleness, run.config.trainer.steps)
+    last = min(step.number + run.config.trainer.staleness, run.last_step)
     with step.watch("step"):
         run.sync(step)
         for number in range(step.number, last + 1):
@@ -146,8 +150,7 @@ def take_ahead(run: "Run", step: Step) -> None:
             if number == step.number or run.config.cluster.layout == "hybrid":
                 run.wait_until_sampled(run.ahead[number], step)
         run.score(run.ahead.pop(step.number), step)
-        while any(run.notify("scored", step)):
-            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+        while (rollout := run.further(step)) is not None:
             run.wait_until_sampled(rollout, step)
             run.score(rollout, step)
         learn(run, step)
@@ -173,10 +176,13 @@ class Run:
         self.dataset_images = dataset_images
         self.algorithm: Algorithm = build_algorithm(config)
         self.state = RunState(identity=identity, settings=settings_of(config))
+        self.planned_steps = self.last_step = planned_steps(config, prompts)  # an extension may end the run sooner
+        self.started = time.perf_counter()
         self.extensions = build_extensions(config)
         self.ahead: dict[int, PendingRollout] = {}  # by step: sampled or in flight, not yet trained on
         self.latest: Metrics = {}  # the last row of metrics
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
+        self.val_metrics: Metrics = {}  # of the last validation, those that are finite
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
         self.signals: list[str] = []  # keys of the guard's signals at the last validation
         self.validated_step: int | None = None
@@ -259,6 +265,7 @@ class Run:
         with waiting("trying the scorers on grey images", self.downloads):
             sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
             columns = try_scorers(self.rewards, config, sampled, self.held_out)
+        check_held_out_metrics(config, self.held_out, columns)
         self.describe_guard(columns)
         self.notify("stepping")
         self.model = self.load_model(loading)
@@ -267,6 +274,7 @@ class Run:
         ranks = cluster.ranks if config.lockstep else 1
         self.prompts, self.held_out = without_overlong(config, self.fleet, ranks, self.prompts, self.held_out)
         self.schedule = prompt_schedule(config, self.prompts)
+        self.planned_steps = self.last_step = planned_steps(config, self.prompts)  # without prompts that were dropped
 
     def describe_guard(self, columns: Sequence[str]) -> None:
         """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
@@ -292,7 +300,7 @@ class Run:
         if cluster.training < cluster.processes and config.model.offload == "none":
             # trainers only call the denoiser: the other components stay in main memory
             trainer = replace(whole, model=replace(whole.model, offload="encoders"))
-        total_updates, threads = config.trainer.steps * config.actor.updates, cluster.threads
+        total_updates, threads = self.planned_steps * config.actor.updates, cluster.threads
 
         def arguments(rank: int) -> tuple[object, ...]:
             own = trainer if rank < cluster.training else whole
@@ -300,7 +308,7 @@ class Run:
 
         workers = cluster.workers(
             "worker",
-            PolicyWorker,
+            RoleWorker if config.episode.turns else PolicyWorker,
             cluster.processes,
             arguments,
             gpus=cluster.gpus,
@@ -384,7 +392,7 @@ class Run:
         self.notify("stepping")
         if state.step == 0 and self.held_out:
             yield Step(0, Stopwatch(self.timeline), taken=True)
-        while self.state.step < self.config.trainer.steps or self.state.unlogged:
+        while self.state.step < self.last_step or self.state.unlogged:
             self.notify("stepping")
             watch = Stopwatch(self.timeline)
             if unlogged := self.state.unlogged:  # trained, but stopped before it was concluded
@@ -408,7 +416,7 @@ class Run:
     def plan(self, number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
         """Plan the tasks of step `number` after the `begun` ones of earlier rounds, with ids unique in flight."""
         staleness = self.config.trainer.staleness
-        prompts = plan_prompts(self.schedule, self.prompts, number, attempt)
+        prompts = self.prompted(number, plan_prompts(self.schedule, self.prompts, number, attempt))
         samples = plan_samples(self.config, prompts, number, self.state.policy_version)
         tasks = self.algorithm.plan(samples, first_id=begun + number % (staleness + 1) * ID_STRIDE)
         if self.dataset_images and attempt == 0:
@@ -418,12 +426,24 @@ class Run:
         lag = max(0, self.state.step - max(0, number - 1 - staleness))
         return [replace(task, lag=lag) for task in tasks] if lag else tasks
 
+    def prompted(self, number: int, prompts: Sequence[Prompt], held_out: bool = False) -> Sequence[Prompt]:
+        """Return the prompts sampled in step `number`: `prompts`, unless an extension changes them."""
+        for extension in self.overriding("prompted").values():
+            prompts = extension.prompted(self, number, prompts, held_out)
+        return prompts
+
     def sample(self, number: int, attempt: int = 0, begun: int = 0) -> PendingRollout:
         """Start sampling a round of step `number`; images are scored as they arrive."""
-        tasks, samplers = self.plan(number, attempt, begun), self.fleet.samplers
-        dispatch, ahead = self.fleet.sample(tasks), self.config.trainer.staleness
-        batches = [task.samples for task in tasks]
-        return PendingRollout(self.rewards, batches, dispatch, samplers.hang_after, ahead)
+        return self.sample_tasks(self.plan(number, attempt, begun), self.fleet)
+
+    def sample_tasks(self, tasks: Sequence[RolloutTask], fleet: LocalFleet) -> PendingRollout:
+        """Start sampling `tasks` on `fleet`; images are scored as they arrive."""
+        batches, ahead = [task.samples for task in tasks], self.config.trainer.staleness
+        return PendingRollout(self.rewards, batches, fleet.sample(tasks), fleet.samplers.hang_after, ahead)
+
+    def further(self, step: Step) -> PendingRollout | None:
+        """Return the next rollout of a step whose earlier ones are scored; None: there is no other."""
+        return next((rollout for rollout in self.notify("scored", step) if rollout is not None), None)
 
     @property
     def sampled_ahead(self) -> list[PendingRollout]:
@@ -463,8 +483,7 @@ class Run:
         for task, scores in zip(tasks, found, strict=True):
             if not self.dataset_images or task.samples[0].dataset_image is None:
                 step.scores.add(scores)
-        if not step.rounds:
-            step.images += rollout.images
+        step.images += rollout.images
         step.rounds, step.round = step.rounds + 1, tasks
         step.tasks += tasks
 
@@ -490,7 +509,7 @@ class Run:
 
     def validation_due(self, number: int) -> bool:
         """Whether the held-out prompts are sampled after step `number`."""
-        regular = number == 0 or due(number, self.config.validation.every, self.config.trainer.steps)
+        regular = number == 0 or due(number, self.config.validation.every, self.last_step)
         return bool(self.held_out) and regular
 
     # --- what is written
@@ -516,7 +535,7 @@ class Run:
 
     def save(self, process: int = 0, held: Held | None = None) -> None:
         """Write a checkpoint from `held` or `process`, remove old ones; full fine-tuning waits for the last only."""
-        step, total, root = self.state.step, self.config.trainer.steps, self.run_dir / "checkpoints"
+        step, total, root = self.state.step, self.last_step, self.run_dir / "checkpoints"
         with signals.deferred(), waiting(f"saving the checkpoint of step {step}"), self.timeline.span("save"):
             self.writer.finish()
             held = held or self.fleet.hold(step, process)
@@ -524,13 +543,16 @@ class Run:
                 self.state,
                 finished=step == total and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == step else None,
+                val_metrics=self.val_metrics if self.validated_step == step else {},
                 signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
-            ).to_json()
+            )
+
+            files, values = state.files, state.to_json()
 
             def write() -> None:
-                save_checkpoint(root, step, {}, state, held.write)
-                prune(root, self.config.checkpoint.keep)
+                save_checkpoint(root, step, files, values, held.write)
+                prune(root, self.config.checkpoint.keep, Criterion.parse(self.config.checkpoint.best))
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)
             if held.at_once or step == total:
@@ -551,7 +573,7 @@ class Run:
         """Save the last finished step when `error` ends the run, and add the command that resumes to `error`."""
         signals.answered()
         failure = save_last_step(self)
-        add_resume_notes(error, self.run_dir, self.config.trainer.steps, self.state.step, failure)
+        add_resume_notes(error, self.run_dir, self.last_step, self.state.step, failure)
 
     # --- state
 
@@ -575,6 +597,7 @@ class Run:
                 "checkpoint.resume=never"
             ) from None
         self.val_reward, self.signals = self.state.val_reward, self.state.signals
+        self.val_metrics = self.state.val_metrics
         self.validated_step = self.state.step
         self.saved_step = self.state.step
 

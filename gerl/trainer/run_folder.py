@@ -36,9 +36,10 @@ from gerl.config.changes import (
     unknown_keys,
     without,
 )
+from gerl.config.held_out import Goal
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
-from gerl.data.sources import digest
+from gerl.data.sources import digest, load
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.checkpoint import (
     MANIFEST,
@@ -53,11 +54,13 @@ from gerl.run.checkpoint import (
     newest_checkpoint,
 )
 from gerl.run.session import clear
+from gerl.run.settings import get
 from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
 CURRENT = "config.yaml"
 STEPWISE = ("validation", "samples", "dumps")  # folders whose files have the number of a step in their names
+ENDS = ("trainer.steps", "trainer.epochs", "trainer.hours", "trainer.stop_at")  # keys that end a run
 
 
 def identity(config: Config) -> dict[str, str]:
@@ -283,8 +286,16 @@ def _nothing_there(asked: ParsedCommand) -> CheckpointError:
 
 def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
     """Whether a run is finished and the command line does not extend it."""
-    steps = asked.values["trainer"]["steps"] if "trainer.steps" in asked.given else 0
-    return bool(checkpoint.state.get("finished")) and not (isinstance(steps, int) and steps > checkpoint.step)
+    trainer, metrics = get(checkpoint.state, "settings", "trainer") or {}, checkpoint.state.get("val_metrics") or {}
+    values, before = asked.values["trainer"], trainer.get("epochs")
+    given = {key.split(".")[1] for key in asked.given if key.startswith(ENDS)}
+    longer = "steps" in given and isinstance(values["steps"], int) and values["steps"] > checkpoint.step
+    if "epochs" in given and before is not None:
+        longer = longer or values["epochs"] is None or values["epochs"] > before
+    if "stop_at" in given and trainer.get("stop_at"):
+        goal = Goal.parse(values["stop_at"])
+        longer = longer or goal is None or not goal.reached(metrics)
+    return bool(checkpoint.state.get("finished")) and not longer
 
 
 def _resumed(
@@ -298,14 +309,18 @@ def _resumed(
     config = compose_changes(settings, arguments)
     before = state.settings or settings
     found = changes(before, settings_of(config))
-    steps = config.trainer.steps
+    steps = _planned_steps(config)
     if steps < state.step:
+        key = "steps" if steps == config.trainer.steps else "epochs"
         raise ConfigError(
-            f"trainer.steps={steps}: {checkpoint.path} is of step {state.step}; set more steps, or an earlier "
-            f"checkpoint with checkpoint.resume={run_dir}/checkpoints/step_N"
+            f"trainer.{key}={getattr(config.trainer, key)}: {checkpoint.path} is of step {state.step}; set more {key}, "
+            f"or an earlier checkpoint with checkpoint.resume={run_dir}/checkpoints/step_N"
         )
-    if steps == state.step and not state.unlogged:
-        _say_finished(run_dir, steps, found)
+    goal = Goal.parse(config.trainer.stop_at)
+    reached = state.step > 0 and goal is not None and goal.reached(state.val_metrics)
+    if (steps == state.step or reached) and not state.unlogged:
+        words = goal.words(state.val_metrics) if goal is not None and reached else ""
+        _say_finished(run_dir, state.step, found, config.trainer.epochs, words)
         return None
     digests = identity(config)
     _refuse(found, checkpoint.path, state.identity, digests)
@@ -314,6 +329,14 @@ def _resumed(
         _log_kept_values(config, asked)
     old = yaml.safe_dump({"experiment": experiment, "preset": preset, **before}, sort_keys=False, allow_unicode=True)
     return RunFolder(Composed(config, experiment, run_dir, preset), lock, checkpoint, found, old)
+
+
+def _planned_steps(config: Config) -> int:
+    if config.trainer.epochs is None:
+        return config.trainer.steps
+    from gerl.algorithms.planning import planned_steps  # imported here: other runs are answered without the algorithms
+
+    return planned_steps(config, load(config.data.train, config.data, "data.train"))
 
 
 def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[Settings, str, str]:
@@ -390,13 +413,20 @@ def _is_moved_model(change: Change) -> bool:
     return not Path(change.old).expanduser().exists() and Path(str(change.new)).expanduser().exists()
 
 
-def _say_finished(run_dir: Path, steps: int, found: Sequence[Change]) -> None:
-    """Log that a run is finished; raises `ConfigError` if a requested change can no longer take effect."""
-    more = f"to train further set trainer.steps=M with M above {steps}"
-    late = [str(c) for c in found if c.key != "trainer.steps" and c.key.split(".")[0] not in HARMLESS]
+def _say_finished(run_dir: Path, step: int, found: Sequence[Change], epochs: int | None, goal: str) -> None:
+    """Log that a run is finished; raises `ConfigError` if a requested change can no longer take effect.
+
+    `epochs`: `trainer.epochs`. `goal`: why it is finished, if not by its last step.
+    """
+    more = f"to train further set trainer.steps=M with M above {step}"
+    if epochs is not None:
+        more += f", and trainer.epochs above {epochs}"
+    if goal:
+        more = f"{goal}; to train further set another limit, or trainer.stop_at={{}}"
+    late = [str(c) for c in found if c.key not in ENDS and c.key.split(".")[0] not in HARMLESS]
     if late:
-        raise ConfigError(f"{run_dir} is finished at step {steps}, too late for {', '.join(late)}; {more}")
-    logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, steps, more)
+        raise ConfigError(f"{run_dir} is finished at step {step}, too late for {', '.join(late)}; {more}")
+    logger.info("%s is finished at step %d: there is nothing left to do; %s", run_dir, step, more)
 
 
 def _log_kept_values(config: Config, asked: ParsedCommand) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,7 +17,8 @@ from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.progress import Stopwatch
 from gerl.protocol import DATA_SOURCE, Group, RolloutTask, Sample, ScorerFailure, Scores, UpdateStats
-from gerl.rewards.total import applies, rescaled
+from gerl.rewards.total import applies, metric_name, rescaled
+from gerl.run.attempts import SUCCESS, attempts
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
-NO_NAME = re.compile(r"[^\w .:-]")  # characters that trackers refuse in metric names, and the slash
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Step:
     number: int
     watch: Stopwatch
     tasks: list[RolloutTask] = field(default_factory=list)
-    images: list[Pending[Images]] = field(default_factory=list)  # of the first round
+    images: list[Pending[Images]] = field(default_factory=list)  # of the tasks
     scores: Scores = field(default_factory=Scores)
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
-    rounds: int = 0  # with dynamic sampling there may be several
+    rounds: int = 0  # several with dynamic sampling, and one per turn of an episode
     early: EarlyGradient | None = None  # of the groups that were scored first
     rewards: Rewards | None = None  # of the trainable samples
     credit: torch.Tensor | None = None  # [B, T]
@@ -72,7 +72,8 @@ def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = Fals
     """Return the mean of the total and of each score, the success rate, and the mean best image of a group.
 
     Each over the samples that have a value. Means of validations are compared between steps, so a mean that lacks
-    a failed prompt is NaN. Failed images are counted. Without a total if only people score, who vote in training only.
+    a failed prompt is NaN. Their success rates have an interval, and with several images per prompt also pass@k. Failed
+    images are counted. Without a total if only people score, who vote in training only.
     """
     failures = "val/failures" if validation else "reward/failures"
     metrics: Metrics = {} if scores.given else {failures: float(scores.unscored)}
@@ -82,10 +83,13 @@ def reward_metrics(scores: Scores, config: RewardConfig, validation: bool = Fals
         if validation and not _is_whole(scores, config, name, values):
             values = []
         metrics[f"{key}/mean"] = mean(values)
-        if not validation:
-            metrics[f"{key}/best_of_n"] = mean(_best(scores, values))
-        if (scorer := config.scorers.get(name)) is not None and scorer.success is not None:
-            metrics[f"{key}/success_rate"] = mean([None if v is None else v >= scorer.success for v in values])
+        success = None if (scorer := config.scorers.get(name)) is None else scorer.success
+        if validation:
+            metrics |= _attempts(key, scores, values or [None] * len(scores.samples), success)
+            continue
+        metrics[f"{key}/best_of_n"] = mean(_best(scores, values))
+        if success is not None:
+            metrics[f"{key}/success_rate"] = mean([None if v is None else v >= success for v in values])
     return metrics | (_by_source(scores) if validation else {})
 
 
@@ -96,7 +100,7 @@ def _by_source(scores: Scores) -> Metrics:
         if total is None and not failures:  # no scorer applies
             continue
         if (source := sample.prompt.metadata.get(DATA_SOURCE)) is not None:
-            found.setdefault(NO_NAME.sub("_", str(source)), []).append(total)
+            found.setdefault(metric_name(source), []).append(total)
     means = {f"val/reward/{source}/mean": mean([] if None in v else v) for source, v in found.items()}
     return means if len(means) > 1 else {}
 
@@ -108,6 +112,17 @@ def _is_whole(scores: Scores, config: RewardConfig, column: str, values: Sequenc
         return not scores.failed
     prompts = (sample.prompt for sample, value in zip(scores.samples, values, strict=True) if value is None)
     return not any(applies(scorer, prompt) for prompt in prompts)
+
+
+def _attempts(key: str, scores: Scores, values: Sequence[float | None], success: float | None) -> Metrics:
+    """Return the mean of each column of `gerl.run.attempts`, and the 95 % interval of the success rate."""
+    metrics: Metrics = {}
+    for name, found in attempts([sample.prompt.id for sample in scores.samples], values, success).items():
+        e = found.estimate()
+        metrics[f"{key}/{name}"] = e.mean
+        if name == SUCCESS and not math.isnan(e.low):
+            metrics |= {f"{key}/{name}_low": e.low, f"{key}/{name}_high": e.high}
+    return metrics
 
 
 def _best(scores: Scores, values: Sequence[float | None]) -> list[float]:

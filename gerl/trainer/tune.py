@@ -45,7 +45,10 @@ KEEP = 3  # one of so many trials continues
 POLL = 0.2  # seconds
 LAST = 0.5  # share of the budget for the last trial
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-OWN = ("algorithm", "actor.lr", "actor.lr_schedule", "trainer.steps", "validation.every", "hydra.run.dir")
+OWN = (
+    "algorithm", "actor.lr", "actor.lr_schedule", "trainer.steps", "trainer.epochs", "trainer.hours", "trainer.stop_at",
+    "validation.every", "hydra.run.dir",
+)  # fmt: skip
 TRIALS, RESULTS, REPORT, BEST = "trials", "tune.json", "report.html", "best.yaml"
 End = Literal["continued", "kept", "dropped", "failed", "waiting"]
 

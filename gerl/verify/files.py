@@ -199,6 +199,8 @@ def check_plan(run: RunRecord, lost: set[str] | None) -> Check:
     `lost`: prompts beyond the tokens that the model reads; None: unknown.
     """
     tally, prompts = Tally(), run.prompts
+    if run.newest.episode.turns:
+        raise NotCheckedError("the turns of an episode follow from scores (episode.turns)")
     if run.newest.data.overlong == "drop":
         if lost is None:
             raise NotCheckedError("data.overlong=drop leaves out prompts by their tokens, which needs the model")

@@ -185,6 +185,8 @@ def check_images(r: Recomputation, count: int) -> Check:
     run, tally, done, left = r.run, Tally(), list[int](), list[int]()
     if not run.validations or not count:
         raise NotCheckedError("the run has no validation" if count else "images=0")
+    if run.newest.episode.turns:
+        raise NotCheckedError("images of an episode are not sampled again (episode.turns)")
     for step in run.validations:
         config = run.config(max(step, 1))
         known = step == 0 or step in run.checkpoints

@@ -15,6 +15,7 @@ from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 
 from gerl.errors import DataError, RewardError
+from gerl.protocol import ORIGINAL
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer, require
 
 PACKAGES = {"rapidocr": ("cv2", "onnxruntime", "rapidocr"), "paddleocr": ("paddle", "paddleocr")}
@@ -97,7 +98,8 @@ class OcrScorer(Scorer):
     The image is treated as one line of text (about 4 ms for a small sign); `detect` first detects text line by line and
     joins it from top to bottom, for pages and photos. A target of several lines is then compared as one text, and other
     text in the image lowers the reward: use `contains` if a scene may have other text. The target is the row's
-    `metadata_key`, else the first text in double quotes, straight or typographic, in the prompt. `threads` is the
+    `metadata_key`, else the first text in double quotes, straight or typographic, in the prompt (that of the row, if
+    `data.template` makes another of it). `threads` is the
     number of CPU threads of the OCR model; `min_width` is the minimum width in pixels, at a height of 48, to which
     rapidocr pads a line. The wheel of `rapidocr` includes its weights; `paddleocr` is the original, in English,
     downloads its weights, and also runs on the CPU.
@@ -140,7 +142,7 @@ class OcrScorer(Scorer):
     def target(self, prompt: str, metadata: Metadata) -> str:
         """Return the target text; raises `DataError` if there is none."""
         given = metadata.get(self.metadata_key)
-        text = str(given) if given is not None else quoted(prompt)
+        text = str(given) if given is not None else quoted(str(metadata.get(ORIGINAL, ""))) or quoted(prompt)
         if not normalised(text):
             raise DataError(
                 f"{prompt!r} has no text for the ocr scorer to look for: put it in double quotes, as in "

@@ -42,6 +42,7 @@ FITTED = {
     "neighbor_grpo": "trainer.steps=3",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=4",
     "dense_grpo": "trainer.steps=5",
+    "flow_ppo": "critic.warmup_steps=2",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005 trainer.steps=4",
     # a prompt's past rewards say little after few visits, and a random UNet drifts with the noise of late steps
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=6 actor.lr=0.01 "
@@ -77,7 +78,7 @@ RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_
 OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a step with several micro-batches
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
-dense_grpo tree_grpo few_step_grpo dmdr
+dense_grpo tree_grpo few_step_grpo dmdr flow_ppo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "dmdr": f"{RATIO} matching_distance fake_loss",

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 
+from gerl.run.validation import load_validation
 from gerl.trainer.main_flowgrpo import main
 
 SCORE = """
@@ -74,3 +75,52 @@ def test_a_mixture_is_drawn_by_weight_and_resumed_exactly(
     (tmp_path / "set" / "train.jsonl").write_text('{"caption": "another", "word": "X"}\n')
     assert main(arguments(tmp_path / "parts", "checkpoint.resume=auto", trainer__steps=5, **other)) == 1
     assert "the content of data.train has changed" in capsys.readouterr().err
+
+
+def test_a_template_makes_training_and_held_out_prompts_and_scorers_find_the_rows_own(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = {"train": ("a fox", "red"), "val": ("a hen", "blue")}
+    for name, (text, colour) in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": text, "colour": colour}) + "\n")
+    (tmp_path / "log.py").write_text(SCORE)
+    keys = {"data__train": tmp_path / "train.jsonl", "validation__data": tmp_path / "val.jsonl"}
+    kwargs = {"reward__scorers__bright__kwargs": f"{{log: {tmp_path / 'log'}}}", "scorer": tmp_path / "log.py"}
+    template = "data.template=a photo of {prompt}, {colour}"
+    run = train(tmp_path / "run", template, trainer__steps=1, rollout__prompts_per_step=1, **keys, **kwargs)
+    found = {tuple(json.loads(line)[:1]) for line in (tmp_path / "log").read_text().splitlines()}
+    assert found == {("a photo of a fox, red",), ("a photo of a hen, blue",)}
+    _, metadata = json.loads((tmp_path / "log").read_text().splitlines()[-1])
+    assert metadata == {"colour": "blue", "original_prompt": "a hen"}
+    assert load_validation(run.folder, 1).prompts == ["a photo of a hen, blue"]
+
+
+WORDS = """
+class Words:
+    def __init__(self, words=("fox", "hen", "cat")):
+        self.words = words
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, i):
+        return {"prompt": f"a {self.words[i]}", "word": self.words[i]}
+"""
+
+
+def test_a_class_gives_the_prompts_and_the_run_is_resumed_with_the_same_ones(
+    train: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words.py").write_text(WORDS)
+    held_out = f"{{path: {tmp_path / 'words.py'}:Words, kwargs: {{words: [dog]}}}}"
+    keys = [f"data.train={tmp_path / 'words.py'}:Words", f"validation.data=[{held_out}]", "checkpoint.every=1"]
+    run = train(tmp_path / "run", *keys, trainer__steps=1)
+    assert load_validation(run.folder, 1).prompts == ["a dog"]
+    rows = "".join(json.dumps({"prompt": f"a {word}", "word": word}) + "\n" for word in ("fox", "hen", "cat"))
+    (tmp_path / "words.jsonl").write_text(rows)
+    same = train(tmp_path / "same", f"data.train={tmp_path / 'words.jsonl'}", *keys[1:], trainer__steps=1)
+    assert (run.lora(1) == same.lora(1)).all()
+    resume = f"checkpoint.resume={run.folder}"
+    assert main([resume, "trainer.steps=2"]) == 0
+    (tmp_path / "words.py").write_text(WORDS.replace("cat", "cow"))
+    assert main([resume, "trainer.steps=3"]) == 1 and "content of data.train has changed" in capsys.readouterr().err

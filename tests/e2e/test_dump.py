@@ -37,6 +37,7 @@ KEYS = {
     "a moving reference": f"algorithm=flow_grpo {KL} algorithm.kl_reset_every=1",
     "doubted samples": f"algorithm=flow_grpo {KL} algorithm.kl_share=0.3 +reward.scorers.sharpness.weight=0",
     "further prompts": "algorithm=flow_grpo algorithm.dynamic_sampling=1",
+    "values of a critic": "algorithm=flow_ppo critic.warmup_steps=1",
     "rewards of earlier steps": "algorithm=flow_grpo algorithm.history=2",
     "steps sampled ahead": f"algorithm=flow_grpo {KL} trainer.staleness=1",
     "guidance": "algorithm=flow_grpo sampling.guidance_scale=4.5 algorithm.cfg=detach_uncond",

@@ -95,7 +95,8 @@ def test_it_reproduces_the_validation_of_the_run(run: Any, tmp_path: Path, caplo
 
 
 def test_from_python_the_pixels_are_those_of_the_run_and_further_images_have_other_noise(run: Any) -> None:
-    chosen = gerl.evaluate(lora={"mine": run.checkpoint(2)}, images=2)  # a checkpoint's folder
+    success = "reward.scorers.bright.success=0.5"
+    chosen = gerl.evaluate(lora={"mine": run.checkpoint(2)}, images=2, overrides=[success])  # a checkpoint's folder
     assert chosen.complete and len(chosen.rows) == 2 * 2 * 4
     for step, variant in ((0, BASE), (2, "mine")):
         validation = load_validation(run.folder, step)
@@ -106,6 +107,12 @@ def test_from_python_the_pixels_are_those_of_the_run_and_further_images_have_oth
     assert [row.seed for row in second] == [row.seed for row in of(chosen.rows, "mine", 1)]
     assert all(not np.array_equal(pixels(a), pixels(b)) for a, b in zip(first, second, strict=True))
     assert chosen.results["total"]["mine"].mean.count == 4  # prompts
+    rate = np.mean([row.values["bright"] >= 0.5 for row in (*first, *second)])
+    assert chosen.results["bright/success_rate"][BASE].mean.mean == pytest.approx(rate)
+    best = [max(a.values["bright"], b.values["bright"]) for a, b in zip(first, second, strict=True)]
+    assert chosen.results["bright/best_of_n"][BASE].mean.mean == pytest.approx(np.mean(best))
+    passed = chosen.results["bright/pass_at_2"]["mine"]
+    assert passed.difference is not None and passed.difference.count == 4
 
 
 def test_another_experiment_takes_the_keys_and_files_it_is_given(

@@ -126,6 +126,19 @@ def test_a_groupwise_scorer_gets_all_images_of_a_prompt_in_one_call(place: Place
     assert [row["rank"] for row in place.rows] == [32.0, 10.0, 31.0, 30.0]
 
 
+def test_a_threshold_gives_a_success_rate_and_equal_prompts_the_best_of_them(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(4):
+        place.draw(f"{i}.png", 10 * i)
+    prompts = place.write("prompts.txt", "aa\nbb\naa\nbb\n")
+    with caplog.at_level(logging.INFO):
+        place.score(f"prompts={prompts}", "reward.scorers.mine.success=20")
+    lines = {words[0]: words[1:3] for line in caplog.text.splitlines() if len(words := line.split()) > 2}
+    assert lines["mine/success_rate"] == ["2", "0.5"] and lines["mine/pass_at_2"] == ["2", "1"]
+    assert "mine/success_rate" in (place.out / "gallery.html").read_text()
+
+
 def test_the_total_is_the_weighted_sum_and_a_watched_scorer_only_a_column(place: Place) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(noise).save(place.pictures / "a.png")

@@ -29,7 +29,7 @@ from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.denoisers import default_dtype, find_denoisers
 from gerl.model.loading import prepare
-from gerl.model.lora import ADAPTER, add_lora
+from gerl.model.lora import ADAPTER, add_lora, targets_of
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import EMA, Policy, chosen, parameters_of
 from gerl.model.quantization import stored_bytes
@@ -304,11 +304,12 @@ def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Pol
     model, device = config.model, "meta" if stage is not None else "cpu"
     pipe = build_pipeline(model.path, dtype, device)
     denoisers, whole = find_denoisers(pipe), model.train != "lora"
+    targets = {} if whole else targets_of(denoisers, model.lora_targets)
     with torch.device(device):
-        for denoiser in denoisers.values():
+        for name, denoiser in denoisers.items():
             denoiser.requires_grad_(False)
-            if not whole:
-                add_lora(denoiser, model.lora_rank, model.lora_alpha, model.lora_targets, 0)
+            if name in targets:
+                add_lora(denoiser, model.lora_rank, model.lora_alpha, targets[name], 0)
         if config.algorithm.needs.imitation:
             add_fake(denoisers, 1.0, device, 0)
     if whole:

@@ -111,7 +111,7 @@ class StepDump(Extension):
 
 def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
     """Write the tensors of a step before its update, and return its record so far."""
-    from gerl.run.dump import CREDIT, FORM, FORMAT, KL_WEIGHT, STATE, TRAJECTORY, Environment, StepRecord
+    from gerl.run.dump import CREDIT, EXTENSION, FORM, FORMAT, KL_WEIGHT, STATE, TRAJECTORY, Environment, StepRecord
     from gerl.utils.tensors import unpack_tensors
     from gerl.workers.dumping import machine, packed_trajectory
 
@@ -126,6 +126,9 @@ def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
     file.add(CREDIT, step.credit)
     if step.kl_weight is not None:
         file.add(KL_WEIGHT, step.kl_weight)
+    files = {name: content for name, content in state.extensions.items() if isinstance(content, bytes)}
+    for name, content in files.items():
+        file.add(f"{EXTENSION}{name}", torch.frombuffer(bytearray(content), dtype=torch.uint8))
     numbers = add_state(file, run, STATE)
     facts = fleet.trainers.submit(0, machine).result()
     code = {name: value for name, value in software().items() if name != "repository"}
@@ -145,7 +148,7 @@ def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
         nonfinite=state.nonfinite,
         kl_coef=state.kl_coef,
         algorithm=dict(state.algorithm),
-        extensions=dict(state.extensions),
+        extensions={name: s for name, s in state.extensions.items() if name not in files},
         worker=numbers,
         tasks=list(step.tasks),
         totals=list(scores.totals),

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import asdict
 
+from gerl.config.held_out import Criterion
 from gerl.errors import GuardError
 from gerl.run.checkpoint import best_checkpoint
 from gerl.run.guard import (
@@ -79,7 +80,8 @@ class HackingGuard(Extension):
         """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often."""
         guard = self.config.guard
         run.writer.finish()
-        checkpoint = best_checkpoint(run.run_dir / "checkpoints", before=step.number)
+        criterion = Criterion.parse(self.config.checkpoint.best)
+        checkpoint = best_checkpoint(run.run_dir / "checkpoints", step.number, criterion)
         if checkpoint is None:
             return Stop(self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; "))
         if run.state.rollbacks >= guard.rollbacks:

@@ -23,7 +23,7 @@ class ProgressBar(Extension):
             return
         done = run.state.step - bool(run.state.unlogged)  # the last step may have been interrupted
         if self.bar is None:
-            self.bar = Progress(self.config.trainer.steps, done, disable=not self.config.logger.progress)
+            self.bar = Progress(run.planned_steps, done, disable=not self.config.logger.progress)
         if done != self.bar.done:
             self.bar.go_back(done)
 

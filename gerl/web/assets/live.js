@@ -522,14 +522,16 @@ async function showAll() {
     if (run !== state.run || !found) return;
     Object.assign(state.series, found.series);
   }
+  const withInterval = (name, line) => {
+    const [low, high] = ["low", "high"].map((side) => curve(`${name}_${side}`).y), { y } = curve(name);
+    return { ...line, ...curve(name), ...(y.length && low.length === y.length && high.length === y.length ? { low, high } : {}) };
+  };
   const scorers = names.map((name) => name.match(/^val\/(.+)\/gain$/)?.[1]).filter(Boolean);
   for (const scorer of scorers) {
-    const gain = curve(`val/${scorer}/gain`), [low, high] = ["low", "high"].map((side) => curve(`val/${scorer}/gain_${side}`).y);
-    const line = { name: "gain", colour: COLOURS[2], ...gain, dots: true };
-    if (low.length === gain.y.length && high.length === gain.y.length) Object.assign(line, { low, high });
+    const line = withInterval(`val/${scorer}/gain`, { name: "gain", colour: COLOURS[2], dots: true });
     chart(figureIn($("all-charts"), `gain ${scorer}`, `held-out gain of ${scorer} over the first validation (95 % interval)`), [line], { zero: true });
   }
-  for (const name of names.filter((one) => !/^val\/.+\/gain(_low|_high)?$/.test(one))) chart(figureIn($("all-charts"), name, name), [{ name, colour: COLOURS[0], ...curve(name), pale: true }]);
+  for (const name of names.filter((one) => !/^val\/.+\/(gain|(gain|success_rate)_(low|high))$/.test(one))) chart(figureIn($("all-charts"), name, name), [withInterval(name, { name, colour: COLOURS[0], pale: true })]);
 }
 
 /** The newest signal of the guard of each kind, and the first step with one. `rows`: the newest first. */

@@ -178,7 +178,7 @@ def test_prompts_are_written_as_rows(tmp_path: Path) -> None:
         {"prompt": "c", "text": "d"},
     ]
     assert write_prompts("mine.txt", file) == "mine.txt"
-    for wrong in ([], [3], 3, [{"prompt": "a", "x": object()}]):
+    for wrong in ([], [3], 3, [{"prompt": "a", "x": object()}], [("a", "b")]):
         with pytest.raises(DataError):
             write_prompts(wrong, file)  # type: ignore[arg-type]
 

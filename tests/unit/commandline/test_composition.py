@@ -76,6 +76,26 @@ def test_splits_of_data_sets_need_no_quotes(given: str, found: object) -> None:
     assert compose_run(["experiment=plain", f"data.train={given}"]).config.data.train == found
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("a photo of {prompt}, {style}", "a photo of {prompt}, {style}"),
+        ("{prompt}", "{prompt}"),
+        ("{prompt} in {style}", "{prompt} in {style}"),
+        ("'{prompt}, it\\'s \"{word}\"'", '{prompt}, it\'s "{word}"'),
+        ("a {prompt: x", "data.template="),
+        ("null", None),
+    ],
+)
+def test_a_template_needs_no_quotes(given: str, found: str | None) -> None:
+    if found == "data.template=":
+        with pytest.raises(ConfigError, match=found):
+            compose_run([f"data.template={given}"])
+        return
+    assert compose_run([f"data.template={given}"]).config.data.template == found
+    assert compose_run(["experiment=plain", f"data.template={given}"]).config.data.template == found
+
+
 def test_columns_need_no_plus_sign() -> None:
     assert compose_run(["experiment=plain", "data.columns={text: word}"]).config.data.columns == {"text": "word"}
     assert compose_run(["experiment=plain", "data.columns.text=word"]).config.data.columns == {"text": "word"}

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 import datasets
 import pytest
 
+from gerl.api.training import write_prompts
 from gerl.config import Config, DataConfig, ValidationConfig
 from gerl.config.blocks import HubParts, hub_parts, sources
+from gerl.config.user_files import load_module
 from gerl.data.sources import (
     check_mixture,
     digest,
+    filled,
     limit_prompts,
     load,
     max_prompts_per_step,
@@ -20,6 +24,7 @@ from gerl.data.sources import (
 )
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
+from reward_models.scorers.ocr import OcrScorer
 
 
 @pytest.fixture
@@ -49,6 +54,38 @@ def test_sources_are_numbered_through(here: Path) -> None:
     ]
     assert found[0].metadata == {} and found[4].metadata == {"word": "W"}
     assert found[2].metadata == {"text": "W", "data_source": "words"} and found[3].metadata == {"data_source": "words"}
+
+
+def test_a_template_makes_the_prompts_from_the_columns(here: Path) -> None:
+    data = DataConfig(prompt_key="caption", template="a photo of {prompt} ({caption}), {word} {{x}}")
+    own = {"path": "hf:./set[train]", "prompt_key": "prompt", "template": "{word}: {prompt}"}
+    with pytest.raises(DataError, match=r"b\.jsonl:2 has no 'word', which data\.template=.* the row has caption"):
+        load("b.jsonl", data, "data.train")
+    (here / "b.jsonl").write_text('{"caption": "three", "word": "W", "n": 7}\n')
+    found = load(["b.jsonl", own], data, "validation.data")
+    assert [p.text for p in found[:2]] == ["a photo of three (three), W {x}", "W: row 0"]
+    assert found[0].metadata == {"word": "W", "n": 7, "original_prompt": "three"}
+    assert found[1].metadata == {"word": "W", "original_prompt": "row 0"}
+    assert load("a.txt", DataConfig(template="{prompt}!"), "data.train")[1].text == "two!"
+    assert filled("{a b} {n.x}", {"a b": 0.5, "n.x": ""}, "x.csv:2") == "0.5"
+    with pytest.raises(DataError, match=r"x\.jsonl:3 has a list as 'a'"):
+        filled("{a}", {"a": [1]}, "x.jsonl:3")
+
+
+def test_the_text_to_write_is_that_of_the_row_and_not_of_the_template(here: Path) -> None:
+    (here / "a.txt").write_text('a sign that reads "OPEN"\nOPEN\n')
+    data = DataConfig(template='a "photo" of {prompt}')
+    prompts = load("a.txt", data, "data.train")
+    targets = [OcrScorer().target(prompt.text, prompt.metadata) for prompt in prompts]
+    assert targets == ["OPEN", "photo"]  # of the second row nothing is quoted but by the template
+
+
+@pytest.mark.parametrize("template", ["a photo", "a {}", "a {prompt!r}", "a {prompt:>3}", "a {prompt", "{ }"])
+def test_what_a_template_may_be(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.template=.*\{prompt\}, \{style\}"):
+        DataConfig(template=template)
+    with pytest.raises(ConfigError, match="an entry with template="):
+        sources([{"path": "a.txt", "template": template}], "data.train")
 
 
 def test_one_file_is_read_as_ever(here: Path) -> None:
@@ -180,3 +217,90 @@ def test_keys_that_say_nothing() -> None:
         Config(data=DataConfig(stream=5))
     with pytest.raises(ConfigError, match=r"data\.columns has prompt: .*data\.prompt_key=caption"):
         DataConfig(columns={"prompt": "caption"})
+
+
+# --- Prompts from Python code
+
+DATASET = """
+from torch.utils.data import Dataset
+
+ROWS = ["a fox", {"prompt": "a hen", "word": "W", "n": (1, 2)}]
+NONE = 3
+
+class Words(Dataset):
+    def __init__(self, count=2):
+        self.rows = ROWS[:count]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[min(i, len(self.rows) - 1)]  # it never raises IndexError
+
+def few(count=1):
+    yield from ROWS[:count]
+
+def broken():
+    return Words(count="x")
+
+made = Words()
+"""
+
+
+@pytest.fixture
+def code(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_words", raising=False)
+    (here / "my_words.py").write_text(DATASET)
+    (here / "rows.jsonl").write_text('{"prompt": "a fox"}\n{"prompt": "a hen", "word": "W", "n": [1, 2]}\n')
+    return here
+
+
+@pytest.mark.parametrize("place", ["my_words.py", "my_words", "./my_words.py"])
+@pytest.mark.parametrize("name", ["Words", "made", "ROWS"])
+def test_code_gives_the_prompts_of_a_file_with_its_rows(code: Path, place: str, name: str) -> None:
+    found = load(f"{place}:{name}", DataConfig(), "data.train")
+    assert found == load("rows.jsonl", DataConfig(), "data.train") and found[1].metadata == {"word": "W", "n": [1, 2]}
+    assert digest(f"{place}:{name}", DataConfig(), "data.train") == digest("my_words:ROWS", DataConfig(), "data.train")
+
+
+def test_a_data_set_in_memory_is_written_with_the_same_rows(code: Path) -> None:
+    made = load_module("file", "my_words.py", DataError).made
+    written = write_prompts(made, code / "written.jsonl")
+    assert load(written, DataConfig(), "data.train") == load("my_words.py:Words", DataConfig(), "data.train")
+
+
+def test_code_may_have_arguments_and_columns_of_other_names(code: Path) -> None:
+    source = {"path": "my_words.py:few", "kwargs": {"count": 2}, "data_source": "words", "columns": {"text": "word"}}
+    found = load(["a.txt", source], DataConfig(), "data.train")
+    assert [(p.text, p.source) for p in found] == [("one", 0), ("two", 0), ("a fox", 1), ("a hen", 1)]
+    assert found[3].metadata == {"text": "W", "n": [1, 2], "data_source": "words"}
+    assert len(load("my_words:few", DataConfig(), "data.train")) == 1
+    assert may_have_pictures(DataConfig(train="my_words:few"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("my_words.py:Wrods", "my_words.py has no Wrods"),
+        ("my_words:NONE", "int: expected a data set with __len__"),
+        ("my_words.py:broken", r"it raised TypeError: .*my_words\.py, line 9: self\.rows = ROWS"),
+        ("my_wrods:Words", r"module my_wrods cannot be imported .*FILE\.py:Words"),
+        ("gone.py:Words", "there is no Python file"),
+        ({"path": "my_words:made", "kwargs": {"count": 1}}, "is not a function or class"),
+        ({"path": "my_words:few", "kwargs": {"count": 0}}, "it has no prompts"),
+        ({"path": "my_words:ROWS", "prompt_key": "text"}, "row 2 has no 'text', only prompt, word, n"),
+    ],
+)
+def test_code_without_prompts_is_a_sentence(code: Path, given: Any, said: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\.train=(my_w|gone).*{said}"):
+        load([given], DataConfig(), "data.train")
+
+
+def test_only_code_has_arguments() -> None:
+    for path, kwargs in (("a.txt", {}), ("a.py:b", 3)):
+        with pytest.raises(ConfigError, match="an entry with kwargs="):
+            sources([{"path": path, "kwargs": kwargs}], "data.train")
+    assert [source.is_code for source in sources(["a.py:b", "a.b:c", "hf:a/b", "a.txt", "signs_train"], "x")] == [
+        True, True, False, False, False
+    ]  # fmt: skip

@@ -14,6 +14,7 @@ from PIL import Image
 from replaying import EACH, GUIDED
 
 from gerl.engine import RequiredTensors, Tape, Trajectory, compact
+from gerl.engine.hidden_states import Features
 from gerl.engine.record import Answer, ComponentCall
 from gerl.engine.storage import Omitted, restore, store
 from gerl.errors import ReplayError
@@ -45,6 +46,16 @@ def test_the_gradient_of_a_stored_tape_is_that_of_the_tape(name: str, guided: bo
                 replaying.gradients(r, t, steps=sorted(steps), **options) for t in (tape, back)
             )
             assert replaying.all_equal(own, other) and rest == same and any(g.any() for g in own)
+
+
+def test_the_features_of_a_critic_are_stored() -> None:
+    for prompt in (torch.ones(1, 3), None):
+        (back,) = again(
+            Tape({}, 1, features=Features({0: torch.arange(4.0)[None], 2: torch.zeros(1, 4)}, prompt))
+        ).tapes
+        assert back.features is not None and list(back.features.hidden) == [0, 2]
+        assert torch.equal(back.features.hidden[0], torch.arange(4.0)[None])
+        assert back.features.prompt is None if prompt is None else torch.equal(back.features.prompt, prompt)
 
 
 def test_every_kind_of_value_that_a_tape_holds() -> None:

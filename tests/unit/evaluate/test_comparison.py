@@ -3,7 +3,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ from gerl.evaluate.loras import BASE
 from gerl.evaluate.suites import Column, PinnedSuite, PromptFile, Protocol, Published, Suite, Tasks
 from gerl.protocol import Prompt
 from gerl.rewards.total import TOTAL
-from gerl.run.validation import mean_interval
+from gerl.run.validation import estimate_share, mean_interval
 
 PIXEL = "data:image/png;base64,AA=="
 
@@ -95,6 +95,65 @@ def test_a_column_may_be_missing_and_come_late() -> None:
     results = compare(rows)
     assert list(results) == [TOTAL, "ocr", "late"] and list(results["late"]) == [BASE, "mine"]
     assert results["late"][BASE].mean.count == 1 and results["late"]["mine"].mean.count == 0
+
+
+# prompt -> the scores of three images, of the base model and of a LoRA
+THREE = {BASE: [[0.0, 0.6, 0.2], [0.9, 0.1, 0.1], [0.3, 0.2, 0.1]], "mine": [[0.7, 0.8, 0.1]] * 2 + [[0.2, 0.6, 0.0]]}
+
+
+def three() -> list[ScoredRow]:
+    places = product(range(3), range(3), THREE)
+    return [drawn(variant, i, THREE[variant][i][k], k) for i, k, variant in places]
+
+
+def test_success_and_the_best_of_several_images_are_compared_prompt_by_prompt() -> None:
+    results = compare(three(), {"ocr": 0.5})
+    derived = ["success_rate", "best_of_n", "pass_at_1", "pass_at_2", "pass_at_3"]
+    assert list(results) == [TOTAL, "total/best_of_n", "ocr", *(f"ocr/{name}" for name in derived)]
+    for name, best in (("best_of_n", max), ("success_rate", lambda own: sum(v >= 0.5 for v in own) / 3)):
+        each = {variant: [best(own) for own in scores] for variant, scores in THREE.items()}
+        gains = [after - before for before, after in zip(*each.values(), strict=True)]
+        result = results[f"ocr/{name}"]["mine"]
+        assert result.mean.mean == pytest.approx(np.mean(each["mine"])) and result.mean.count == 3
+        assert result.difference is not None and result.difference.mean == pytest.approx(np.mean(gains))
+        assert (result.difference.low, result.difference.high) == pytest.approx(mean_interval([gains]))
+        assert results[f"ocr/{name}"][BASE].difference is None
+    for variant, scores in THREE.items():
+        for k in (1, 2, 3):
+            naive = [np.mean([max(c) >= 0.5 for c in combinations(own, k)]) for own in scores]
+            assert results[f"ocr/pass_at_{k}"][variant].mean.mean == pytest.approx(np.mean(naive))
+    assert results["ocr/pass_at_3"]["mine"].mean == estimate_share(range(3), [1.0] * 3)
+
+
+def test_one_image_per_prompt_has_the_results_it_had() -> None:
+    rows = two([0.0, 0.6, 0.2], [0.7, 0.8, 0.1])
+    plain = compare(rows)
+    assert list(plain) == [TOTAL, "ocr"] and compare(rows, {"gone": 0.5}) == plain
+    found = compare(rows, {"ocr": 0.5})
+    rate = found.pop("ocr/success_rate")
+    assert found == plain
+    same = compare(two([1.0] * 8, [1.0] * 8), {"ocr": 0.5})["ocr/success_rate"]["mine"].difference
+    assert same is not None and same.low < -0.1 < 0.1 < same.high  # a share may change, also where none has
+    assert rate["mine"].mean == estimate_share(range(3), [1.0, 1.0, 0.0])
+    assert rate["mine"].win_rate is not None and rate["mine"].win_rate.mean == pytest.approx((1 + 0.5 + 0.5) / 3)
+
+
+def test_files_and_table_have_the_best_of_several_images(tmp_path: Path) -> None:
+    rows, results = three(), compare(three(), {"ocr": 0.5})
+    blocks = [block.splitlines()[0] for block in table(results).split("\n\n")]
+    assert blocks == [
+        "total = ocr",
+        "total/best_of_n = ocr/best_of_n",
+        "ocr/success_rate",
+        "ocr/pass_at_2",
+        "ocr/pass_at_3",
+    ]
+    _, summary, gallery = write_files(tmp_path, "x", rows, results, {})
+    written = json.loads(summary.read_text())["results"]
+    assert list(written) == list(results)
+    assert written["ocr/pass_at_1"]["mine"]["mean"]["mean"] == pytest.approx(5 / 9)
+    page_text = gallery.read_text()
+    assert page_text.count("<td>ocr/success_rate</td>") == 2 and "ocr/pass_at_1" not in page_text
 
 
 def test_the_log_has_a_block_for_columns_that_are_the_same() -> None:

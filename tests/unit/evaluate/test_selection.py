@@ -53,6 +53,32 @@ def test_a_checkpoint_is_chosen_on_other_prompts_than_those_reported(tmp_path: P
     )
 
 
+@pytest.mark.parametrize(
+    ("best", "step", "value"),
+    [
+        ("val/ocr/success_rate", 4, "val/ocr/success_rate 1.000"),
+        ("-val/lpips/mean", 6, "val/lpips/mean 0.100"),
+        ("-val/lpips/gain", 6, "val/lpips/mean 0.100"),  # the difference is the same for all
+        ("val/reward/mean", 4, "reward 0.500"),
+        ("val/ocr/success_rate_low", None, "val/ocr/success_rate_low"),  # not one of a part of the prompts
+    ],
+)
+def test_a_run_with_another_metric_is_chosen_by_that(tmp_path: Path, best: str, step: int | None, value: str) -> None:
+    scorers = {"ocr": {"weight": 1.0, "success": 0.5}, "lpips": {"weight": 0.0}}
+    settings = {"checkpoint": {"keep": 9, "best": best}, "reward": {"scorers": scorers}}
+    state = {"val_reward": 0.5, "val_metrics": {best.removeprefix("-"): 0.5}, "settings": settings}
+    columns = {2: ([0.9] * 10 + [0.0] * 30, [0.3] * 40), 4: ([0.5] * 40, [0.2] * 40), 6: ([0.4] * 40, [0.1] * 40)}
+    for number, (ocr, lpips) in columns.items():
+        save_validation(tmp_path, number, TEXTS, [], ocr, {"ocr": ocr, "lpips": lpips})
+        files = {"lora/pytorch_lora_weights.safetensors": save({"weight": np.zeros(1)})}
+        save_checkpoint(tmp_path / "checkpoints", number, files, state)
+    found = selected(tmp_path)
+    if step is None:
+        assert len(found.prompts) == 40 and f"chosen among 3 by its {value} on held-out prompts" in found.remarks[0]
+    else:
+        assert step_of(found) == step and f"the best of 3 on 20 held-out prompts: {value}" in found.remarks[0]
+
+
 def test_all_runs_are_chosen_on_the_same_prompts_and_other_loras_stay(tmp_path: Path) -> None:
     runs = {"a": trained(tmp_path / "a", {2: [0.5] * 40, 4: [0.4] * 40})}
     runs["b"] = trained(tmp_path / "b", {3: [0.1] * 40, 9: [0.2] * 40})

@@ -189,13 +189,14 @@ def test_a_stopped_slurm_job_waits_for_the_checkpoint_and_is_begun_again_if_it_s
     assert [call.arguments for call in dry.calls("scontrol")] == again
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_slurm_job_that_ends_by_itself_is_not_begun_again(
-    code: int, dry: DryRun, job: Callable[..., "subprocess.Popen[str]"]
+@pytest.mark.parametrize(("code", "again"), [(0, []), (2, []), (143, [["requeue", "7"]])])
+def test_a_slurm_job_that_ends_by_itself_is_begun_again_if_its_time_was_over(
+    code: int, again: list[list[str]], dry: DryRun, job: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
+    """143 is also the code of `trainer.hours`."""
     process = job(str(code))
     process.communicate(timeout=60)
-    assert process.returncode == code and not dry.calls("scontrol")
+    assert process.returncode == code and [call.arguments for call in dry.calls("scontrol")] == again
 
 
 def test_the_skypilot_task_trains_on_its_first_machine(dry: DryRun, tmp_path: Path) -> None:

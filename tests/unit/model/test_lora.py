@@ -177,7 +177,9 @@ def test_find_targets() -> None:
         find_targets(transformer, "to_z")
     with pytest.raises(ModelError, match=r"lora_targets='\*' .*regular expression: nothing to repeat"):
         find_targets(transformer, "*")
-    with pytest.raises(ModelError, match=r"None matches none of the 1 linear layers of Sequential; .* like 0"):
+    with pytest.raises(
+        ModelError, match=r"None matches none of the 1 linear layers of Sequential; .* like denoiser\.0"
+    ):
         find_targets(torch.nn.Sequential(torch.nn.Linear(2, 2)), None)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gerl.config.held_out import Criterion
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
@@ -252,6 +253,25 @@ def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -
     assert find_checkpoint(tmp_path)[1].step == 3
     save(5, 6.0, 10.0)
     assert find_checkpoint(tmp_path)[1].step == 2
+
+
+def test_the_best_checkpoint_may_be_that_of_another_metric(tmp_path: Path) -> None:
+    root, lower = tmp_path / "checkpoints", Criterion("val/lpips/mean", lower=True)
+    flagged = ["base/alignment"]
+    for step, reward, lpips in ((1, 0.9, 0.3), (2, 0.5, 0.1), (3, 0.6, 0.2), (4, 0.7, 0.4), (5, 0.4, None)):
+        found = {"val/reward/mean": reward} | ({} if lpips is None else {"val/lpips/mean": lpips})
+        state = {"val_reward": reward, "val_metrics": found, "signals": flagged if step == 2 else []}
+        save_checkpoint(root, step, FILES, state | {"settings": {"checkpoint": {"best": "-val/lpips/mean"}}})
+    assert find_checkpoint(tmp_path)[1:] == (
+        load_checkpoint(root / "step_3"),
+        "step 3, the best without signals of the guard: val/lpips/mean 0.200; step=2 has 0.100, and signals of the "
+        "guard: base/alignment",
+    )
+    assert [c.step for c in comparable_checkpoints(tmp_path)] == [1, 3, 4]
+    assert best_checkpoint(root, 3, lower).step == 1  # type: ignore[union-attr]
+    assert best_checkpoint(root, 3).step == 1  # type: ignore[union-attr]
+    prune(root, 1, lower)
+    assert names(root) == ["step_2", "step_3", "step_5"]
 
 
 def test_prune_does_not_count_damaged(tmp_path: Path) -> None:

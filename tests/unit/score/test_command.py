@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from html_page import Page
 
+from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import GerlError
 from gerl.protocol import Prompt
+from gerl.run.validation import wilson_interval
 from gerl.score.command import (
     BINS,
     Item,
     ScoredImage,
+    closing_screen,
+    derived_lines,
     describe_groups,
     groups_of,
     summarise,
@@ -62,6 +66,27 @@ def test_the_best_come_first_and_what_has_no_total_last(tmp_path: Path) -> None:
     assert seen.values == [[2.0], [0.0], [-1.0], [None]]
     prompts = [word.removeprefix("prompt of ") for word in seen.words if word.startswith("prompt of ")]
     assert prompts == ["a", "b", "c", "none"]
+
+
+def test_success_rates_and_the_best_of_several_images_have_lines_of_their_own(tmp_path: Path) -> None:
+    values = [0.1, 0.9, 0.5, 0.6, 0.2]
+    cards = [card(str(i), value, ocr=value, size=1.0) for i, value in enumerate(values)]
+    reward = RewardConfig({"ocr": ScorerConfig(success=0.5), "size": ScorerConfig(weight=0)})
+    lines = derived_lines(reward, cards, [0, 0, 1, 1, 2])  # a third prompt with one image
+    numbers = {name: [float(cell) for cell in cells[:2]] for name, *cells in lines}
+    assert numbers == {
+        "total/best_of_n = ocr/best_of_n": [2, 0.75],
+        "ocr/success_rate": [3, 0.5],
+        "ocr/pass_at_2": [2, 1.0],
+        "size/best_of_n": [2, 1.0],
+    }
+    screen = closing_screen(tmp_path, cards, lines)
+    assert sum(line.startswith("ocr/success_rate ") for line in screen.splitlines()) == 1
+    write_gallery(tmp_path / "gallery.html", "x", cards, {}, lines)
+    assert "ocr/success_rate" in (tmp_path / "gallery.html").read_text()
+    apart = derived_lines(reward, cards, range(5))  # one image each: how many are good enough, and nothing else
+    low, high = wilson_interval(0.6, 5)
+    assert apart == [("ocr/success_rate", "5", "0.6", f"{low:.4g} to {high:.4g}")]
 
 
 def test_the_page_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

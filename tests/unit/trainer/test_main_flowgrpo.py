@@ -8,7 +8,7 @@ import time
 import pytest
 
 from gerl.commandline import signals
-from gerl.errors import ConfigError, GerlError, Interrupted, ModelError, Stopped
+from gerl.errors import ConfigError, GerlError, Interrupted, ModelError, OutOfTime, Stopped
 from gerl.trainer.main_flowgrpo import main
 
 
@@ -32,6 +32,7 @@ def test_help_is_shown_and_nothing_started(
         (Interrupted("made anew by a library from its class and a text"), 130, ""),
         (KeyboardInterrupt(), 130, ""),
         (Stopped(3), 0, ""),
+        (OutOfTime(3, 1.5), 143, ""),
     ],
 )
 def test_exit_codes(

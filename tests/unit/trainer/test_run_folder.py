@@ -309,6 +309,33 @@ def test_a_finished_run_is_said_to_be(made: Made, caplog: pytest.LogCaptureFixtu
     assert said(opened(f"checkpoint.resume={run}", "trainer.steps=12")) == ["trainer.steps 10 -> 12"]
 
 
+STOP_AT = "trainer.stop_at={{metric: val/mine/mean, above: {}}}"
+
+
+@pytest.mark.parametrize("given", ["trainer.steps=5", STOP_AT.format(0.6), "trainer.epochs=7", "trainer.hours=2"])
+def test_auto_leaves_a_run_that_has_reached_its_limit(made: Made, given: str) -> None:
+    keys = [STOP_AT.format(0.5), "trainer.epochs=7"]
+    made("a", *keys, finished=True, val_metrics={"val/mine/mean": 0.6})
+    assert opened("checkpoint.resume=auto", given).checkpoint is None
+
+
+@pytest.mark.parametrize("given", [STOP_AT.format(0.7), "trainer.stop_at={}"])
+def test_auto_extends_a_run_beyond_its_limit(made: Made, given: str) -> None:
+    run = made("a", STOP_AT.format(0.5), finished=True, val_metrics={"val/mine/mean": 0.6})
+    folder = opened("checkpoint.resume=auto", given)
+    assert folder.path.resolve() == run and said(folder)[0].startswith("trainer.stop_at")
+    assert open_run([f"checkpoint.resume={run}", "trainer.steps=20"]) is None  # the limit is reached all the same
+
+
+def test_epochs_are_counted_before_a_run_is_resumed(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    run = made("a", "trainer.epochs=5", finished=True)  # of one prompt, and one step
+    with caplog.at_level(logging.INFO, logger="gerl"):
+        assert open_run([f"checkpoint.resume={run}"]) is None
+    assert "finished at step 5" in caplog.text and "trainer.epochs above 5" in caplog.text
+    assert opened("checkpoint.resume=auto", "trainer.epochs=6").path.resolve() == run
+    assert refused(run, "trainer.epochs=4").startswith("trainer.epochs=4: ")
+
+
 def test_a_last_step_that_was_not_logged_is_carried_on(made: Made) -> None:
     run = made("a", steps=(10,), unlogged={"reward/mean": 0.5})
     assert opened(f"checkpoint.resume={run}").checkpoint is not None

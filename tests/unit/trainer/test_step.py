@@ -20,7 +20,7 @@ def test_each_kind_of_held_out_prompts_has_its_mean() -> None:
         prompt = replace(found.samples[i].prompt, metadata={} if source is None else {"data_source": source})
         found.samples[i] = replace(found.samples[i], prompt=prompt)
     metrics = reward_metrics(found, c.reward, validation=True)
-    assert {name: value for name, value in metrics.items() if name.startswith("val/reward/")} == {
+    assert {name: v for name, v in metrics.items() if name.startswith("val/reward/") and name.endswith("/mean")} == {
         "val/reward/mean": 3.75, "val/reward/signs_short/mean": 2.0, "val/reward/photos/mean": 5.0
     }  # fmt: skip
     found.totals[0], found.failures[0] = None, [ScorerFailure("a", "it broke")]

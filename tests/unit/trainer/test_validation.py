@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from crediting import PROMPTS, config, scored
 
-from gerl.algorithms.planning import plan_samples
+from gerl.algorithms.planning import plan_validation
 from gerl.cluster import Pending
 from gerl.config import ScorerConfig, ValidationConfig
 from gerl.errors import RewardError
-from gerl.protocol import Images, Prompt, Sample, Scores
+from gerl.protocol import Images, Prompt, Sample, ScorerFailure, Scores
+from gerl.run.validation import estimate_share
+from gerl.trainer.step import reward_metrics
 from gerl.trainer.validation import caption, chosen_pixels, conclude_validation, shown_images
 from gerl.utils.dataset import load_prompts
 
@@ -86,7 +88,9 @@ def test_a_whole_validation_has_its_mean(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level("INFO"):
         metrics, reward = conclude_validation(c, found, 6)
     assert reward == metrics["val/reward/mean"] == 3.5 and metrics["val/failures"] == 0
-    assert caplog.messages == ["step 6: reward on 4 held-out prompts 3.500"]
+    low, high = (metrics[f"val/a/success_rate_{end}"] for end in ("low", "high"))
+    said = f"; a/success_rate 0.750 (95 % interval {low:.3f} to {high:.3f})"
+    assert caplog.messages == [f"step 6: reward on 4 held-out prompts 3.500{said}"]
     routed = replace(c.reward, scorers={**c.reward.scorers, "b": ScorerConfig(0, data_sources=["signs"])})
     found.by_scorer["b"] = [None, 7.0, None, None]  # it applies to one of them
     for i, sample in enumerate(found.samples):
@@ -96,13 +100,30 @@ def test_a_whole_validation_has_its_mean(caplog: pytest.LogCaptureFixture) -> No
     assert metrics["val/b/mean"] == 7.0 and reward == 3.5
 
 
+def test_several_images_per_held_out_prompt_have_the_best_of_them_and_pass_at_k() -> None:
+    c, values = config(), [1.0, 3.0, 5.0, 5.0]
+    c = replace(c, validation=replace(c.validation, images_per_prompt=2))
+    (batch,) = plan_validation(c, PROMPTS[:2], 6)
+    columns: dict[str, list[float | None]] = {"a": [v / 2 for v in values]}
+    metrics, _ = conclude_validation(c, Scores(batch, list(values), columns, [[]] * 4), 6)
+    assert metrics["val/reward/best_of_n"] == 4.0 and metrics["val/a/best_of_n"] == 2.0
+    assert metrics["val/a/success_rate"] == metrics["val/a/pass_at_1"] == 0.75 and metrics["val/a/pass_at_2"] == 1.0
+    interval = estimate_share([0, 0, 1, 1], [0.0, 1.0, 1.0, 1.0])
+    assert (metrics["val/a/success_rate_low"], metrics["val/a/success_rate_high"]) == (interval.low, interval.high)
+    failed: dict[str, list[float | None]] = {"a": [None, *columns["a"][1:]]}
+    metrics = reward_metrics(
+        Scores(batch, [None, *values[1:]], failed, [[ScorerFailure("a", "x")], [], [], []]), c.reward, validation=True
+    )
+    assert math.isnan(metrics["val/a/pass_at_1"]) and math.isnan(metrics["val/a/best_of_n"])  # no mean without a prompt
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_held_out_prompts_that_only_people_could_score_have_no_reward_and_no_failure(
     asked: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`asked`: so many of them have another scorer with a weight, by their `data_source`."""
     c, found = config(), Scores()
-    samples = plan_samples(c, PROMPTS, 1, 0)[:4]
+    (samples,) = plan_validation(c, PROMPTS, 6)
     totals: list[float | None] = [3.0] * asked + [None] * (4 - asked)
     found.add(Scores(samples, totals, {"b": [7.0] * 4}, [[] for _ in totals]))
     with caplog.at_level("INFO"):

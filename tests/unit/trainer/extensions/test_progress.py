@@ -35,7 +35,8 @@ class Bar:
 def run_of(step: int, held_out: bool) -> Any:
     state = SimpleNamespace(step=step, unlogged={})
     validated = step or None
-    return SimpleNamespace(state=state, held_out=held_out, validated_step=validated, val_reward=None, val_gain=None)
+    known = {"held_out": held_out, "validated_step": validated, "val_reward": None, "val_gain": None}
+    return SimpleNamespace(state=state, planned_steps=5, **known)
 
 
 @pytest.mark.parametrize(("step", "held_out"), [(0, True), (0, False), (3, True)])

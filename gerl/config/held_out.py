@@ -1,0 +1,140 @@
+"""Held-out metrics that a key names: the one that makes a checkpoint the best, and the one that ends a run."""
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gerl.config.schema import shown
+from gerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gerl.config.configuration import Config
+
+REWARD = "val/reward/mean"
+OF_EVERY_COLUMN = ("mean", "gain", "gain_low", "gain_high")
+METRIC = re.compile(r"val/(.+)/(\w+)")
+
+
+def parts(metric: str) -> tuple[str, str]:
+    """Return the column and the statistic of a held-out metric, such as `ocr/exact` and `mean`."""
+    match = METRIC.fullmatch(metric)
+    return (match[1], match[2]) if match else ("", "")
+
+
+def check_form(key: str, metric: object) -> None:
+    """Raise `ConfigError` unless `metric` looks like the name of a held-out metric; `key`: with its value."""
+    if not isinstance(metric, str) or not METRIC.fullmatch(metric):
+        raise ConfigError(f"{key}: expected a held-out metric, val/COLUMN/STATISTIC, such as {REWARD}")
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What makes a checkpoint the best: a held-out metric, and whether lower values of it are better."""
+
+    metric: str = REWARD
+    lower: bool = False
+
+    @classmethod
+    def parse(cls, given: str) -> "Criterion":
+        """Parse `checkpoint.best`: the metric, with a minus in front if lower is better. Raises `ConfigError`."""
+        found = cls(given.removeprefix("-"), given.startswith("-"))
+        check_form(f"checkpoint.best={shown(given)}", found.metric)
+        return found
+
+    def rank(self, value: float) -> float:
+        """Return a number that is the higher the better."""
+        return -value if self.lower else value
+
+
+BY_REWARD = Criterion()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A held-out metric and the value at which a run ends, `trainer.stop_at`."""
+
+    metric: str
+    limit: float
+    above: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> "Goal | None":
+        """Parse `{metric: NAME, above: NUMBER}`, or `below`; None if it is empty. Raises `ConfigError`."""
+        if not given:
+            return None
+        key = f"trainer.stop_at={shown(dict(given))}"
+        limits = [side for side in ("above", "below") if side in given]
+        if set(given) != {"metric", *limits} or len(limits) != 1:
+            raise ConfigError(
+                f"{key}: expected a metric and one limit, such as {{metric: val/ocr/success_rate, above: 0.95}} or "
+                "{metric: val/lpips/mean, below: 0.2}"
+            )
+        limit = given[limits[0]]
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+            raise ConfigError(f"{key}: {limits[0]} must be a number")
+        check_form(key, given["metric"])
+        return cls(given["metric"], float(limit), limits[0] == "above")
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is at or beyond the limit."""
+        value = metrics.get(self.metric, math.nan)
+        return value >= self.limit if self.above else value <= self.limit
+
+    def words(self, metrics: Mapping[str, float]) -> str:
+        """Say that the metric has reached the limit."""
+        side = "at least" if self.above else "at most"
+        return f"{self.metric} is {metrics[self.metric]:.4g}, {side} {self.limit:g} (trainer.stop_at)"
+
+
+def metrics(config: "Config", columns: Iterable[str] = (), sources: Collection[str] = ()) -> list[str]:
+    """Return the held-out metrics of a run, given further `columns` of its scorers and the prompts' data `sources`.
+
+    Without `gain` and its interval, which every column with a mean has too.
+    """
+    validation = config.validation
+    scorers = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.during != "training"}
+    found = [REWARD, *(f"val/reward/{source}/mean" for source in sources if len(sources) > 1)]
+    several = validation.images_per_prompt > 1
+    found += ["val/reward/best_of_n"] if several else []
+    for column in dict.fromkeys([*scorers, *columns]):
+        names = ["mean", *(["best_of_n"] if several else [])]
+        if column in scorers and scorers[column].success is not None:
+            names += ["success_rate", "success_rate_low", "success_rate_high"]
+            names += [f"pass_at_{k + 1}" for k in range(validation.images_per_prompt) if several]
+        found += [f"val/{column}/{name}" for name in names]
+    return found + (["val/base/alignment/mean", "val/base/surprise/mean"] if config.judges else [])
+
+
+def chosen(config: "Config") -> dict[str, str]:
+    """Return the held-out metrics that keys name, by the key with its value; without the default."""
+    best, goal = Criterion.parse(config.checkpoint.best), Goal.parse(config.trainer.stop_at)
+    found = {} if best == BY_REWARD else {f"checkpoint.best={config.checkpoint.best}": best.metric}
+    return found | ({} if goal is None else {"trainer.stop_at": goal.metric})
+
+
+def check_chosen(config: "Config", columns: Collection[str] = (), sources: Collection[str] = ()) -> None:
+    """Raise `ConfigError` with a list if a key names a held-out metric that no validation of the run has.
+
+    columns: of the scorers that have been tried. sources: data sources of the held-out prompts.
+    """
+    known = metrics(config, columns, sources)
+    for key, metric in chosen(config).items():
+        column, statistic = parts(metric)
+        scorer, _, further = column.partition("/")
+        untried = bool(further) and scorer in config.reward.scorers and scorer not in columns
+        mean = f"val/{column}/mean" if statistic in OF_EVERY_COLUMN else metric
+        if mean not in known and not (untried and statistic in (*OF_EVERY_COLUMN, "best_of_n")):
+            raise ConfigError(unknown(key, metric, known))
+
+
+def unknown(key: str, metric: str, known: Collection[str]) -> str:
+    """Describe a `metric` that is none of the `known` ones; `key`: with its value."""
+    near = difflib.get_close_matches(metric, known, n=1, cutoff=0.8)
+    hint = f"did you mean {near[0]}? T" if near else "t"
+    return (
+        f"{key}: there is no held-out metric {metric}; {hint}here are {', '.join(known)}, and gain, gain_low and "
+        "gain_high in place of mean"
+    )
