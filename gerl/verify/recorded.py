@@ -11,9 +11,10 @@ from typing import Any
 from gerl.commandline.composition import compose_changes
 from gerl.config import Config
 from gerl.config.changes import Settings
+from gerl.data.sources import contrasted, limit_prompts, load
 from gerl.errors import CheckpointError, DataError
 from gerl.protocol import Prompt
-from gerl.rewards.checks import read_prompts, read_regularising
+from gerl.rewards.checks import read_regularising
 from gerl.run.card import CARD, read_sessions
 from gerl.run.checkpoint import Checkpoint, checkpoint_paths, load_checkpoint
 from gerl.run.dump import Dump, dumped_steps, read_dump
@@ -125,10 +126,12 @@ class RunRecord:
             raise NotCheckedError(str(error)) from None
 
     def _read(self, key: str) -> list[Prompt]:
+        """Read the prompts as a run does, without its scorers, which may not be here."""
         config = self.newest
+        train = key == "data.train"
+        given, most = (config.data.train, None) if train else (config.validation.data, config.validation.max_prompts)
         try:
-            if key == "data.train":
-                return read_prompts(config, key, config.data.train)
-            return read_prompts(config, key, config.validation.data, config.validation.max_prompts)
+            prompts = limit_prompts(load(given, config.data, key), most, given)
         except DataError as error:
             raise NotCheckedError(str(error)) from None
+        return contrasted(prompts) if config.needs_base else prompts

@@ -31,7 +31,7 @@ class Scoring(ExitStack):
     @property
     def left(self) -> str:
         """Say which scorers are not used, and why."""
-        return "".join(f"; {name} is not: {why}" for name, why in self.reasons.items())
+        return "".join(f"; the scorer {name} is not used: {why}" for name, why in self.reasons.items())
 
     def columns(
         self, reward: RewardConfig, part: RunPart, samples: Sequence[Sample], pixels: Sequence[np.ndarray]

@@ -13,6 +13,8 @@ from drills import more
 from safetensors.torch import load_file, save_file
 
 from gerl.errors import ConfigError, TrainingError
+from gerl.run.checkpoint import load_checkpoint, save_checkpoint
+from gerl.trainer.main_flowgrpo import main as train_main
 from gerl.verify.command import Request, run
 from gerl.verify.command import main as verify_main
 from gerl.verify.findings import Check, Wrong
@@ -247,6 +249,37 @@ def test_a_resumed_and_an_interrupted_run_pass(
     for path in [*(stopped.folder / "dumps").glob("step_3*"), *(stopped.folder / "validation").glob("step_000003*")]:
         path.unlink()
     assert not failed(stopped.folder, images=1)
+
+
+STOPPING = """
+import os, pathlib, signal
+import numpy as np
+
+def compute_score(images, prompts, metadata, log):
+    calls = pathlib.Path(log)
+    calls.write_text(calls.read_text() + "." if calls.exists() else ".")
+    if len(calls.read_text()) == 6:  # while the second step is scored
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(np.asarray(image).mean()) / 255 for image in images]
+"""
+
+
+@pytest.mark.parametrize("unlogged", [False, True])
+def test_a_run_that_a_signal_stopped_passes(
+    unlogged: bool, arguments: Any, given: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
+    (place / "stopping.py").write_text(STOPPING)
+    kwargs = f"reward.scorers.bright.kwargs={{log: {tmp_path / 'calls'}}}"
+    command = arguments(tmp_path / "run", *KEYS, kwargs, scorer=place / "stopping.py", trainer__steps=9, **given)
+    assert train_main(command) == 128 + 15
+    if unlogged:  # it came between the update and the row of metrics
+        checkpoint = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+        last = int(checkpoint.name.removeprefix("step_"))
+        edit_rows(tmp_path / "run", lambda rows: rows.pop())
+        loaded = load_checkpoint(checkpoint)
+        files = {name: loaded.read(name) for name in loaded.files}
+        save_checkpoint(checkpoint.parent, last, files, {**loaded.state, "unlogged": {"actor/loss": 0.5}})
+    assert not failed(tmp_path / "run", images=1)
 
 
 OTHERS = {
