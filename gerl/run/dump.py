@@ -78,6 +78,7 @@ class StepRecord:
 
     format: int
     step: int
+    planned: int  # trainer steps of the run
     lag: int
     file: str
     sha256: str  # of the file

@@ -119,7 +119,7 @@ def loaded(dump: Dump, overrides: Sequence[str] = (), worker: PolicyWorker | Non
 def configuration(dump: Dump, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration that replays a dump in one process, changed by `overrides`; raises `ConfigError`."""
     where = dump.record.environment
-    settings = in_one_process(dump.record.settings, where.device, where.dtype, where.threads)
+    settings = in_one_process(dump.record.settings, dump.record.planned, where.device, where.dtype, where.threads)
     if not settings["model"]["merge_lora"]:
         settings["model"]["lora"] = None  # the trained LoRA that began as it is in the dump
     if isinstance(path := settings["algorithm"].get("path"), str):
@@ -134,9 +134,9 @@ def configuration(dump: Dump, overrides: Sequence[str] = ()) -> Config:
 
 
 def in_one_process(
-    settings: Mapping[str, Any], device: str | None, dtype: str | None, threads: int | None
+    settings: Mapping[str, Any], steps: int, device: str | None, dtype: str | None, threads: int | None
 ) -> dict[str, Any]:
-    """Return the settings of a run for a single worker in this process; None: as they are.
+    """Return the settings of a run of so many `steps` for a single worker in this process; None: as they are.
 
     `device`: of the run; without a GPU here the CPU takes its place.
     """
@@ -145,6 +145,8 @@ def in_one_process(
     facts = {"device": here if device else None, "threads_per_worker": threads}
     found["cluster"] |= {**ALONE, **{name: value for name, value in facts.items() if value is not None}}
     found["model"] |= {"shard": "none"} | ({} if dtype is None else {"dtype": dtype})
+    found["trainer"] |= {"steps": steps, "epochs": None}  # the learning rates are those of the run
+    found["rollout"]["service"] = {}  # its images are in the dump
     for scorer in found["reward"]["scorers"].values():
         scorer["env"] = {}  # needs processes; no scorer runs but those that the worker differentiates
     return found

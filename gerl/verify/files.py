@@ -13,15 +13,15 @@ import torch
 
 from gerl.algorithms.planning import prompt_schedule
 from gerl.cluster import Cluster
-from gerl.config import ClusterConfig, Config
+from gerl.config import ClusterConfig, Config, RewardConfig
 from gerl.config.changes import flat_settings, unknown_keys
 from gerl.errors import CheckpointError, DataError
-from gerl.protocol import Prompt, RolloutTask
+from gerl.protocol import Prompt, RolloutTask, Sample, Scores
 from gerl.run.card import redacted, software
 from gerl.run.checkpoint import RunState
 from gerl.run.dump import STATE, Dump
 from gerl.run.live import FOLDER, live_steps
-from gerl.run.validation import judged, mean, paired_gains
+from gerl.run.validation import Validation, judged, mean, paired_gains
 from gerl.trainer.run import Run, due
 from gerl.trainer.run_folder import identity
 from gerl.trainer.step import reward_metrics
@@ -139,7 +139,7 @@ def check_checkpoints(run: RunRecord) -> Check:
 
 def check_metrics(run: RunRecord) -> Check:
     """Check that steps have no gaps, and what follows of a row from the configuration and the row before it."""
-    rows, tally, done, total = run.rows, Tally(), (0, 0), run.newest.trainer.steps
+    rows, tally, done, trainer = run.rows, Tally(), (0, 0), run.newest.trainer
     if not rows and not run.checkpoints:
         raise NotCheckedError("metrics.jsonl has no rows")
     first, last = 0 if 0 in run.row_of else 1, max(run.row_of, default=0)
@@ -151,8 +151,9 @@ def check_metrics(run: RunRecord) -> Check:
     for step, checkpoint in run.checkpoints.items():
         reached = step - bool(checkpoint.state.get("unlogged"))  # a step may be saved before it is logged
         tally.compare(METRICS, "the last step", last, max(reached, last), by="reached by a checkpoint")
-        if checkpoint.state.get("finished") and step == max(run.checkpoints):
-            tally.compare("config.yaml", "trainer.steps", total, step, by="finished by the last checkpoint")
+        if checkpoint.state.get("finished") and step == max(run.checkpoints) and not trainer.stop_at:
+            key = "trainer.steps" if trainer.epochs is None else "trainer.epochs, in steps,"
+            tally.compare("config.yaml", key, run.planned, step, by="finished by the last checkpoint")
     for row in rows:
         if row["step"]:
             done = _check_updates(run, row, done, tally)
@@ -169,26 +170,27 @@ def _check_updates(run: RunRecord, row: dict[str, Any], done: tuple[int, int], t
     most, new = config.actor.updates, taken + skipped - sum(done)
     tally.compare(METRICS, "actor/policy_version", taken, min(max(taken, done[0]), taken - new + most), step, "at most")
     if "actor/lr" in row:
-        tally.compare(METRICS, "actor/lr", row["actor/lr"], rate(config, int(taken + skipped) - 1), step)
+        steps = config.trainer.steps if config.trainer.epochs is None else run.planned
+        tally.compare(METRICS, "actor/lr", row["actor/lr"], rate(config, steps, int(taken + skipped) - 1), step)
     return int(taken), int(skipped)
 
 
-def rate(config: Config, taken: int) -> float:
-    """Return the learning rate after `taken` optimizer steps."""
+def rate(config: Config, steps: int, taken: int) -> float:
+    """Return the learning rate after `taken` optimizer steps of a run of so many trainer `steps`."""
     from diffusers.optimization import get_scheduler  # takes seconds
 
     base = config.actor.rate(config.model.train)
     name = "constant_with_warmup" if config.actor.lr_schedule == "constant" else config.actor.lr_schedule
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base)
-    total = config.trainer.steps * config.actor.updates
-    schedule = get_scheduler(name, optimizer, num_warmup_steps=config.actor.warmup_steps, num_training_steps=total)
+    warmup, total = config.actor.warmup_steps, steps * config.actor.updates
+    schedule = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
     return float(base * schedule.lr_lambdas[0](taken))
 
 
 def _check_due(run: RunRecord, row: dict[str, Any], tally: Tally) -> None:
     """Check that a validation that was due has been logged and kept."""
     step, config = row["step"], run.config(row["step"])
-    if config.validation.data is not None and due(step, config.validation.every, config.trainer.steps):
+    if config.validation.data is not None and due(step, config.validation.every, 0):
         tally.compare(METRICS, "val/reward/mean", "val/failures" in row or "val/reward/mean" in row, True, step, "due")
         tally.compare("validation", f"step_{step:06d}.json", step in run.validations, True, by="due")
 
@@ -263,7 +265,7 @@ def _compare_tasks(
 
 
 def check_validations(run: RunRecord) -> Check:
-    """Compare the held-out means, gains and judgements in the metrics with the rewards of each image on disk."""
+    """Compare held-out means, rates, gains and judgements in the metrics with the scores of each image on disk."""
     tally, found = Tally(), run.validations
     if not found:
         raise NotCheckedError("the run has no validation")
@@ -271,19 +273,26 @@ def check_validations(run: RunRecord) -> Check:
     for step, validation in found.items():
         if (row := run.row_of.get(step)) is None:
             continue  # it ended before the row was written
-        columns = {"reward": validation.rewards, **validation.by_scorer}
-        values = {f"{name}/mean": mean(column) for name, column in columns.items() if None not in column}
-        values |= {f"{name}/mean": mean(column) for name, column in judged(validation, first).items()}
-        for name, scorer in run.config(max(step, 1)).reward.scorers.items():
-            if (least := scorer.success) is not None and None not in (column := columns.get(name, [None])):
-                values[f"{name}/success_rate"] = mean([float(v is not None and v >= least) for v in column])
-        known = {f"val/{name}": value for name, value in values.items()}
+        known = held_out_metrics(validation, run.config(max(step, 1)).reward)
+        known |= {f"val/{name}/mean": mean(column) for name, column in judged(validation, first).items()}
         if step > first.step:
             known |= gain_metrics(paired_gains(first, validation))
         for key, value in known.items():
             if row.get(key) is not None:
                 tally.compare(METRICS, key, row[key], value, step, "from validation/", ROUNDING)
-    return tally.result("validations", f"means, gains and judgements of {len(found)} validations")
+    return tally.result("validations", f"means, rates, gains and judgements of {len(found)} validations")
+
+
+def held_out_metrics(validation: Validation, reward: RewardConfig) -> dict[str, float | None]:
+    """Return the metrics that follow from the scores of a validation; of columns without a missing score."""
+    ids = validation.ids or list(range(len(validation.prompts)))
+    prompts = [Prompt(i, text) for i, text in zip(ids, validation.prompts, strict=True)]
+    samples = [Sample(prompt, k, 0, validation.step) for k, prompt in enumerate(prompts)]
+    columns = {name: column for name, column in validation.by_scorer.items() if None not in column}
+    scores = Scores(samples, validation.rewards, columns, [[] for _ in samples])
+    found: dict[str, float | None] = {**reward_metrics(scores, reward, validation=True)}
+    del found["val/failures"]  # not on disk
+    return found if None not in validation.rewards else {k: v for k, v in found.items() if "val/reward/" not in k}
 
 
 def check_live(run: RunRecord) -> Check:

@@ -87,7 +87,7 @@ def recomputing(run: RunRecord, tolerance: float | None) -> Iterator[Recomputati
     threads = environments[-1].threads if environments else None
     if dtype is None and device == "cuda" and run.newest.model.dtype == "auto":
         dtype = "bfloat16"  # also where it is computed again on a CPU
-    settings = in_one_process(run.settings(run.last), device, dtype, threads)
+    settings = in_one_process(run.settings(run.last), run.planned, device, dtype, threads)
     config = compose_changes(settings, run.overrides)
     with Cluster(config.cluster) as cluster:
         try:
@@ -259,14 +259,17 @@ def check_steps(r: Recomputation, count: int, scoring: Scoring) -> Check:
     if not (count := min(count, len(dumps))):
         raise NotCheckedError("steps=0")
     chosen = [dumps[round(i * (len(dumps) - 1) / max(count - 1, 1))] for i in range(count)]
-    tally, exact = Tally(), True
+    tally, exact, again = Tally(), True, "trajectories, scores, "
     for dump in chosen:
         config = configuration(dump, r.run.overrides)
         step = DumpedStep(dump, config, r.cluster, r.worker_of(config))
-        exact &= _compare_rollout(r, tally, step, scoring)
-        exact &= _compare_update(r, tally, step)
+        if sampled := not dump.record.settings["rollout"].get("service"):
+            exact &= _compare_rollout(r, tally, step, scoring)
+        else:  # another engine did
+            again = ""
+        exact &= _compare_update(r, tally, step, counted=sampled)
     steps, said = ", ".join(str(dump.record.step) for dump in chosen), "bitwise equal" if exact else "equal"
-    what = f"step {steps} of {len(dumps)} dumped: trajectories, scores, credit, ratio, gradient, weights"
+    what = f"step {steps} of {len(dumps)} dumped: {again}credit, ratio, gradient, weights"
     return tally.result("steps", (what if tally.wrong else f"{what} {said}") + scoring.left)
 
 
@@ -338,8 +341,8 @@ def _limit(r: Recomputation, step: DumpedStep) -> float:
     return default_tolerance(step.dump.record.environment.dtype) if r.tolerance is None else r.tolerance
 
 
-def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep) -> bool:
-    """Train on a step again; returns whether all numbers are bitwise equal."""
+def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep, counted: bool) -> bool:
+    """Train on a step again; returns whether all numbers are bitwise equal. `counted`: with its evaluations."""
     dump, record = step.dump, step.dump.record
     where, number, limit = relative(r.run, dump.path), record.step, _limit(r, step)
     try:
@@ -367,7 +370,7 @@ def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep) -> bool:
         tally.compare(where, "actor/ratio_deviation", min(deviation, most), deviation, number, "but 0 is expected")
     row = r.run.row_of.get(number, {})
     # counted in the step in which they are made, with the padding of ranks in lockstep
-    counted = compared.exact and not step.config.trainer.staleness and not r.run.config(number).lockstep
+    counted &= compared.exact and not step.config.trainer.staleness and not r.run.config(number).lockstep
     for name in ("evaluations/forward", "evaluations/backward") if counted else ():
         if row.get(name) is not None:
             tally.compare(METRICS, name, row[name], found.metrics[name], number)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import compose_changes
 from gerl.config import Config
 from gerl.config.changes import Settings
@@ -101,6 +102,11 @@ class RunRecord:
     @cached_property
     def _configs(self) -> dict[Path, Config]:
         return {}
+
+    @cached_property
+    def planned(self) -> int:
+        """Trainer steps of the run as it was configured last."""
+        return planned_steps(self.newest, self.prompts if self.newest.trainer.epochs is not None else ())
 
     @property
     def newest(self) -> Config:

@@ -13,6 +13,7 @@ import torch
 from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
 from gerl.protocol import Prompt, Sample
+from gerl.verify.command import main as verify
 from gerl.web.engine import Options, build_app, load_engine
 from gerl.web.server import address, serving
 from gerl.workers.worker import PolicyWorker
@@ -57,7 +58,7 @@ def test_a_run_with_a_service_trains_and_resumes_bit_for_bit(model: Path, train:
     keys = ("algorithm=awm_fast", *PLAIN, "checkpoint.every=1", "actor.lr=0.02", "reward.trial=false")
     with served(model) as url:
         service = f"rollout.service={{url: '{url}'}}"
-        run = train(tmp_path / "run", *keys, service, trainer__steps=4)
+        run = train(tmp_path / "run", *keys, service, "trainer.dump=2", trainer__steps=4)
         assert min(run.column("actor/grad_norm")) > 0
         train(tmp_path / "half", *keys, service, trainer__steps=2)
     with served(model) as url:  # another process, at another address
@@ -66,6 +67,7 @@ def test_a_run_with_a_service_trains_and_resumes_bit_for_bit(model: Path, train:
             trainer__steps=4,
         )  # fmt: skip
     assert torch.equal(run.lora(4), again.lora(4))
+    assert verify([str(run.folder)]) == 0  # also without the service
 
 
 def test_wrong_requests_are_answered(model: Path) -> None:

@@ -289,6 +289,8 @@ OTHERS = {
     "split, sampled ahead": "cluster.launcher=ray cluster.num_workers=2 cluster.layout=split trainer.staleness=1",
     "half precision": "model.dtype=bfloat16 actor.max_ratio_deviation=0.1",
     "further prompts": "algorithm.dynamic_sampling=1",
+    "epochs": "trainer.epochs=2 actor.lr_schedule=cosine",
+    "a critic": "algorithm=flow_ppo",
     "several images per prompt": "validation.images_per_prompt=2 validation.images=2 sampling.guidance_scale=4.5",
 }
 

@@ -135,6 +135,7 @@ def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
     return StepRecord(
         format=FORMAT,
         step=step.number,
+        planned=run.planned_steps,
         lag=step.lag,
         file=file.path.name,
         sha256="",
