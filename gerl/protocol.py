@@ -29,13 +29,28 @@ class DatasetImage:
     score: float
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Turn of an episode: its number (from 0), the role that takes it, and the state it starts from.
+
+    `request`: text passed to the model instead of the prompt, or ""; `image`: the image of the turn before, uint8
+    [H, W, 3]; `state`: number of that image among those of the prompt.
+    """
+
+    number: int
+    role: str
+    request: str = ""
+    image: Any = None
+    state: int | None = None
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Row of a prompt file or data set.
 
     `id`: its index among all prompts, so that equal texts stay different prompts; `source`: the number of its file.
     `dataset_images`: its images, if they are not sampled; `contrast`: the text of another prompt, with which the base
-    model compares it; "": there is none, or nothing is compared.
+    model compares it; "": there is none, or nothing is compared. `turn`: None outside of episodes.
     """
 
     id: int
@@ -44,6 +59,12 @@ class Prompt:
     source: int = 0
     dataset_images: tuple[DatasetImage, ...] = ()
     contrast: str = ""
+    turn: Turn | None = None
+
+    @property
+    def request(self) -> str:
+        """Text passed to the model; scorers are passed `text`."""
+        return self.text if self.turn is None or not self.turn.request else self.turn.request
 
 
 class References(list[Any]):
@@ -53,8 +74,9 @@ class References(list[Any]):
 class Group(NamedTuple):
     """Key of samples that may be compared with each other (AT-GRPO, arXiv 2510.11062).
 
-    It consists of the prompt's row and, if they apply, the turn, the role of the policy and the branching point, which
-    determine the state that the samples shared. The program sets them, never a column of a prompt file.
+    It consists of the prompt's row and, if they apply, the turn, the role of the policy and the branching point (or the
+    image that a turn starts from), which determine the state that the samples shared. The program sets them, never a
+    column of a prompt file.
     """
 
     prompt: int

@@ -9,6 +9,7 @@ if __name__ == "__main__":
     sys.exit(start("reward_models.serve", WITH_LEVELS))
 
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -100,7 +101,8 @@ PARSER = Parser(
     "the service",
     "python -m reward_models.serve",
     "scorer=NAME [key=value ...]",
-    "Serve a scorer over HTTP, for the scorer remote of a run.",
+    "Serve a scorer over HTTP, for the scorer remote of a run; with pipeline=MODEL a diffusers pipeline, for "
+    "rollout.service.",
     Options,
     read=_yaml,
 )
@@ -191,6 +193,12 @@ def run(options: Options, stop: threading.Event) -> None:
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; return the exit code: 0 after Ctrl-C or SIGTERM, 1 for an error, 2 for wrong arguments."""
+
+    given = sys.argv[1:] if argv is None else argv
+    if any(argument.startswith("pipeline=") for argument in given):
+        from gerl.web.engine import main as serve_pipeline
+
+        return serve_pipeline(given, program)
 
     def work(arguments: list[str]) -> None:
         options = parse(arguments)

@@ -44,7 +44,7 @@ PAPERS = {
     "rwr": "arXiv 2302.12192",
 }
 
-GERLS_OWN = {"awm_fast", "few_step_grpo", "guidance_distillation", "mixed_gradient"}
+GERLS_OWN = {"awm_fast", "few_step_grpo", "flow_ppo", "guidance_distillation", "mixed_gradient"}
 
 PUBLISHED = {preset: rows for table in TABLES for preset, rows in table.PUBLISHED.items()}
 DEVIATIONS = {preset: rows for table in TABLES for preset, rows in table.DEVIATIONS.items()}

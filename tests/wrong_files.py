@@ -7,6 +7,7 @@ FILES: dict[str, str | bytes] = {
     "good.txt": SIGN,
     "my prompts.txt": SIGN,
     "empty.txt": "\n  \n",
+    "empty.json": "{}",
     "noquotes.txt": "a cat on a mat\na dog\n",
     "scripts.txt": 'ein Schild: "GRÜSSE"\n写着 "你好" 的牌子\n',
     "curly.txt": "a red sign that reads \N{LEFT DOUBLE QUOTATION MARK}PIN\N{RIGHT DOUBLE QUOTATION MARK}\n",

@@ -38,7 +38,8 @@ class NormalisedConfig(AlgorithmConfig):
 
     adv_estimator: AdvantageEstimator = key(
         "grpo",
-        "baseline: mean of the group; of its other members; of the batch; or each scorer normalised before the sum",
+        "baseline: mean of the group; of its other members; of the batch; each scorer normalised before the sum; or a "
+        "critic's values of the noisy latents, by step (block critic)",
     )
     advantage_std: StdKind = key(
         "group", "divisor of the centred rewards: the group's std, the batch's, or none (Dr. GRPO)"
@@ -46,7 +47,10 @@ class NormalisedConfig(AlgorithmConfig):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, single_images=self.adv_estimator == "reinforce_pp")
+        whole_step = self.adv_estimator == "reinforce_pp" or (
+            self.adv_estimator == "gae" and self.advantage_std != "group"
+        )
+        return replace(super().needs, single_images=whole_step)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Rewards:
     weights: torch.Tensor  # [R]
     diversity: torch.Tensor | None = None  # [B], if algorithm.diversity is set
     rows: Sequence[int] = ()  # [B] rows in the step's table of scores
+    values: torch.Tensor | None = None  # [B, T] of a critic, NaN at steps without one
 
     @property
     def group_ids(self) -> torch.Tensor:
@@ -206,16 +211,16 @@ class Algorithm(ABC):
         values = self._shaped(self.advantages(rewards), rewards).clamp(-clip, clip)
         if isinstance(settings, DownSampledConfig) and settings.train_share < 1:
             values = largest_of_groups(values, rewards.group_ids, settings.train_share)
-        return values[:, None].expand(-1, self.config.sampling.num_inference_steps)
+        return values if values.ndim == 2 else values[:, None].expand(-1, self.config.sampling.num_inference_steps)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
-        """Return one advantage per sample, [B]."""
+        """Return one advantage per sample, [B], or per step, [B, T]."""
         settings, ids = self.settings, rewards.group_ids
         assert isinstance(settings, NormalisedConfig)  # dataset images have a credit of their own
         match settings.adv_estimator:
             case "grpo" | "rloo" as estimator:
                 return group_advantages(rewards.totals, ids, settings.advantage_std, estimator == "rloo")
-            case "reinforce_pp":
+            case "reinforce_pp" | "gae":  # gae: without values of a critic
                 return batch_advantages(rewards.totals)
             case "gdpo":
                 return decoupled_advantages(rewards.by_scorer, rewards.weights, ids, settings.advantage_std)

@@ -166,6 +166,32 @@ def tree_advantages(
     return _typed_as(rewards, result)
 
 
+def generalised_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, gamma: float = 1.0, lam: float = 1.0
+) -> torch.Tensor:
+    """Return the generalised advantage estimates of the actions of trajectories, `[B, T]` (GAE, arXiv 1506.02438).
+
+    `rewards` `[B]` of the finished images; `values` `[B, T]` of the states before each step, NaN at steps that are no
+    actions, as in the result. The error of an action is `d_k = gamma V(s') - V(s_k)` with the state s' of the next one,
+    of the last one `reward - V(s_k)`; the advantage is the sum of `(gamma lam)^i` times the i-th error from k on
+    (equation 16). `result + values` are the TD(lambda) targets of the values. Raises `ValueError` for different shapes
+    and non-finite rewards.
+    """
+    if rewards.ndim != 1 or values.ndim != 2 or len(values) != len(rewards):
+        raise ValueError(f"rewards must be [B] and values [B, T], got {list(rewards.shape)} and {list(values.shape)}")
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards must be finite: drop failed groups before computing advantages")
+    found = torch.full_like(values, torch.nan, dtype=torch.double)
+    outcome, later = rewards.double(), torch.zeros_like(rewards, dtype=torch.double)
+    for k in reversed(range(values.shape[1])):
+        value, acts = values[:, k].double(), ~values[:, k].isnan()
+        advantage = outcome - value + later
+        found[:, k] = advantage
+        outcome = torch.where(acts, gamma * value, outcome)
+        later = torch.where(acts, gamma * lam * advantage, later)
+    return found.to(values.dtype)
+
+
 def zero_std_fraction(rewards: torch.Tensor, group_ids: torch.Tensor) -> float:
     """Return the share of groups with equal rewards, which carry no signal: in [0, 1], 0.0 for an empty batch."""
     groups = group_ids.unique()

@@ -64,7 +64,8 @@ class MixedGradientConfig(DRaFTConfig, FlowGRPOConfig):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, single_images=self.history > 0 or self.adv_estimator == "reinforce_pp")
+        alone = self.history > 0 or self.adv_estimator == "reinforce_pp"
+        return replace(super().needs, single_images=alone, values=False)  # some trained steps have no noise
 
 
 class DRaFT(RewardGradient):

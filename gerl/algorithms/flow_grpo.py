@@ -26,8 +26,11 @@ from gerl.algorithms.base import (
 )
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
+    batch_advantages,
     clipped_policy_loss,
     gaussian_kl,
+    generalised_advantages,
+    group_advantages,
     guard_log_ratio,
     kl_divergence,
     masked_policy_loss,
@@ -118,9 +121,12 @@ class WeightedConfig(PolicyGradientConfig):
         "measures which carries the reward",
     )
     gamma: float = key(
-        1.0, "with timestep_weights=discount: discount of the reward by each step between it and a trained one",
-        above=0, high=1,
-    )  # fmt: skip
+        1.0,
+        "timestep_weights=discount: discount of the reward per step that follows a trained one; adv_estimator=gae: per "
+        "noisy step",
+        above=0,
+        high=1,
+    )
 
     @property
     def step_weighting(self) -> StepWeighting:
@@ -129,14 +135,6 @@ class WeightedConfig(PolicyGradientConfig):
     @property
     def step_discount(self) -> float:
         return self.gamma
-
-    def check(self) -> None:
-        super().check()
-        if self.gamma < 1 and self.timestep_weights != "discount":
-            raise ConfigError(
-                f"algorithm.gamma={self.gamma:g}: timestep_weights={self.timestep_weights} does not use it; set "
-                "algorithm.timestep_weights=discount, or remove it"
-            )
 
 
 # an additional loss and its metrics, as a function of each trained step
@@ -292,11 +290,19 @@ class ChainConfig(WeightedConfig, DownSampledConfig):
         1.0, "share of the stochastic steps that are trained, selected at random each step", above=0, high=1
     )
     history: int = key(0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0)
+    lam: float = key(
+        0.95,
+        "adv_estimator=gae: weight of later steps' errors of the critic; 1: the reward itself, minus the value; 0: the "
+        "value of the next step only",
+        low=0,
+        high=1,
+    )
 
     @property
     def needs(self) -> Needs:
-        needs = super().needs
-        return replace(needs, single_images=needs.single_images or self.history > 0, recorded_means=self.kl_in_reward)
+        needs, values = super().needs, self.adv_estimator == "gae"
+        alone = needs.single_images or self.history > 0
+        return replace(needs, single_images=alone, recorded_means=self.kl_in_reward, values=values)
 
     @property
     def subtracts_kl(self) -> bool:
@@ -363,7 +369,7 @@ class FlowDPPOConfig(ChainConfig):
 class FlowGRPO(PolicyGradient):
     """Clipped surrogate on the steps of independent trajectories."""
 
-    names = "flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo"
+    names = "flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo flow_ppo"
     settings: FlowGRPOConfig
 
     def __init__(self, config: Config) -> None:
@@ -403,6 +409,8 @@ class FlowGRPO(PolicyGradient):
         return own and compares_within_groups(self.settings)
 
     def advantages(self, rewards: Rewards) -> torch.Tensor:
+        if self.needs.values:
+            return self.advantages_by_values(rewards)
         size = self.settings.history
         if not size:
             return super().advantages(rewards)
@@ -416,6 +424,26 @@ class FlowGRPO(PolicyGradient):
             known = torch.tensor(past, dtype=torch.float64) if len(past) == size else batch
             result.append((total - known.mean()) / (known.std(correction=0) + 1e-4))
         return torch.stack(result).to(rewards.totals.dtype)
+
+    def advantages_by_values(self, rewards: Rewards) -> torch.Tensor:
+        """Return the advantages [B, T] by a critic's values, NaN at steps without one; [B] if there are none yet."""
+        settings, ids = self.settings, rewards.group_ids
+        returns = self.returns(rewards)
+        if rewards.values is None:
+            return batch_advantages(returns)
+        found = generalised_advantages(returns, rewards.values, settings.gamma, settings.lam)
+        valued = ~found.isnan()
+        if settings.advantage_std == "group":
+            found[valued] = group_advantages(found[valued], ids[:, None].expand_as(found)[valued])
+        elif settings.advantage_std == "batch":
+            found[valued] = batch_advantages(found[valued])
+        return found
+
+    def returns(self, rewards: Rewards) -> torch.Tensor:
+        """Return what a critic predicts, [B]: the rewards, minus the mean of the group with `critic.residual`."""
+        if not self.config.critic.residual:
+            return rewards.totals
+        return group_advantages(rewards.totals, rewards.group_ids, "none")
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"past": dict(zip(map(str, self.past), self.past.values(), strict=True))}

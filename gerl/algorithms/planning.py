@@ -5,7 +5,7 @@ from __future__ import annotations  # torch is imported lazily
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -213,7 +213,7 @@ def any_steps(steps: Sequence[int], count: int, *seed: int | str) -> tuple[int, 
 def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_version: int) -> list[Sample]:
     """Return the samples of trainer step `step`: `rollout.n` per prompt, or its dataset images."""
     seed, same = config.trainer.seed, config.sampling.same_init_noise
-    return [
+    found = [
         Sample(
             prompt,
             k,
@@ -225,6 +225,18 @@ def plan_samples(config: Config, prompts: Iterable[Prompt], step: int, policy_ve
         for prompt in prompts
         for k in range(len(prompt.dataset_images) or config.rollout.n)
     ]
+    return found if all(sample.prompt.turn is None for sample in found) else [_in_turn(sample) for sample in found]
+
+
+def _in_turn(sample: Sample) -> Sample:
+    """Return a sample of an episode with its turn, and seeds of its own if it starts from an earlier turn."""
+    turn, seed, init_seed = sample.prompt.turn, sample.seed, sample.init_seed
+    assert turn is not None
+    if turn.state is not None:
+        parts = ("turn", turn.number, turn.state)
+        seed = derive_seed(seed, *parts)
+        init_seed = None if init_seed is None else derive_seed(init_seed, *parts)
+    return replace(sample, seed=seed, init_seed=init_seed, turn=turn.number, role=turn.role, branch=turn.state)
 
 
 def plan_prompts(
@@ -257,7 +269,15 @@ def plan_validation(config: Config, prompts: Sequence[Prompt], step: int) -> lis
     """Return micro-batches of images of all held-out prompts, prompt by prompt, with the same noise at every step."""
     count = range(config.validation.images_per_prompt)
     samples = [Sample(prompt, k, validation_seed(prompt, k), step) for prompt in prompts for k in count]
+    if any(prompt.turn for prompt in prompts):
+        samples = [_in_turn(sample) for sample in samples if _goes_on(sample)]
     return micro_batches(samples, config.validation.micro_batch_size)
+
+
+def _goes_on(sample: Sample) -> bool:
+    """Whether an image is sampled in validation: in a turn that starts from images, one for each of them."""
+    state = None if sample.prompt.turn is None else sample.prompt.turn.state
+    return state is None or sample.index == state
 
 
 def validation_seed(prompt: Prompt, k: int) -> int:
@@ -267,7 +287,7 @@ def validation_seed(prompt: Prompt, k: int) -> int:
 
 def micro_batches(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Split samples into consecutive micro-batches of at most `size`; one with condition images has a single prompt."""
-    if not any(sample.prompt.metadata for sample in samples):
+    if not any(sample.prompt.metadata or sample.prompt.turn for sample in samples):
         return chunks(list(samples), size)
     alike = groupby(samples, key=lambda sample: pictures_of(sample.prompt))
     return [chunk for _, part in alike for chunk in chunks(list(part), size)]

@@ -30,6 +30,7 @@ from gerl.config.algorithms import with_own_name
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
+from gerl.config.roles import check_roles
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
@@ -395,7 +396,9 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
     is_lora = not isinstance(model, dict) or model.get("train", "lora") == "lora"
     if isinstance(model, dict) and not is_lora and "model.lora_targets" not in map(key_of, overrides):
         model["lora_targets"] = None  # the experiment's, for a LoRA that there is not
-    return from_mapping(values)
+    config = from_mapping(values)
+    check_roles(config)
+    return config
 
 
 def _other_scorers(config: Config, experiment: str, overrides: Sequence[str]) -> str:

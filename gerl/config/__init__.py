@@ -5,6 +5,7 @@ from gerl.config.blocks import (
     ActorConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     DataConfig,
     GuardConfig,
     LoggerConfig,
@@ -36,8 +37,8 @@ from gerl.config.suggestions import (
 
 __all__ = [
     "LISTED", "MOST_IMAGES", "ActorConfig", "AlgorithmConfig", "Answer", "AnyAlgorithm", "CheckpointConfig",
-    "ClusterConfig", "Config", "DataConfig", "GuardConfig", "LoggerConfig", "ModelConfig", "RewardConfig",
-    "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source", "TrainerConfig", "ValidationConfig", "absent",
-    "algorithm_config", "answered", "did_you_mean", "expected", "from_mapping", "is_foreign", "keys", "nearest_key",
-    "other_name", "readers", "shown", "sources",
+    "ClusterConfig", "Config", "CriticConfig", "DataConfig", "GuardConfig", "LoggerConfig", "ModelConfig",
+    "RewardConfig", "RolloutConfig", "SamplingConfig", "ScorerConfig", "Source", "TrainerConfig",
+    "ValidationConfig", "absent", "algorithm_config", "answered", "did_you_mean", "expected", "from_mapping",
+    "is_foreign", "keys", "nearest_key", "other_name", "readers", "shown", "sources",
 ]  # fmt: skip

@@ -128,6 +128,7 @@ class Needs:
     sampled_over: Unit = "image"  # images that must be in the same rollout micro-batch
     single_images: bool = False  # whether a prompt may have a single image
     files: bool = False  # trains only on images from files
+    values: bool = False  # a critic gives a value to the latents of each trained step
     tree: bool = False  # trajectories branch; the tree determines the stochastic steps
     reward_gradient: bool = False  # differentiates the reward
     latent_gradient: bool = False  # needs gradients of step latents in addition to the weights

@@ -13,6 +13,7 @@ from pydantic import PlainValidator
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.held_out import REWARD, Criterion, Goal
 from gerl.config.schema import Block, key, main_key, shown
+from gerl.config.services import service_of
 from gerl.errors import ConfigError
 
 KernelName = Literal["ode", "flow_sde", "dance_sde", "cps", "precise", "dance_precise", "ddim"]
@@ -23,7 +24,7 @@ WindowSchedule = Literal["random", "geometric", "progressive", "decay"]
 WindowScope = Literal["step", "group"]
 
 CfgMode = Literal["joint", "detach_uncond", "off"]
-AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo"]
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_pp", "gdpo", "gae"]
 StdKind = Literal["group", "batch", "none"]
 NodeStdKind = Literal["depth", "leaves"]
 StepDistance = Literal["gaussian", "mean", "velocity"]
@@ -32,6 +33,7 @@ StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcp
 StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DiversityShaping = Literal["none", "scale", "add"]
+CriticFeatures = Literal["auto", "hidden", "latents"]
 LevelDraw = Literal["spread", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -268,6 +270,14 @@ class RolloutConfig(Block):
         "frozen layers compute in 8 bits during sampling, in their usual precision during training: int8, or fp8 "
         "on a GPU that supports it (torchao); the sampling policy then differs, and the ratio corrects for it",
     )
+    service: dict[str, Any] = key(
+        {},
+        "another engine that samples the images, for algorithms that learn from images only: {url: ADDRESS, format: "
+        "gerl, openai or comfyui, lora: push or path}, docs/other_engines.md; {}: the workers sample",
+    )
+
+    def check(self) -> None:
+        service_of(self.service)
 
 
 @dataclass(frozen=True)
@@ -294,6 +304,11 @@ class ActorConfig(Block):
     epochs: int = key(1, "passes over a step's images, each in actor.updates_per_step optimizer steps", low=1)
     micro_batch_size: int | None = main_key(
         None, "images per forward and backward pass; null: as in the rollout. Affects memory, never the gradient", low=1
+    )
+    alternate: int = key(
+        0,
+        "with several denoisers (Wan 2.2): train one at a time, each for this many trainer steps; 0: all at once",
+        low=0,
     )
     step_batch: int = key(
         1, "trained denoising steps per forward and backward pass; memory grows with their number", low=1
@@ -329,6 +344,28 @@ class ActorConfig(Block):
 
 
 @dataclass(frozen=True)
+class CriticConfig(Block):
+    features: CriticFeatures = key(
+        "auto",
+        "what it sees of noisy latents, beside their noise level and the prompt: hidden: the mean of the denoiser's "
+        "last hidden states; latents: themselves, averaged to 8 x 8; auto: hidden, or latents where there are none",
+    )
+    width: int = key(256, "width of its two hidden layers", low=1)
+    lr: float = key(3e-4, "its Adam learning rate", above=0)
+    updates: int = key(8, "its optimizer steps per trainer step, each on all states of the step", low=1)
+    warmup_steps: int = key(
+        10,
+        "trainer steps for which it is trained before its values are used; the baseline is then the mean reward of the "
+        "step, or of the group with critic.residual",
+        low=0,
+    )
+    clip: float | None = key(
+        0.2, "a value moves by at most this times the rewards' std in a trainer step; null: unclipped", above=0
+    )
+    residual: bool = key(False, "predict the reward minus the mean of its group, which is then a baseline too")
+
+
+@dataclass(frozen=True)
 class ScorerConfig(Block):
     weight: float = main_key(1.0, "weight of this scorer in the total reward; 0: watched only")
     path: str | None = main_key(
@@ -354,6 +391,8 @@ class ScorerConfig(Block):
     data_sources: list[str] | None = key(
         None, "score only prompts whose column data_source has one of these values; null: all"
     )
+    roles: list[str] | None = key(None, "with episodes: score only images of these roles (episode.turns); null: of all")
+    turns: list[int] | None = key(None, "with episodes: score only images of these turns, from 0; null: of all")
     during: RunParts = key("both", "with weight 0: score only training images, or only validation images")
     replicas: int = key(1, "processes of this scorer; CLIP scorers with the same weights share theirs", low=1)
     gpus: float = main_key(0.0, "share of a GPU for each of them; 0: CPU", low=0, high=1)
@@ -639,6 +678,12 @@ class TrainerConfig(Block):
         high=16,
     )
     seed: int = main_key(0, "seed of all random numbers: LoRA, prompt order, noise, windows", low=0)
+    dump: int = key(
+        0,
+        "write every this many steps what is needed to train on the step again (trajectories, scores, credit, weights) "
+        "into dumps/, for gerl replay and gerl verify; 0: never",
+        low=0,
+    )
 
     def check(self) -> None:
         Goal.parse(self.stop_at)

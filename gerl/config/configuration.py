@@ -7,8 +7,9 @@ from pydantic import ConfigDict
 
 from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
+from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
-from gerl.config.rules import check_held_out, check_remedies, check_savings, check_teachers
+from gerl.config.rules import check_critic, check_held_out, check_remedies, check_savings, check_teachers
 from gerl.errors import ConfigError
 
 MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
@@ -25,6 +26,7 @@ class Config:
     rollout: blocks.RolloutConfig = field(default_factory=blocks.RolloutConfig)
     algorithm: AnyAlgorithm = field(default_factory=algorithm_config)
     actor: blocks.ActorConfig = field(default_factory=blocks.ActorConfig)
+    critic: blocks.CriticConfig = field(default_factory=blocks.CriticConfig)
     reward: blocks.RewardConfig = field(default_factory=lambda: blocks.RewardConfig({"ocr": blocks.ScorerConfig()}))
     data: blocks.DataConfig = field(default_factory=blocks.DataConfig)
     validation: blocks.ValidationConfig = field(default_factory=blocks.ValidationConfig)
@@ -33,6 +35,7 @@ class Config:
     cluster: blocks.ClusterConfig = field(default_factory=blocks.ClusterConfig)
     logger: blocks.LoggerConfig = field(default_factory=blocks.LoggerConfig)
     trainer: blocks.TrainerConfig = field(default_factory=blocks.TrainerConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
 
     def __post_init__(self) -> None:
         self.algorithm.check_sampling(self.sampling)
@@ -45,6 +48,7 @@ class Config:
         self._check_batches()
         self._check_sources()
         self._check_processes()
+        check_critic(self)
         check_teachers(self)
         check_savings(self)
         check_remedies(self)

@@ -345,10 +345,12 @@ def _reshard(value: Any, given: Given) -> Any:
 
 
 @_rule("gamma timestep_discount")
-def _gamma(value: Any, _: Given) -> Any:
+def _gamma(value: Any, given: Given) -> Any:
     discount = _number(value)
     if discount == 1:
         return ""
+    if any("adv_estimator" in ends(name) and kind == "gae" for name, kind in given.values.items()):
+        return {"algorithm.gamma": value}
     return None if discount is None else {"algorithm.timestep_weights": "discount", "algorithm.gamma": value}
 
 

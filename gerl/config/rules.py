@@ -1,11 +1,11 @@
 """Checks of a whole configuration: keys that need or exclude each other."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from gerl.config.algorithms import AlgorithmConfig
-from gerl.config.blocks import ScorerConfig
+from gerl.config.blocks import CriticConfig, ScorerConfig
 from gerl.config.held_out import chosen
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
@@ -21,6 +21,19 @@ def check_teachers(config: "Config") -> None:
             f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
             f"model.train={config.model.train} there is none; use model.train=lora, or merge it into its own "
             "pipeline and give that as path"
+        )
+
+
+def check_critic(config: "Config") -> None:
+    """Raise `ConfigError` if a key of the critic is set and none is trained."""
+    critic, default = config.critic, CriticConfig()
+    changed = [f.name for f in fields(critic) if getattr(critic, f.name) != getattr(default, f.name)]
+    if changed and not config.algorithm.needs.values:
+        estimator = getattr(config.algorithm, "adv_estimator", None)
+        why = f"algorithm.adv_estimator={estimator}" if estimator else f"algorithm={config.algorithm.name}"
+        raise ConfigError(
+            f"critic.{changed[0]}={shown(getattr(critic, changed[0]))}: no critic is trained with {why}; use "
+            "algorithm=flow_ppo, or remove it"
         )
 
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from diffusers.schedulers.scheduling_utils import SchedulerOutput
     from diffusers.utils import BaseOutput
 
+    from gerl.engine.hidden_states import Features, HiddenStates
+
 
 Tree = object  # tensors and other values, in nested lists, tuples and dictionaries
 Arguments = tuple[tuple[object, ...], dict[str, object]]  # positional and keyword arguments
@@ -335,6 +337,7 @@ class Tape:
     companions: list[SecondaryStep] = field(default_factory=list)
     probe: Tape | None = None
     reads: RequiredTensors | None = None
+    features: Features | None = None  # for a critic, with `SamplingPlan.observer`
 
     @classmethod
     def of(cls, call: Mapping[str, object], index: Sequence[int] | None = None) -> Tape:
@@ -467,6 +470,7 @@ class Tape:
             component_calls=calls,
             companions=[replace(c, x=pick(c.x), x_next=pick(c.x_next)) for c in self.companions],
             probe=probe,
+            features=None if self.features is None else self.features.rows(index, n),
         )
 
 
@@ -576,7 +580,8 @@ class Trajectory:
         companions = ([c.x, c.x_next] for tape in self.tapes for c in tape.companions)
         answers = (a.value for tape in self.tapes for a in tape.answers)
         outputs = (c.output for tape in self.tapes for c in tape.component_calls)
-        return tensor_bytes([*steps, *companions, *answers, *outputs])
+        features = ([f.hidden, f.prompt] for tape in self.tapes if (f := tape.features) is not None)
+        return tensor_bytes([*steps, *companions, *answers, *outputs, *features])
 
     def rows(self, index: Sequence[int]) -> Trajectory:
         """Select the samples `index`. Raises `ReplayError` for a tree."""
@@ -1000,6 +1005,7 @@ class SamplingPlan:
     window: frozenset[int] | None = None  # stochastic steps; None: all but the last
     stop: int | None = None  # leave the pipeline before this step
     noise_at: Mapping[int, float] = field(default_factory=dict)  # noise levels of individual steps
+    observer: HiddenStates | None = None  # records features for a critic
 
 
 DETERMINISTIC = SamplingPlan("ode", 0.0, window=frozenset())
@@ -1173,8 +1179,10 @@ class Recorder(LatentsTracker):
         cached: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self.plan.cache.name != "none":
             cached = self.cached = CachedDenoisers(pipe, self.plan.cache)
+        observer = self.plan.observer
+        observed = contextlib.nullcontext() if observer is None else observer.recorded_on(self.tape)
         output: BaseOutput | None = None
-        with cached, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
+        with cached, observed, torch.no_grad(), routed(pipe, self), contextlib.suppress(StopPipeline):
             output = pipe(**arguments)
             self._finish()
         self.resolve()
@@ -1590,6 +1598,8 @@ def branch_plan(
     check_generators(generators, len(index))
     parents = tape.rows(index)
     child = Tape(parents.fresh_call(), len(index), probe=parents.probe)
+    if parents.features is not None:  # of the steps up to the branch
+        child.features = parents.features.rows(range(len(index)), len(index))
     return BranchRecorder(parents, step, child, plan, generators).run(pipe, generators), child
 
 

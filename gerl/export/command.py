@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -48,6 +48,7 @@ class Request:
         "possible without signals of the guard, else the latest",
         unit="the number of a trainer step",
     )
+    role: str | None = key("with episodes: the role whose LoRA it is; default: the run's own")
     model: str | None = key("the pipeline the LoRA belongs to, Hub id or folder; default: model.path of the run")
     rank: int | None = key(
         "for a run with full fine-tuning: the rank of a LoRA that approximates the weights; default: the weights",
@@ -89,7 +90,7 @@ def run(request: Request) -> list[Path]:
     """
     request = resolve_push(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
-    base = read_config(run_dir)
+    base = read_config(run_dir, request.role)
     base = replace(base, path=request.model or base.path)
     check_out(request, checkpoint, base.path)
     whole = any(name.startswith("state/") for name in checkpoint.files)
@@ -139,8 +140,10 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
     from gerl.model.teachers import is_fake
     from gerl.utils.tensors import unpack_tensors
 
-    tensors, kind = unpack_tensors(checkpoint.read(STATE)), KINDS[request.weights]
+    tensors, role = unpack_tensors(checkpoint.read(STATE)), request.role
+    kind = f"roles/{role}/{KINDS[request.weights]}" if role else KINDS[request.weights]
     own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
+    own = {n.replace(f".{role}.weight", ".weight"): t for n, t in own.items()}  # on a shared base it has its own name
     loras = collect_loras(own, base.alpha)
     if not loras:
         raise CheckpointError(f"the checkpoint {checkpoint.path} holds no LoRA: only a LoRA can be exported")
@@ -185,11 +188,15 @@ def publish(request: Request, run_dir: Path, step: int, loras: "Mapping[str, Lor
     return written
 
 
-def read_config(run_dir: Path) -> Base:
-    """Return the base model of a run, with the LoRA's alpha. Raises `ConfigError` if config.yaml lacks them."""
+def read_config(run_dir: Path, role: str | None = None) -> Base:
+    """Return the base model of a run, or of one of its roles, with the LoRA's alpha.
+
+    Raises `ConfigError` if config.yaml lacks them.
+    """
     path = run_dir / "config.yaml"
     try:
-        model = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        model = settings["model"] if role is None else model_of_role(settings, role)
         merged = str(model["lora"]) if model.get("merge_lora") is True else None
         return Base(str(model["path"]), float(model["lora_alpha"]), merged, str(model.get("quantize", "none")))
     except OSError as error:
@@ -200,6 +207,17 @@ def read_config(run_dir: Path) -> Base:
         raise ConfigError(
             f"{path} is not the configuration of a run ({type(error).__name__}: {reason(error)}): restore it"
         ) from None
+
+
+def model_of_role(settings: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Return the block `model` of a role in the settings of a run. Raises `ConfigError` if there is no such role."""
+    roles = settings.get("episode", {}).get("roles", {})
+    if role not in roles:
+        raise ConfigError(
+            f"role={role}: the run has {' and '.join(roles) or 'none'} besides its own; correct or remove it"
+        )
+    own = {str(k).removeprefix("model."): v for k, v in roles[role].items() if str(k).startswith("model.")}
+    return {**settings["model"], **(roles[role].get("model") or {}), **own}
 
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:

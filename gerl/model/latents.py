@@ -32,11 +32,17 @@ class ImageLatents:
     def read(
         self, pipe: DiffusionPipeline, call: Mapping[str, object], paths: Sequence[str]
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """Return the clean latents `[B, ...]` fp32 of the files, and the encoded images `[B, H, W, 3]` uint8.
+        """Return clean latents and images of files, as `of` does; raises `DataError` if one cannot be read."""
+        return self.of(pipe, call, [(path, read_picture(path)) for path in paths])
+
+    def of(
+        self, pipe: DiffusionPipeline, call: Mapping[str, object], named: Sequence[tuple[str, Image.Image]]
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Return the clean latents `[B, ...]` fp32 of named images, and the encoded images `[B, H, W, 3]` uint8.
 
         `call`: the pipeline arguments for a single sample, which determine the size. An image is resized to that size
         on its shorter side and center-cropped on the longer one. Raises `ModelError` if the mapping from the pipeline's
-        latents to its VAE is unknown, or the VAE overflows, and `DataError` if a file cannot be read.
+        latents to its VAE is unknown, or the VAE overflows.
         """
         # what determines the latents' shape: all arguments except the prompt; of images only their sizes
         others = {name: getattr(value, "size", value) for name, value in sorted(call.items()) if "prompt" not in name}
@@ -45,12 +51,12 @@ class ImageLatents:
             inverse = Inverse(pipe, record_decoding(pipe, call))
             self.sizes[shape], self.inverses[shape] = _size(pipe, call, inverse), inverse
         inverse, (height, width) = self.inverses[shape], self.sizes[shape]
-        images = [fitted(read_picture(path), height, width) for path in paths]
-        named = zip(paths, images, strict=True)
-        found = [inverse.of(self._encoded(pipe, path, image, len(inverse.shape))) for path, image in named]
+        images = [fitted(image, height, width) for _, image in named]
+        pairs = zip([name for name, _ in named], images, strict=True)
+        found = [inverse.of(self._encoded(pipe, name, image, len(inverse.shape))) for name, image in pairs]
         return torch.cat(found), np.stack(images)
 
-    def _encoded(self, pipe: DiffusionPipeline, path: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
+    def _encoded(self, pipe: DiffusionPipeline, name: str, image: np.ndarray, dimensions: int) -> torch.Tensor:
         """Return z of an image, a reproducible sample of the VAE posterior."""
         digest = sha256(image.tobytes()).hexdigest()
         key = f"image {digest} {image.shape}"
@@ -60,7 +66,7 @@ class ImageLatents:
             z = encoded(pipe, image, dimensions, generator).float().cpu()
             if not bool(torch.isfinite(z).all()):
                 raise ModelError(
-                    f"the VAE of {type(pipe).__name__} overflows on {path}: use model.dtype=bfloat16 or float32"
+                    f"the VAE of {type(pipe).__name__} overflows on {name}: use model.dtype=bfloat16 or float32"
                 )
             self.kept.keep(key, z)
         assert isinstance(z, torch.Tensor)

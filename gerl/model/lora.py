@@ -39,6 +39,7 @@ from gerl.utils.tensors import pack_tensors
 NOT_TRAINED = re.compile(r"norm|embed|(?<![a-z])mod(?![a-z])|modulat|time|resnet|router|adaln", re.IGNORECASE)
 ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)  # in a class name
 ADAPTER = "default"  # peft's name of the trained LoRA
+BASE_LAYER = ".base_layer"  # end of peft's name of a layer with a LoRA
 Parameters = dict[str, torch.nn.Parameter]  # by name
 Denoiser = TypeVar("Denoiser", bound=torch.nn.Module)
 
@@ -69,8 +70,9 @@ def _path(name: str) -> list[str]:
 
 
 def linear_layers(model: torch.nn.Module) -> list[str]:
-    """Return the names of the linear layers of `model`."""
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    """Return the names of the linear layers of `model`, without those of a LoRA on it."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return [name.removesuffix(BASE_LAYER) for name in names if ".lora_" not in name]
 
 
 def find_targets(denoiser: torch.nn.Module, pattern: str | None, name: str = "denoiser") -> list[str]:
@@ -115,13 +117,18 @@ def _plain_layers(denoiser: torch.nn.Module) -> list[str]:
     return [name for name in linear if name in plain]
 
 
-def with_lora(denoisers: Mapping[str, Denoiser]) -> dict[str, Denoiser]:
+def with_lora(denoisers: Mapping[str, Denoiser], adapter: str = ADAPTER) -> dict[str, Denoiser]:
     """Return the denoisers that have a trained LoRA."""
-    return {name: d for name, d in denoisers.items() if ADAPTER in getattr(d, "peft_config", {})}
+    return {name: d for name, d in denoisers.items() if adapter in getattr(d, "peft_config", {})}
 
 
 def add_lora(
-    denoiser: torch.nn.Module, rank: int, alpha: float, layers: Sequence[str] | str | None, seed: int
+    denoiser: torch.nn.Module,
+    rank: int,
+    alpha: float,
+    layers: Sequence[str] | str | None,
+    seed: int,
+    adapter: str = ADAPTER,
 ) -> Parameters:
     """Freeze `denoiser`, add a LoRA (A Gaussian from `seed`, B zero) and return its parameters (fp32) by name.
 
@@ -137,9 +144,9 @@ def add_lora(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if isinstance(denoiser, PeftAdapterMixin):
-            denoiser.add_adapter(config, ADAPTER)
+            denoiser.add_adapter(config, adapter)
         else:  # older denoisers and those of custom pipelines do not have it
-            inject_adapter_in_model(config, denoiser, ADAPTER)
+            inject_adapter_in_model(config, denoiser, adapter)
     parameters = {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
     for p in parameters.values():
         p.data = p.data.float()
@@ -188,17 +195,17 @@ def lora_disabled(denoisers: Iterable[torch.nn.Module]) -> contextlib.AbstractCo
     return adapter_active(denoisers, None)
 
 
-def lora_file(denoisers: dict[str, ModelMixin]) -> bytes:
-    """Return the current LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
+def lora_file(denoisers: dict[str, ModelMixin], adapter: str = ADAPTER) -> bytes:
+    """Return a LoRA as a safetensors file in diffusers' format with alpha; names are `denoiser.parameter`.
 
     `pipe.load_lora_weights(folder)` reads it for denoisers whose LoRA the pipeline can load; for others use
     `pipe.NAME.load_lora_adapter(folder, prefix="NAME", use_safetensors=True)`, or `load_lora` of this module.
     """
     weights: dict[str, torch.Tensor] = {}
     metadata: dict[str, object] = {}
-    for name, denoiser in with_lora(denoisers).items():
-        weights |= {f"{name}.{key}": v for key, v in get_peft_model_state_dict(denoiser).items()}
-        config = denoiser.peft_config[ADAPTER].to_dict()
+    for name, denoiser in with_lora(denoisers, adapter).items():
+        weights |= {f"{name}.{key}": v for key, v in get_peft_model_state_dict(denoiser, adapter_name=adapter).items()}
+        config = denoiser.peft_config[adapter].to_dict()
         metadata |= {f"{name}.{key}": sorted(v) if isinstance(v, set) else v for key, v in config.items()}
     return pack_tensors(weights, {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)})
 

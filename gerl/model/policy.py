@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import (
+    ADAPTER,
     adapted_layers,
     adapter_active,
     check_components,
@@ -134,6 +135,7 @@ class Policy:
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
     gathered: list["Gathered"] = field(default_factory=list)  # of full fine-tuning, if they stay after a forward pass
+    adapter: str = ADAPTER  # peft's name of the trained LoRA
 
     def averages(self) -> dict[str, EMA]:
         """Return all weights except the trained ones, by name."""
@@ -207,7 +209,7 @@ class Policy:
     def lora_file(self, average: Mapping[str, torch.Tensor] | None = None) -> bytes:
         """Return the averaged LoRA as a diffusers safetensors file; `average`: an earlier copy to use instead."""
         with self.ema.swapped_in(average):
-            return lora_file(self.denoisers)
+            return lora_file(self.denoisers, self.adapter)
 
 
 # --- Full fine-tuning: selection of the trained denoiser weights, sharding and casting.
@@ -405,10 +407,10 @@ def attach(pipe: DiffusionPipeline, files: Mapping[str, Path]) -> None:
         for name, file in files.items():
             loras = plain[name]
             if loras is None:
-                _load(pipe, file, _adapter(name))
+                _load(pipe, file, adapter_name(name))
             else:
                 for denoiser, layers in loras.items():
-                    inject(pipe.components[denoiser], layers, _adapter(name))
+                    inject(pipe.components[denoiser], layers, adapter_name(name))
     switch(pipe, None)
 
 
@@ -417,10 +419,10 @@ def switch(pipe: DiffusionPipeline, name: str | None) -> None:
     for layer in _layers(pipe):
         layer.enable_adapters(name is not None)
         if name is not None:  # a layer missing in this LoRA computes without one
-            layer.set_adapter([_adapter(name)], inference_mode=True)
+            layer.set_adapter([adapter_name(name)], inference_mode=True)
 
 
-def _adapter(name: str) -> str:
+def adapter_name(name: str) -> str:
     """Return an adapter name valid for peft: torch allows no dot in a module's name."""
     return "variant_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in name)
 

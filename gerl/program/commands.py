@@ -41,6 +41,12 @@ COMMANDS = {
     "vote": Command(
         "reward_models.votes.command", "Train on human preferences: a page asks for votes while the run trains."
     ),
+    "replay": Command(
+        "gerl.trainer.replay", "Train on a dumped step of a run again, and compare it with the run, bit for bit."
+    ),
+    "verify": Command(
+        "gerl.verify.command", "Check what a run claims, from its digests to its gradients, on any machine."
+    ),
     "report": Command("gerl.run.report", "Write report.html of a run that is finished, stopped, or still training."),
     "watch": Command(
         "gerl.web.watch", "Watch a run in a browser while it trains, and ask it to save, validate or stop."

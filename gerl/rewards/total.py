@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.config.blocks import RunPart
+from gerl.config.episodes import scores_turn
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure, Scores
 
@@ -18,8 +19,10 @@ LARGEST = 3.4028234663852886e38  # maximum of float32, the dtype of rewards in t
 
 
 def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
-    """Whether `scorer` scores images of `prompt` (`reward.scorers.NAME.data_sources`); never images from files."""
+    """Whether `scorer` scores images of `prompt`, by its data source, turn and role; never images from files."""
     if prompt.dataset_images:
+        return False
+    if (turn := prompt.turn) is not None and not scores_turn(scorer, turn.number, turn.role):
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 

@@ -1,5 +1,6 @@
 """`run.json`, the run card: command, code, versions, machine, times and how the run ended, without secrets."""
 
+import hashlib
 import json
 import os
 import platform
@@ -8,6 +9,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -78,12 +80,21 @@ def software() -> dict[str, Any]:
     """Versions and commits: gerl, the current folder, Python, operating system, packages."""
     checkout = Path(__file__).resolve().parents[2]
     return {
-        "gerl": {"version": version_of("gerl"), **(commit_of(checkout, at_top=True) or {})},
+        "gerl": {"version": version_of("gerl"), "code": code_digest(), **(commit_of(checkout, at_top=True) or {})},
         "repository": commit_of(Path.cwd()),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": {name: found for name in PACKAGES if (found := version_of(name))},
     }
+
+
+@cache
+def code_digest() -> str:
+    """Return the SHA-256 (hex) of gerl's Python files, which tells changes apart that no commit has."""
+    top, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for file in sorted(path for package in ("gerl", "reward_models") for path in (top / package).rglob("*.py")):
+        digest.update(f"{file.relative_to(top).as_posix()} ".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def version_of(package: str) -> str | None:

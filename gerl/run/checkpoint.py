@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -457,6 +457,7 @@ def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 # --- The state of a run between trainer steps, `state.json` of a checkpoint
 
+EXTENSIONS = "extensions"  # the folder of a checkpoint with the states of extensions that are no JSON
 PARTS = "state"  # the folder of a checkpoint with the parts of trained weights
 FROZEN = ".frozen"  # one with parts of weights that are not trained, until the denoisers are written
 STRICT = ConfigDict(strict=True)  # a number that was written as text is damage
@@ -481,11 +482,12 @@ class WorkerState:
     averages: dict[str, int]  # name of an average of the weights -> its updates
     old_is_current: bool  # the old policy holds the trained weights
     lr_schedule: ScheduleState
+    roles: dict[str, "WorkerState"] = field(default_factory=dict)  # of the other roles of an episode
 
 
 @dataclass
 class RunState:
-    """State of a run besides the tensors of its workers; JSON values only."""
+    """State of a run besides the tensors of its workers; JSON values, and bytes in `extensions`."""
 
     __pydantic_config__ = STRICT
 
@@ -506,8 +508,15 @@ class RunState:
     settings: dict[str, Any] = field(default_factory=dict)  # see `settings_of`
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values for `save_checkpoint`."""
-        return asdict(self)
+        """Convert to JSON values for `save_checkpoint`, without the contents of `files`."""
+        plain = {name: state for name, state in self.extensions.items() if not isinstance(state, bytes)}
+        return asdict(replace(self, extensions=plain))
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """States of extensions that are files of a checkpoint."""
+        states = self.extensions.items()
+        return {f"{EXTENSIONS}/{name}.safetensors": state for name, state in states if isinstance(state, bytes)}
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "RunState":
@@ -516,6 +525,8 @@ class RunState:
             state = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state))
             unusable = "worker" if state.worker is None else ""
             unusable = unusable or ("step" if state.step != checkpoint.step or state.step < 0 else "")
+            own = [PurePosixPath(name) for name in checkpoint.files if name.startswith(f"{EXTENSIONS}/")]
+            state.extensions |= {path.stem: checkpoint.read(str(path)) for path in own}
         except ValidationError as error:
             unusable = ".".join(map(str, error.errors()[0]["loc"]))
         if unusable:

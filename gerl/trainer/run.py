@@ -59,6 +59,7 @@ from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
 from gerl.workers.calibration import calibrate
 from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
+from gerl.workers.roles import RoleWorker
 from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -80,12 +81,11 @@ def take(run: "Run", step: Step) -> None:
     run.begin(step)
     with step.watch("step"):
         run.sync(step)
-        more = True
-        while more:  # one round, unless an extension asks for more prompts
-            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+        rollout: PendingRollout | None = run.sample(step.number)
+        while rollout is not None:  # once, unless an extension has more to sample
             run.wait_until_sampled(rollout, step)
             run.score(rollout, step)
-            more = any(run.notify("scored", step))
+            rollout = run.further(step)
         learn(run, step)
     run.remember()
 
@@ -150,8 +150,7 @@ def take_ahead(run: "Run", step: Step) -> None:
             if number == step.number or run.config.cluster.layout == "hybrid":
                 run.wait_until_sampled(run.ahead[number], step)
         run.score(run.ahead.pop(step.number), step)
-        while any(run.notify("scored", step)):
-            rollout = run.sample(step.number, step.rounds, len(step.tasks))
+        while (rollout := run.further(step)) is not None:
             run.wait_until_sampled(rollout, step)
             run.score(rollout, step)
         learn(run, step)
@@ -309,7 +308,7 @@ class Run:
 
         workers = cluster.workers(
             "worker",
-            PolicyWorker,
+            RoleWorker if config.episode.turns else PolicyWorker,
             cluster.processes,
             arguments,
             gpus=cluster.gpus,
@@ -417,7 +416,7 @@ class Run:
     def plan(self, number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
         """Plan the tasks of step `number` after the `begun` ones of earlier rounds, with ids unique in flight."""
         staleness = self.config.trainer.staleness
-        prompts = plan_prompts(self.schedule, self.prompts, number, attempt)
+        prompts = self.prompted(number, plan_prompts(self.schedule, self.prompts, number, attempt))
         samples = plan_samples(self.config, prompts, number, self.state.policy_version)
         tasks = self.algorithm.plan(samples, first_id=begun + number % (staleness + 1) * ID_STRIDE)
         if self.dataset_images and attempt == 0:
@@ -427,12 +426,24 @@ class Run:
         lag = max(0, self.state.step - max(0, number - 1 - staleness))
         return [replace(task, lag=lag) for task in tasks] if lag else tasks
 
+    def prompted(self, number: int, prompts: Sequence[Prompt], held_out: bool = False) -> Sequence[Prompt]:
+        """Return the prompts sampled in step `number`: `prompts`, unless an extension changes them."""
+        for extension in self.overriding("prompted").values():
+            prompts = extension.prompted(self, number, prompts, held_out)
+        return prompts
+
     def sample(self, number: int, attempt: int = 0, begun: int = 0) -> PendingRollout:
         """Start sampling a round of step `number`; images are scored as they arrive."""
-        tasks, samplers = self.plan(number, attempt, begun), self.fleet.samplers
-        dispatch, ahead = self.fleet.sample(tasks), self.config.trainer.staleness
-        batches = [task.samples for task in tasks]
-        return PendingRollout(self.rewards, batches, dispatch, samplers.hang_after, ahead)
+        return self.sample_tasks(self.plan(number, attempt, begun), self.fleet)
+
+    def sample_tasks(self, tasks: Sequence[RolloutTask], fleet: LocalFleet) -> PendingRollout:
+        """Start sampling `tasks` on `fleet`; images are scored as they arrive."""
+        batches, ahead = [task.samples for task in tasks], self.config.trainer.staleness
+        return PendingRollout(self.rewards, batches, fleet.sample(tasks), fleet.samplers.hang_after, ahead)
+
+    def further(self, step: Step) -> PendingRollout | None:
+        """Return the next rollout of a step whose earlier ones are scored; None: there is no other."""
+        return next((rollout for rollout in self.notify("scored", step) if rollout is not None), None)
 
     @property
     def sampled_ahead(self) -> list[PendingRollout]:
@@ -472,8 +483,7 @@ class Run:
         for task, scores in zip(tasks, found, strict=True):
             if not self.dataset_images or task.samples[0].dataset_image is None:
                 step.scores.add(scores)
-        if not step.rounds:
-            step.images += rollout.images
+        step.images += rollout.images
         step.rounds, step.round = step.rounds + 1, tasks
         step.tasks += tasks
 
@@ -536,10 +546,12 @@ class Run:
                 val_metrics=self.val_metrics if self.validated_step == step else {},
                 signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
-            ).to_json()
+            )
+
+            files, values = state.files, state.to_json()
 
             def write() -> None:
-                save_checkpoint(root, step, {}, state, held.write)
+                save_checkpoint(root, step, files, values, held.write)
                 prune(root, self.config.checkpoint.keep, Criterion.parse(self.config.checkpoint.best))
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)

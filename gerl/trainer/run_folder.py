@@ -59,6 +59,7 @@ from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
 CURRENT = "config.yaml"
+STEPWISE = ("validation", "samples", "dumps")  # folders whose files have the number of a step in their names
 ENDS = ("trainer.steps", "trainer.epochs", "trainer.hours", "trainer.stop_at")  # keys that end a run
 
 
@@ -167,12 +168,15 @@ def configuration_at(run_dir: Path, step: int) -> Path:
 
 
 def set_aside(run_dir: Path, step: int, with_images: bool = False) -> None:
-    """Move files of steps after `step` to `abandoned/after_step_N`; images alone are removed unless `with_images`."""
+    """Move files of steps after `step` to `abandoned/after_step_N`; if there are `STEPWISE` only, remove them.
+
+    `with_images`: move those too.
+    """
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
     configurations = (f"config.step_{number}.yaml" for number in _replaced(run_dir) if number > step)
     moved |= {name: run_dir / name for name in configurations}
-    images = [path for name in ("validation", "samples") for path in (run_dir / name).glob("*") if _step(path) > step]
+    images = [path for name in STEPWISE for path in (run_dir / name).glob("*") if _step(path) > step]
     if not moved and not (with_images and images):
         for path in images:
             path.unlink()
@@ -181,9 +185,8 @@ def set_aside(run_dir: Path, step: int, with_images: bool = False) -> None:
     while place.exists():
         number += 1
         place = place.with_name(f"after_step_{step}_{number}")
-    for name in ("checkpoints", "validation", "samples"):
-        (place / name).mkdir(parents=True)
     for name, path in {**moved, **{str(path.relative_to(run_dir)): path for path in images}}.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
         path.rename(place / name)
     for name in (CURRENT, "metrics.jsonl", "guard.jsonl"):
         if (run_dir / name).exists():

@@ -43,10 +43,10 @@ class Step:
     number: int
     watch: Stopwatch
     tasks: list[RolloutTask] = field(default_factory=list)
-    images: list[Pending[Images]] = field(default_factory=list)  # of the first round
+    images: list[Pending[Images]] = field(default_factory=list)  # of the tasks
     scores: Scores = field(default_factory=Scores)
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
-    rounds: int = 0  # with dynamic sampling there may be several
+    rounds: int = 0  # several with dynamic sampling, and one per turn of an episode
     early: EarlyGradient | None = None  # of the groups that were scored first
     rewards: Rewards | None = None  # of the trainable samples
     credit: torch.Tensor | None = None  # [B, T]

@@ -114,7 +114,8 @@ class Update:
         metrics = off_policy_metrics(stats)
         if not metrics:
             return {}
-        region = f"algorithm.kl_threshold={getattr(self.config.algorithm, 'kl_threshold', None)}"
+        threshold = getattr(self.config.algorithm, "kl_threshold", None)
+        region = "the trust region" if threshold is None else f"algorithm.kl_threshold={threshold}"
         if self.clip_range is not None:
             region = f"the clip range of {self.clip_range[0]:.2g} below and {self.clip_range[1]:.2g} above 1"
             metrics["actor/off_policy/clip_range"] = min(self.clip_range)

@@ -37,6 +37,7 @@ from gerl.trainer.step import Metrics, Step, check_failures, failure_text, mean,
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
 from gerl.web.pages import grid, still
+from gerl.workers.fleet import LocalFleet
 from gerl.workers.image_statistics import unlikeness
 
 if TYPE_CHECKING:
@@ -52,19 +53,32 @@ QUOTED = re.compile(
 
 def validate(run: "Run", step: Step) -> None:
     """Sample and score the held-out prompts and save the result: fixed noise, ODE sampling, averaged weights."""
-    config, scores, tables = run.config, Scores(), []
     run.sync(step)
     with step.watch("validation"):
-        batches = plan_validation(config, run.held_out, step.number)
-        what, count = f"validating {len(run.held_out)} prompts", sum(map(len, batches))
-        bar = Progress(count, disable=not config.logger.progress, unit="image", what=what)
-        dispatch, hang_after = run.fleet.validate(batches), run.fleet.samplers.hang_after
-        rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
-        with waiting(what, run.progress_of(rollout)), bar:
-            tables = rollout.finish()
-        for found in tables:
-            scores.add(found)
-        _conclude(run, step, scores, rollout.images, batches)
+        held_out = run.prompted(step.number, run.held_out, held_out=True)
+        fleet, batches = run.fleet, plan_validation(run.config, held_out, step.number)
+        while True:  # once, unless an extension samples further images from these
+            scores, images = _sampled(run, fleet, batches)
+            found = next((found for found in run.notify("continued", step, scores, images) if found is not None), None)
+            if found is None:
+                break
+            fleet, batches = found
+        _conclude(run, step, scores, images, batches)
+
+
+def _sampled(
+    run: "Run", fleet: LocalFleet, batches: Sequence[Sequence[Sample]]
+) -> tuple[Scores, Sequence[Pending[Images]]]:
+    """Sample and score held-out micro-batches."""
+    what, count, scores = f"validating {len(run.held_out)} prompts", sum(map(len, batches)), Scores()
+    bar = Progress(count, disable=not run.config.logger.progress, unit="image", what=what)
+    dispatch, hang_after = fleet.validate(batches), fleet.samplers.hang_after
+    rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
+    with waiting(what, run.progress_of(rollout)), bar:
+        tables = rollout.finish()
+    for found in tables:
+        scores.add(found)
+    return scores, rollout.images
 
 
 def _conclude(
@@ -152,14 +166,15 @@ def keep_images(
     texts = [sample.prompt.text for sample in scores.samples]
     chosen = [scores.samples[i] for i in shown]
     given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in chosen]
-    drawing = SamplingRecord(
-        [sample.seed for sample in chosen], given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines
-    )
+    seeds, alone = [sample.seed for sample in chosen], not any(sample.prompt.turn for sample in chosen)
+    drawing = SamplingRecord(seeds, given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines)
     stills = [still(image) for image in pixels]
     ids = [sample.prompt.id for sample in scores.samples]
     columns = {name: [finite(float(v)) for v in values] for name, values in _columns(looks, ids).items()}
     ids = ids if len(set(ids)) < len(ids) else []
-    save_validation(run_dir, step, texts, stills, scores.totals, scores.by_scorer, shown, drawing, ids, columns)
+    save_validation(
+        run_dir, step, texts, stills, scores.totals, scores.by_scorer, shown, drawing if alone else None, ids, columns
+    )
     firsts = [k for k, i in enumerate(shown) if scores.samples[i].index == 0]
     sheet = [firsts[k] for k in sampled_steps(range(len(firsts)), SHEET, "sheet", VALIDATION_SEED)]
     failed = set(scores.failed)

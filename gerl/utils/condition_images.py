@@ -61,20 +61,23 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     """Return a prompt's images; others never share its micro-batch, where pipelines differ in what a list means."""
     values = [prompt.metadata.get(name) or () for name in COLUMNS]
     parts = [part for value in values for part in ([value] if isinstance(value, str) else value)]
-    return tuple(part for part in parts if isinstance(part, str))
+    turn = () if prompt.turn is None or prompt.turn.image is None else (f"{prompt.id}/{prompt.turn.state}",)
+    return (*turn, *(part for part in parts if isinstance(part, str)))
 
 
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
     """Read the prompt's images as arguments of the pipeline, which ignores other columns. Raises `DataError`."""
     accepted = inspect.signature(type(pipe).__call__).parameters
     named = {name: prompt.metadata[name] for name in COLUMNS if name in accepted and prompt.metadata.get(name)}
+    image = None if prompt.turn is None else prompt.turn.image
     try:
-        return {
+        found: dict[str, Image.Image | list[Image.Image]] = {
             name: read_picture(value) if isinstance(value, str) else References(map(read_picture, value))
             for name, value in named.items()
         }
     except DataError as error:
         raise DataError(f"prompt {prompt.id} {prompt.text!r:.80}: {error}") from None
+    return found if image is None else found | {COLUMNS[0]: Image.fromarray(image)}
 
 
 def read_picture(path: str | Path) -> Image.Image:

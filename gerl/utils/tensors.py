@@ -1,7 +1,12 @@
 """Tensors as bytes: named tensors as a safetensors file, and many small ones packed into one for transport."""
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -37,6 +42,68 @@ def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
         return safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{len(data)} bytes are not a safetensors file: {error}") from error
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 (hex) of named tensors, in any order and on any device."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode() + _bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+KINDS = {  # dtypes of the format, by their names there
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+ALIGNED = 8  # bytes: a tensor of a safetensors file is viewed where it lies
+
+
+class TensorFile:
+    """Writer of a safetensors file, tensor by tensor: only one of them is in memory."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin a file beside `path`, which `close` puts in its place. Raises `OSError`."""
+        self.path, self._part = path, path.with_name(f".{path.name}.part")
+        self._values = self._part.open("wb")
+        self._header: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append a tensor of any device; raises `KeyError` for a dtype without a name in `KINDS`."""
+        kind, start = KINDS[tensor.dtype], self._values.tell()
+        self._values.write(_bytes(tensor))
+        end = self._values.tell()
+        self._header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        if left := -end % ALIGNED:  # the format has no gaps
+            self._values.write(bytes(left))
+            self._header[f"padding/{end}"] = {"dtype": "U8", "shape": [left], "data_offsets": [end, end + left]}
+
+    def close(self) -> str:
+        """Write the file and return its SHA-256; equal tensors in equal order give equal bytes. Raises `OSError`."""
+        self._values.close()
+        text = json.dumps(self._header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGNED)
+        whole = self._part.with_suffix(".whole")
+        with whole.open("wb") as file, self._part.open("rb") as values:
+            file.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(values, file, 2**24)
+        with whole.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.replace(whole, self.path)
+        self._part.unlink()
+        return digest
+
+    def discard(self) -> None:
+        """Remove what is written so far."""
+        self._values.close()
+        for path in (self._part, self._part.with_suffix(".whole")):
+            path.unlink(missing_ok=True)
 
 
 class PackedTensors(dict[int, torch.Tensor]):

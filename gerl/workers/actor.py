@@ -174,6 +174,8 @@ class Actor:
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
         self.reduced = reduced
+        if config.alternate and len(names := {name.partition(".")[0] for name in policy.trained}) == 1:
+            raise ConfigError(f"actor.alternate={config.alternate}: only {names.pop()} is trained; use 0")
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
         self.divides = ranks is None  # whether it searches for that limit
         self.say: Callable[[str], None] = logger.warning
@@ -323,8 +325,13 @@ class Actor:
             dist.all_reduce(rounded, group=group)
             gradient.copy_(rounded)
 
-    def step(self) -> StepResult:
-        """Clip the gradient and take an optimizer step, or drop the gradient if it is not finite."""
+    def step(self, finished: int = 0) -> StepResult:
+        """Clip the gradient and take an optimizer step, or drop the gradient if it is not finite.
+
+        `finished`: trainer steps before this one, which select the denoiser with `actor.alternate`.
+        """
+        if self.config.alternate:
+            self._freeze(finished)
         lr = self.schedule.get_last_lr()[0]
         norm = clip_gradients(self.parameters, self.config.max_grad_norm, self.group)
         rms = norm / math.sqrt(sum(p.numel() for p in self.parameters))
@@ -348,6 +355,14 @@ class Actor:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult(norm, lr, finite, largest, rms)
+
+    def _freeze(self, finished: int) -> None:
+        """Drop the gradients of all denoisers but the one that is trained after `finished` trainer steps."""
+        names = list(dict.fromkeys(name.partition(".")[0] for name in self.policy.trained))
+        chosen = names[finished // self.config.alternate % len(names)]
+        for name, p in self.policy.trained.items():
+            if name.partition(".")[0] != chosen:
+                p.grad = None  # no moment, decay or weight of it changes
 
     def _name_idle(self) -> None:
         """Report LoRA layers without gradient, judged by B, since A has no gradient either while B is zero."""

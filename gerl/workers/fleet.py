@@ -427,7 +427,7 @@ class Held:
 
         def write(folder: Path) -> None:
             for name, content in files.items():
-                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
         return cls(numbers, write)

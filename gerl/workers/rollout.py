@@ -32,12 +32,13 @@ from gerl.errors import ModelError, ReplayError
 from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
 from gerl.model.prompts import check_sigmas, pipeline_call, training_sigmas
 from gerl.protocol import CutPrompts, Prompt, RolloutTask, Sample, Segment
-from gerl.utils.condition_images import picture_arguments
+from gerl.utils.condition_images import picture_arguments, read_picture
 from gerl.utils.seeding import sample_generators
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from diffusers.utils import BaseOutput
+    from PIL.Image import Image
 
     from gerl.model.policy import Policy
 
@@ -239,6 +240,13 @@ class Rollout:
                     f"algorithm.name={algorithm.settings.name} compares the images of a group: use "
                     "actor.micro_batch_size=1, which determines what they share in a first pass"
                 )
+        for segment, tape in zip(task.segments, tapes, strict=True):
+            if segment.stop is None and max(segment.trained, default=0) >= (taken := len(tape.steps)):
+                raise ModelError(
+                    f"{type(self.policy.pipe).__name__} takes {taken} denoising steps of "
+                    f"sampling.num_inference_steps={self.sampling.num_inference_steps}, as when starting from an image "
+                    f"with strength < 1: end sampling.window_range at {taken} or before"
+                )
         # compacted after all sampling, since branches start from outputs that no replay reads
         required = [required_tensors(algorithm, segment) for segment in task.segments]
         if self.scores_latents:
@@ -329,11 +337,15 @@ class Rollout:
 
     def _read(self, samples: Sequence[Sample], call: dict[str, object]) -> tuple[BaseOutput, Tape]:
         """Read dataset images, and record a tape that ends with their latents."""
+        paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
+        return self.encoded(call, [(path, read_picture(path)) for path in paths])
+
+    def encoded(self, call: dict[str, object], images: Sequence[tuple[str, Image]]) -> tuple[BaseOutput, Tape]:
+        """Encode named images, one per sample of `call`, and record a tape that ends with their latents."""
         from diffusers import ImagePipelineOutput  # imported lazily: the driver of a run does not need it
 
-        pipe, several = self.policy.pipe, len(samples) > 1
-        paths = [sample.dataset_image.path for sample in samples if sample.dataset_image is not None]
-        clean, pixels = self.policy.images.read(pipe, select_call(call, [0]), paths)
+        pipe, several = self.policy.pipe, len(images) > 1
+        clean, pixels = self.policy.images.of(pipe, select_call(call, [0]), images)
         tape = record_decoding(pipe, call)
         tape.steps[-1] = replace(tape.steps[-1], x_next=clean)
         if several:
@@ -432,7 +444,7 @@ class Rollout:
     ) -> T:
         """Call `run` with the pipeline's arguments, overridden by keys of `block`; raises `CallRefused` if refused."""
         pipe, sampling = self.policy.pipe, self.sampling
-        prompts = [sample.prompt.text for sample in samples]
+        prompts = [s.prompt.text if s.prompt.turn is None else s.prompt.request for s in samples]
         call = form.arguments(pipeline_call(pipe, sampling, prompts, **overrides))
         try:
             return self._pictured(run, call, samples)
@@ -446,7 +458,7 @@ class Rollout:
     def _pictured(self, run: Callable[[dict[str, object]], T], call: dict[str, object], samples: Sequence[Sample]) -> T:
         """Call `run` with the condition images: per batch or, if that fails (pipelines differ), per prompt."""
         count, prompt = len(samples), samples[0].prompt
-        if not prompt.metadata:
+        if not prompt.metadata and prompt.turn is None:
             return run(call)
         given = picture_arguments(self.policy.pipe, prompt)
         each = {name: [picture] * count for name, picture in given.items() if not isinstance(picture, list)}

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.algorithms.srpo import SRPO
 from gerl.cluster.health import start_device
 from gerl.config import Config
+from gerl.engine.hidden_states import HiddenStates
 from gerl.errors import ConfigError
 from gerl.model.latents import ImageLatents, latents_folder
 from gerl.model.loading import (
@@ -35,6 +37,7 @@ from gerl.utils.files import reason
 from gerl.workers.actor import check_optimizer
 from gerl.workers.base_judge import BaseJudge, LatentReward
 from gerl.workers.collective import Ranks
+from gerl.workers.rollout import Rollout
 
 
 def check_start(config: Config, device: str) -> None:
@@ -126,6 +129,13 @@ def give_reward(
         names = [name for name in names if reward.scorers[name] is not by_latents]
         algorithm.decodes = bool(names)
     algorithm.reward = TensorReward(reward, names, device)
+
+
+def observe_states(rollout: Rollout, config: Config) -> None:
+    """Let `rollout` record what a critic sees of the latents."""
+    # with cluster.context each rank has the hidden states of its own tokens
+    hidden = config.critic.features != "latents" and config.cluster.context == 1
+    rollout.plan = replace(rollout.plan, observer=HiddenStates(rollout.policy.denoisers.values(), hidden))
 
 
 def without_decoder(algorithm: Algorithm) -> None:

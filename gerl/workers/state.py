@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for a model's files
 TRAINED = "trained"
+COUNTER = f"{OPTIMIZER}step/"  # prefix of the optimizer's numbers of steps
 
 
 # --- Checkpoints
@@ -58,20 +59,40 @@ def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState)
         worker.actor.load_state(unpack_tensors(source), numbers)
 
 
+def load_tensors(worker: PolicyWorker, tensors: Mapping[str, torch.Tensor], numbers: WorkerState, step: int) -> None:
+    """Continue from the complete tensors of a state after `step`; raises `CheckpointError` unless they fit."""
+    actor = worker.actor
+    worker.snapshots = snapshots_of(actor)
+    actor.optimizer.state.clear()
+    if actor.policy.whole:
+        actor.check_state(dict(tensors), numbers)
+        _make_moments(actor, tensors)
+        for name, part in parts_of(actor)[0].items():
+            part.values.copy_(tensors[name].view_as(part.values))  # of one rank: the whole
+        actor.load_numbers(numbers)
+    else:
+        actor.load_state(dict(tensors), numbers)
+    worker.ended = step
+
+
 @torch.no_grad()
 def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
     shards = Shards(folder / PARTS)
-    counter = f"{OPTIMIZER}step/"
-    known = {name: t.view(()) if name.startswith(counter) else t for name, t in shards.shapes().items()}
+    known = {name: t.view(()) if name.startswith(COUNTER) else t for name, t in shards.shapes().items()}
     actor.check_state(known, numbers)
-    for name, p in actor.policy.trained.items():
-        if f"{counter}{name}" in known:
-            moments = {key: torch.zeros_like(p, requires_grad=False) for key in ADAMW if key != "step"}
-            actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
+    _make_moments(actor, known)
     shards.read_into(parts_of(actor)[0])
     for gathered in actor.policy.gathered:
         gathered.drop()
     actor.load_numbers(numbers)
+
+
+def _make_moments(actor: Actor, known: Mapping[str, torch.Tensor]) -> None:
+    """Create the optimizer's state of the parameters that have one in `known`."""
+    for name, p in actor.policy.trained.items():
+        if f"{COUNTER}{name}" in known:
+            moments = {key: torch.zeros_like(p, requires_grad=False) for key in ADAMW if key != "step"}
+            actor.optimizer.state[p] = {"step": torch.zeros(()), **moments}
 
 
 def frozen_parts(policy: Policy) -> dict[str, Part]:

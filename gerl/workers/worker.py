@@ -26,6 +26,7 @@ from gerl.utils.seeding import seed_everything
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.image_statistics import image_statistics
 from gerl.workers.rollout import Rollout, count_blank
+from gerl.workers.service import build_rollout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +105,7 @@ class PolicyWorker:
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.base_judge import BaseJudge
-            from gerl.workers.setup import give_reward, load_worker_policy, model_facts
+            from gerl.workers.setup import give_reward, model_facts, observe_states
 
         torch.set_num_threads(self.threads)
         quiet_libraries()
@@ -112,11 +113,11 @@ class PolicyWorker:
         seed_everything("worker", self.config.trainer.seed)
         model = self.config.model
         with capture_logs("gerl.model", logging.INFO) as notes, model_errors("loading"):
-            self.policy = load_worker_policy(self.config, self.device, self.ranks)
+            self.policy = self.load_policy()
         self.evaluations = count_evaluations(self.policy.denoisers.values())
         guidance = getattr(self.config.algorithm, "reference_guidance", None)
         check_arguments(type(self.policy.pipe), self.config.sampling, guidance_scale=guidance)
-        self.rollout = Rollout(self.policy, self.config.sampling, self.config.validation, lockstep=self.config.lockstep)
+        self.rollout = build_rollout(self.policy, self.config)
         self.rollout.format.divides = self.ranks is None  # ranks in lockstep have to make the same calls
         self.rollout.format.say = self.notes.append
         if self.config.needs_base:
@@ -124,6 +125,8 @@ class PolicyWorker:
         self.rollout.scores_latents = self.config.reward.by_latents("training") is not None
         self.algorithm = build_algorithm(self.config)
         give_reward(self.algorithm, self.device, self.functions, self.judge)
+        if self.algorithm.needs.values:
+            observe_states(self.rollout, self.config)
         first = next(iter(self.policy.trained.values()))
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
@@ -136,6 +139,12 @@ class PolicyWorker:
         if remote:
             pass_on_logs("gerl", logging.INFO, self.notes.append)
         return model_facts(self.policy, self.config, notes)
+
+    def load_policy(self) -> Policy:
+        """Load the pipeline and what is trained of it."""
+        from gerl.workers.setup import load_worker_policy  # imported lazily, as in `setup`
+
+        return load_worker_policy(self.config, self.device, self.ranks)
 
     def join(self, address: str, rank: int, world_size: int) -> None:
         """Join the process group as `rank`, before the model is loaded; a collective call."""
@@ -226,7 +235,7 @@ class PolicyWorker:
         self.snapshots.take(finished)
         if together:
             self.reduce_gradient()
-        result = self.actor.step()
+        result = self.actor.step(finished)
         return self.finish_step(finished + 1, resets, result) if last else result
 
     def finish_step(self, step: int, resets: bool = False, result: StepResult = NO_UPDATE) -> StepResult:

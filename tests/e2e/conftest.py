@@ -14,7 +14,10 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from gerl.run.dump import dumped_steps
 from gerl.trainer.main_flowgrpo import main
+from gerl.trainer.replay import Request
+from gerl.trainer.replay import run as replay
 
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,3 +171,17 @@ def start() -> Callable[[list[str]], "subprocess.Popen[str]"]:
 @pytest.fixture(scope="session")
 def run_of() -> type[Run]:
     return Run
+
+
+@pytest.fixture(scope="session")
+def assert_replayed() -> Callable[[Run], None]:
+    """The dumped steps of a run (`trainer.dump`) are trained on again, bit for bit."""
+
+    def replayed(run: Run) -> None:
+        paths = dumped_steps(run.folder).values()
+        assert paths
+        for path in paths:
+            found = replay(Request(dump=path, tolerance="0"))
+            assert found.exact and found.weights and not found.environment
+
+    return replayed

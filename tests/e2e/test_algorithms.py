@@ -42,6 +42,7 @@ FITTED = {
     "neighbor_grpo": "trainer.steps=3",
     "tree_grpo": "rollout.n=2 algorithm.branch_factor=2 trainer.steps=4",
     "dense_grpo": "trainer.steps=5",
+    "flow_ppo": "critic.warmup_steps=2",
     "fdfo": "sampling.noise_level=0.3 actor.lr=0.005 trainer.steps=4",
     # a prompt's past rewards say little after few visits, and a random UNet drifts with the noise of late steps
     "ddpo": "rollout.prompts_per_step=6 rollout.n=16 rollout.micro_batch_size=48 trainer.steps=6 actor.lr=0.01 "
@@ -77,7 +78,7 @@ RATIO = "ratio_deviation clip_fraction clip_fraction_low clip_fraction_high log_
 OFF_POLICY = "clip_fraction clip_range log_ratio_abs outside_fraction"  # of a step with several micro-batches
 POLICY_GRADIENTS = """
 flow_grpo flow_grpo_fast dance_grpo mix_grpo mix_grpo_flash ddpo grpo_guard flow_dppo tempflow_grpo branch_grpo
-dense_grpo tree_grpo few_step_grpo dmdr
+dense_grpo tree_grpo few_step_grpo dmdr flow_ppo
 """.split()
 MEASURED = dict.fromkeys(POLICY_GRADIENTS, RATIO) | {
     "dmdr": f"{RATIO} matching_distance fake_loss",
@@ -112,8 +113,10 @@ TRAINED = [name for name in shipped("algorithm") if name not in (*TAUGHT, *ON_FI
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if drills.sampled(name, drills.PRESETS)])
-def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workplace: Path, tmp_path: Path) -> None:
-    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split()]
+def test_the_reward_follows_its_sign(
+    name: str, train: Train, assert_replayed: Callable[[Any], None], sd15: Path, workplace: Path, tmp_path: Path
+) -> None:
+    settings = [f"algorithm={name}", f"validation.data={workplace / 'val.txt'}", *EASY.split(), "trainer.dump=2"]
     settings += FITTED.get(name, "").split()
     keys: dict[str, Any] = ON_SD15 | {"model__path": sd15} if name in ("ddpo", "alignprop") else {}
     if name in (*GRADIENTS, "mixed_gradient"):
@@ -132,6 +135,7 @@ def test_the_reward_follows_its_sign(name: str, train: Train, sd15: Path, workpl
             expected |= {f"off_policy/{key}" for key in OFF_POLICY.split() if key not in left_out}
         assert {key for key in found if not key.startswith("step_grad_")} == expected
         assert max(run.column("actor/ratio_deviation"), default=0.0) < 1e-5
+    assert_replayed(run)
     if name in DRIFTING:
         assert change[1] - change[-1] > 0.002, change
     else:

@@ -49,11 +49,16 @@ def brightness(run: Any, kind: str) -> list[float]:
 
 
 def test_a_student_of_two_teachers_reaches_both(
-    train: Train, prompts: dict[str, Path], specialists: dict[str, Any], tmp_path: Path
+    train: Train,
+    assert_replayed: Callable[[Any], None],
+    prompts: dict[str, Path],
+    specialists: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     entries = [f"{{lora: {specialists[name].checkpoint(3)}, data_source: {kind}}}" for kind, (name, _) in KINDS.items()]
     settings = [*STUDENT.split(), *ENDS, f"algorithm.teachers=[{', '.join(entries)}]", "trainer.steps=14"]
-    run = train(tmp_path / "run", *settings, **prompts)
+    run = train(tmp_path / "run", *settings, "trainer.dump=7", **prompts)
+    assert_replayed(run)
     for kind, (name, sign) in KINDS.items():
         (start, end), goal = brightness(run, kind), brightness(specialists[name], kind)[-1]
         assert sign * (goal - start) > 0.002, (start, goal)
@@ -82,17 +87,21 @@ def test_a_lora_learns_back_to_the_base_model_and_goes_on_with_another_teacher(
     assert load_file(file).keys() == load_file(next((begun / "lora").glob("*.safetensors"))).keys()
 
 
-def test_guidance_is_distilled(train: Train, prompts: dict[str, Path], tmp_path: Path) -> None:
+def test_guidance_is_distilled(
+    train: Train, assert_replayed: Callable[[Any], None], prompts: dict[str, Path], tmp_path: Path
+) -> None:
     settings = [
         "algorithm=guidance_distillation",
         "algorithm.timesteps=2",
         "rollout.prompts_per_step=12",
         "rollout.n=1",
+        "trainer.dump=4",
         *ENDS,
     ]
     run = train(
         tmp_path / "run", *settings, "rollout.micro_batch_size=12", "trainer.steps=4", "actor.lr=0.02", **prompts
     )
+    assert_replayed(run)
     distances = run.column("actor/teacher_distance")
     assert distances[-1] < 0.7 * distances[0], distances
 

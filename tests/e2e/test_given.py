@@ -85,6 +85,7 @@ def test_held_out_images_become_like_those_that_are_preferred(
     rows: dict[str, Any],
     settings: str,
     train: Train,
+    assert_replayed: Callable[[Any], None],
     seeing: Path,
     pictures: Path,
     workplace: Path,
@@ -93,26 +94,33 @@ def test_held_out_images_become_like_those_that_are_preferred(
     change = {}
     for name, given in rows.items():
         data = written(pictures, f"{algorithm}_{name}", given)
-        keys = [*EASY, *settings.split(), f"validation.data={workplace / 'val.txt'}"]
+        keys = [*EASY, *settings.split(), f"validation.data={workplace / 'val.txt'}", "trainer.dump=2"]
         run = train(tmp_path / name, f"algorithm={algorithm}", *keys, data__train=data, model__path=seeing)
         bright = run.column("val/bright/mean")
         change[name] = bright[-1] - bright[0]
         assert run.column("reward/mean") == [] and len(run.column("actor/loss")) == 2
+    assert_replayed(run)
     assert change["bright"] > 0.001 and change["dark"] < -0.001, change
 
 
 def test_data_beside_reinforcement_learning_holds_the_policy_near_to_it(
-    train: Train, seeing: Path, pictures: Path, workplace: Path, tmp_path: Path
+    train: Train,
+    assert_replayed: Callable[[Any], None],
+    seeing: Path,
+    pictures: Path,
+    workplace: Path,
+    tmp_path: Path,
 ) -> None:
     data, found = written(pictures, "dark", singles("dark")), {}
     for coef in (0, 3):
         keys = [] if coef == 0 else [f"data.regularise={data}", f"algorithm.data_coef={coef}"]
         easy = ["algorithm=ddrl", "algorithm.data_coef=0", *EASY[:-1], "rollout.prompts_per_step=3", "trainer.steps=2"]
-        keys = [*easy, f"validation.data={workplace / 'val.txt'}", *keys]
+        keys = [*easy, f"validation.data={workplace / 'val.txt'}", "trainer.dump=2", *keys]
         run = train(tmp_path / str(coef), *keys, model__path=seeing)
         bright = run.column("val/bright/mean")
         found[coef] = bright[-1] - bright[0]
         assert len(run.column("actor/data_error")) == (2 if coef else 0) and len(run.column("reward/mean")) == 2
+    assert_replayed(run)
     assert found[3] < found[0] - 0.01, found
 
 

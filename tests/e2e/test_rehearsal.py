@@ -15,6 +15,11 @@ from gerl.cluster import Cluster
 from gerl.evaluate.command import main as evaluate
 from gerl.export.command import main as export
 from gerl.preflight.arguments import main as preflight
+from gerl.run.dump import dumped_steps, read_dump
+from gerl.trainer.replay import Request as Replay
+from gerl.trainer.replay import run as replay
+from gerl.verify.command import Request as Verification
+from gerl.verify.command import run as verify
 
 TESTS = Path(pretended.__file__).parent
 KEYS = "validation.every=1 checkpoint.every=1 checkpoint.keep=9".split()
@@ -66,6 +71,22 @@ def test_a_run_with(way: str, train: Callable[..., Any], workplace: Path, tmp_pa
     run = train(tmp_path / "run", *KEYS, f"validation.data={workplace / 'val.txt'}", *WAYS[way])
     assert [row["step"] for row in run.metrics] == [0, 1, 2]
     assert run.metrics[-1]["actor/grad_norm"] > 0
+
+
+@more
+@pytest.mark.parametrize(
+    "way", ["an encoder at a time", "bf16", "full weights in bf16", "the old policy", "a step ahead"]
+)
+def test_a_dumped_step_with(
+    way: str, train: Callable[..., Any], workplace: Path, tmp_path: Path, accelerator: None
+) -> None:
+    keys = [*KEYS, "trainer.dump=1", f"validation.data={workplace / 'val.txt'}"]
+    run = train(tmp_path / "run", *keys, *WAYS[way])
+    for path in dumped_steps(run.folder).values():
+        found = replay(Replay(dump=path, tolerance="0"))
+        assert found.exact and found.weights and not found.environment
+        assert read_dump(path).record.environment.device == pretended.NAME
+    assert {check.status for check in verify(Verification(run=run.folder))} == {"ok"}
 
 
 @more

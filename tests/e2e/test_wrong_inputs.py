@@ -32,6 +32,8 @@ MODULES = {
     "evaluate": "gerl.evaluate.command",
     "export": "gerl.export.command",
     "preflight": "gerl.preflight.arguments",
+    "replay": "gerl.trainer.replay",
+    "verify": "gerl.verify.command",
     "report": "gerl.run.report",
     "watch": "gerl.web.watch",
     "serve": "reward_models.serve",

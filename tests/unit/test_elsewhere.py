@@ -70,7 +70,7 @@ def test_one_value_for_two_keys() -> None:
     assert did_you_mean("actor.clip_ratio") == ", did you mean 'algorithm.clip_low' and 'algorithm.clip_high'"
 
 
-@pytest.mark.parametrize("name", ["critic.lr", "algorithm.lam", "actor_rollout_ref.rollout.multi_turn.enable"])
+@pytest.mark.parametrize("name", ["critic.model.path", "vf_coef", "actor_rollout_ref.rollout.multi_turn.enable"])
 def test_what_there_is_none_of_has_a_reason(name: str) -> None:
     assert (reason := absent(name)) and did_you_mean(name) == f": {reason}"
     assert elsewhere(name) is None and other_name(name) is None

@@ -22,7 +22,7 @@ LAYERS = (
     ("algorithms",),
     ("workers",),
     ("trainer",),
-    ("export", "preflight", "evaluate", "score", "vote", "watch", "web"),
+    ("export", "preflight", "evaluate", "score", "verify", "vote", "watch", "web"),
     ("api",),
     ("program",),
     ("__init__", "__main__"),

@@ -6,7 +6,7 @@ trainer still trains.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,17 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from gerl.cluster import Pending
     from gerl.config import Config
+    from gerl.protocol import Images, Prompt, Sample, Scores
+    from gerl.rewards.manager import PendingRollout
     from gerl.run.checkpoint import Checkpoint
     from gerl.run.guard import Signal
     from gerl.trainer.run import Run
     from gerl.trainer.step import Step
+    from gerl.workers.fleet import LocalFleet
+
+    HeldOut = tuple[LocalFleet, list[list[Sample]]]  # micro-batches, and the fleet that samples them
 
 # in the order in which they are called
 EXTENSIONS = (
@@ -29,7 +35,9 @@ EXTENSIONS = (
     "trackers:Trackers",
     "gardo:KLGate",
     "kl_in_reward:KLInReward",
+    "critic:Critic",
     "dynamic_sampling:DynamicSampling",
+    "episodes:Episodes",
     "training_images:TrainingImages",
     "moving_reference:MovingReference",
     "chosen_metrics:ChosenMetrics",
@@ -37,6 +45,7 @@ EXTENSIONS = (
     "guard:HackingGuard",
     "raise_kl:RaiseKL",
     "health:HealthChecks",
+    "dump:StepDump",
     "timeline:TimelineFile",
     "progress:ProgressBar",
     "report:Report",
@@ -88,9 +97,13 @@ class Extension:
     def stepping(self, run: Run) -> None:
         """The next step is about to begin."""
 
-    def scored(self, run: Run, step: Step) -> bool:
-        """A round of images is scored; True asks for another round."""
-        return False
+    def prompted(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> Sequence[Prompt]:
+        """The prompts of step `number` are chosen; return those to sample."""
+        return prompts
+
+    def scored(self, run: Run, step: Step) -> PendingRollout | None:
+        """A round of images is scored; return the next one, if the step has another."""
+        return None
 
     def rewarded(self, run: Run, step: Step) -> None:
         """`step.rewards` is known; the credit follows from it."""
@@ -108,6 +121,10 @@ class Extension:
     def due(self, run: Run, step: Step) -> bool:
         """Whether to validate after `step`, besides every `validation.every` steps."""
         return False
+
+    def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
+        """Held-out images are scored; return what is sampled from them before the validation ends, if anything is."""
+        return None
 
     def validated(self, run: Run, step: Step) -> None:
         """The held-out prompts are sampled and scored: `step.validation`."""
@@ -137,7 +154,7 @@ class Extension:
         """The checkpoint of `step` was written into `folder`."""
 
     def state(self) -> Any:
-        """Return the state a resumed run needs, as JSON; None: no state."""
+        """Return the state a resumed run needs, as JSON, or as bytes of a safetensors file; None: no state."""
 
     def load_state(self, state: Any) -> None:
         """Restore what `state` returned."""

@@ -3,6 +3,7 @@
 import torch
 
 from gerl.config import Config
+from gerl.rewards.manager import PendingRollout
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -17,11 +18,13 @@ class DynamicSampling(Extension):
 
     further = 0  # prompts of this step sampled after its first round
 
-    def scored(self, run: Run, step: Step) -> bool:
+    def scored(self, run: Run, step: Step) -> PendingRollout | None:
         further = {sample.prompt.id for task in step.round for sample in task.samples}
         self.further = 0 if step.rounds == 1 else self.further + len(further)
         enough = len(step.scores.groups_with_signal()) >= self.config.rollout.prompts_per_step
-        return not enough and step.rounds <= self.config.algorithm.dynamic_sampling
+        if enough or step.rounds > self.config.algorithm.dynamic_sampling:
+            return None
+        return run.sample(step.number, step.rounds, len(step.tasks))
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None

@@ -27,7 +27,8 @@ def advantages(estimator: blocks.AdvantageEstimator) -> object:
     algorithm = build_algorithm(Config(algorithm=algorithm_config(adv_estimator=estimator)))
     samples = [Sample(Prompt(i // 3, "a"), i % 3, i, 1) for i in range(6)]
     columns = torch.tensor([[1.0, 0.5, 4.0, 2.0, 0.0, 1.0], [0.1, 0.7, 0.2, 0.9, 0.3, 0.8]]).T
-    return algorithm.advantages(Rewards(samples, columns.sum(1), columns, torch.ones(2))).tolist()
+    rewards = Rewards(samples, columns.sum(1), columns, torch.ones(2), values=torch.zeros(6, 2))  # of a critic
+    return algorithm.advantages(rewards).tolist()
 
 
 def windows(schedule: blocks.WindowSchedule) -> object:

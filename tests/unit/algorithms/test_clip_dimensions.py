@@ -15,7 +15,7 @@ from gerl.config.registry import ALGORITHMS
 from gerl.engine.transitions import gaussian_log_prob
 
 SCALED = """
-flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo
+flow_grpo flow_grpo_fast dance_grpo mix_grpo ddpo flow_ppo grpo_guard tempflow_grpo dense_grpo branch_grpo tree_grpo
 dmdr mixed_gradient
 """.split()
 

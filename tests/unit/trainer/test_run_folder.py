@@ -376,7 +376,8 @@ def test_the_configuration_of_an_earlier_step_is_found_again(made: Made) -> None
     folder.resume_run()
     add(run, folder.composed.config, 8)
     (run / "metrics.jsonl").write_text('{"step": 8}\n')
-    for name in ("validation/step_000002.npz", "validation/step_000008.npz", "samples/validation_000008.png"):
+    later = ["validation/step_000008.npz", "samples/validation_000008.png", "dumps/step_8.json"]
+    for name in ("validation/step_000002.npz", "dumps/step_2.json", *later):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("")
     assert [configuration_at(run, step).name for step in (2, 4, 5, 8)] == ["config.step_5.yaml"] * 2 + [CURRENT] * 2
@@ -386,10 +387,10 @@ def test_the_configuration_of_an_earlier_step_is_found_again(made: Made) -> None
     assert (run / CURRENT).read_text() == first
     place = run / "abandoned" / "after_step_2"
     moved = ["checkpoints/step_5", "checkpoints/step_8", "config.step_5.yaml", "config.yaml", "metrics.jsonl"]
-    moved += ["validation/step_000008.npz", "samples/validation_000008.png"]
-    assert all((place / name).exists() for name in moved)
+    assert all((place / name).exists() for name in (*moved, *later))
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_2"]
     assert [p.name for p in (run / "validation").iterdir()] == ["step_000002.npz"]
+    assert [p.name for p in (run / "dumps").iterdir()] == ["step_2.json"]
     assert opened(f"checkpoint.resume={place}").composed.config.actor.lr == 2e-3  # a run as before
 
 

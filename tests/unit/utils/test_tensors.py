@@ -1,11 +1,14 @@
+import hashlib
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gerl.errors import CheckpointError
-from gerl.utils.tensors import PackedTensors, pack_tensors, unpack_tensors
+from gerl.utils.tensors import PackedTensors, TensorFile, pack_tensors, unpack_tensors
 
 
 def test_tensors_round_trip_bitwise() -> None:
@@ -48,3 +51,30 @@ def test_rows_travel_as_one() -> None:
     assert list(back) == list(rows) and all(torch.equal(back[i], values) for i, values in rows.items())
     back[5].add_(1)  # they may be written
     assert pickle.loads(pickle.dumps(PackedTensors())) == {}
+
+
+def test_a_file_is_written_tensor_by_tensor(tmp_path: Path) -> None:
+    tensors = {
+        "flags": torch.tensor([True, False, True]),  # three bytes: what follows is aligned
+        "f64": torch.arange(3.0, dtype=torch.float64),
+        "bf16": torch.arange(5).bfloat16(),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "step": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+    }
+    digests = set()
+    for name in ("a", "b"):
+        file = TensorFile(tmp_path / f"{name}.safetensors")
+        for key, tensor in tensors.items():
+            file.add(key, tensor)
+        assert not file.path.exists()
+        digests.add(file.close())
+        back = load_file(file.path)
+        assert all(
+            torch.equal(back[key], tensor) and back[key].dtype == tensor.dtype for key, tensor in tensors.items()
+        )
+    assert digests == {hashlib.sha256((tmp_path / "a.safetensors").read_bytes()).hexdigest()}
+    file = TensorFile(tmp_path / "c.safetensors")
+    file.add("a", torch.ones(3))
+    file.discard()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]

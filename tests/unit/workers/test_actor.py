@@ -461,3 +461,20 @@ def test_the_root_mean_square_is_that_of_the_unclipped_gradient() -> None:
     gradient = torch.randn(flat(actor.parameters).shape)
     result = stepped(actor, gradient)
     assert result.grad_rms == pytest.approx(float(gradient.square().mean().sqrt()), rel=1e-5)
+
+
+def test_denoisers_are_trained_in_turn() -> None:
+    names = ("transformer.a", "transformer_2.a", "transformer.b")
+    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in names}
+    policy = Policy(new_policy().pipe, {}, weights, EMA(weights, 0.9))
+    settings, algorithm = ActorConfig(alternate=2, lr=0.1), ALGORITHMS["flow_grpo"](config("flow_grpo"))
+    with pytest.raises(ConfigError, match="only denoiser is trained"):
+        Actor(new_policy(), settings, algorithm, 10)
+    actor = Actor(policy, settings, algorithm, 10)
+    for finished in range(6):
+        before = {name: p.detach().clone() for name, p in weights.items()}
+        for p in weights.values():
+            p.grad = torch.ones(3)
+        actor.step(finished)
+        changed = {name for name, p in weights.items() if not torch.equal(before[name], p)}
+        assert changed == ({"transformer.a", "transformer.b"} if finished // 2 % 2 == 0 else {"transformer_2.a"})

@@ -1,5 +1,6 @@
 """Further prompts in place of groups that teach nothing."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def test_dynamic_sampling_trains_on_the_first_groups_with_a_signal() -> None:
 
 
 def test_rounds_are_asked_for_until_enough_groups_have_a_signal_or_there_were_too_many() -> None:
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(sample=lambda *arguments: arguments)
     c = config(dynamic_sampling=2)
     extension, asked = DynamicSampling(c), list[bool]()
 
@@ -36,7 +37,7 @@ def test_rounds_are_asked_for_until_enough_groups_have_a_signal_or_there_were_to
             step.round = build_algorithm(c).plan(samples)
             step.scores.add(Scores(samples, list(values), {"a": list(values)}, [[] for _ in values]))
             step.rounds += 1
-            asked.append(extension.scored(nobody, step))
+            asked.append(extension.scored(nobody, step) is not None)
         step.credit = torch.zeros(len(step.scores.samples), 3)
         extension.credited(nobody, step)
         assert step.metrics["group/further_prompts"] == 2.0 * (len(totals) - 1)

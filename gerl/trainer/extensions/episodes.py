@@ -1,0 +1,472 @@
+"""Episodes of several turns: each starts from images of the turn before, and roles have policies of their own.
+
+The turns of a step are rounds of sampling: turn t + 1 is planned from the scored images of turn t. Groups are keyed by
+prompt, turn, role and state (AT-GRPO, arXiv 2510.11062), so images are compared only with those that started from the
+same image. Each role credits and trains its own samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from gerl.algorithms import Algorithm
+from gerl.algorithms.base import Rewards
+from gerl.algorithms.planning import plan_samples, plan_validation
+from gerl.config import Config
+from gerl.config.episodes import ASKED, TurnConfig
+from gerl.config.roles import role_config
+from gerl.config.user_files import load_module, raised_at
+from gerl.errors import CheckpointError, ConfigError
+from gerl.progress import waiting
+from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores, Turn
+from gerl.run.checkpoint import RunState
+from gerl.trainer.extensions import Extension
+from gerl.trainer.run import Run, due
+from gerl.trainer.step import Metrics, Step, mean
+from gerl.trainer.update import Update
+from gerl.utils.seeding import derive_seed
+from gerl.web.pages import grid, still
+from gerl.workers.fleet import LocalFleet
+from gerl.workers.roles import RoleFleet, role_algorithm
+
+if TYPE_CHECKING:
+    from gerl.cluster import Pending
+    from gerl.protocol import Images
+    from gerl.rewards.manager import PendingRollout
+    from gerl.trainer.extensions import HeldOut
+
+logger = logging.getLogger(__name__)
+SHOWN = 4  # prompts of a sheet
+Request = Callable[[Prompt, "np.ndarray", Mapping[str, float]], str]
+
+
+class Episodes(Extension):
+    """Sample the turns of each step and validation, and train each role on its own samples."""
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return bool(config.episode.turns)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.turns = config.episode.parsed
+        self.requests = [
+            request_of(turn, number, config.episode.is_text(turn.role)) for number, turn in enumerate(self.turns)
+        ]
+        self.roles: dict[str, Role] = {}
+        self.kept: dict[str, Any] = {}
+        self.texts: TextTurn | None = None  # of this step or validation
+        self.by_turn: Metrics = {}  # of this step
+        self.shown: list[tuple[Sample, float | None, np.ndarray]] = []  # of the turns of a validation
+
+    # --- roles
+
+    def starting(self, run: Run) -> None:
+        if not self.roles:
+            own, episode = run.update, self.config.episode
+            self.roles = {name: Role.of(name, run, self.config) for name in episode.roles}
+            run.update = RoleUpdates(own, episode.own_role, self.roles)
+        for name, role in self.roles.items():
+            role.load(self.kept.get(name, {}))
+
+    def state(self) -> Any:
+        return {name: role.state() for name, role in self.roles.items()}
+
+    def load_state(self, state: Any) -> None:
+        if state is not None and not isinstance(state, dict):
+            raise CheckpointError("state.json has no usable extensions.episodes: a state per role")
+        self.kept = state or {}
+        for name, role in self.roles.items():
+            role.load(self.kept.get(name, {}))
+
+    # --- turns of a step
+
+    def prompted(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> Sequence[Prompt]:
+        first, second = self.turns[0], self.turns[min(1, len(self.turns) - 1)]
+        asked = [replace(prompt, turn=Turn(0, first.role, self.requests[0](prompt, None, {}))) for prompt in prompts]
+        if not self.writes:
+            return asked
+        self.texts = found = self.written(run, number, asked, held_out)
+        return [
+            replace(sample.prompt, turn=Turn(1, second.role, text, None, sample.index))
+            for sample, text in zip(found.samples, found.texts, strict=True)
+        ]
+
+    @property
+    def writes(self) -> bool:
+        """Whether the first turn rewrites the prompts."""
+        return self.config.episode.is_text(self.turns[0].role)
+
+    def written(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> TextTurn:
+        """Rewrite `prompts`; the tokens stay on the workers."""
+        role = self.roles[self.turns[0].role]
+        role.fleet.held.clear()
+        if held_out:
+            batches, tasks = plan_validation(role.config, prompts, number), list[RolloutTask]()
+            dispatch = role.fleet.validate(batches)
+        else:
+            tasks = role.algorithm.plan(plan_samples(role.config, prompts, number, run.state.policy_version))
+            batches, dispatch = [task.samples for task in tasks], role.fleet.sample(tasks)
+        with waiting(f"rewriting {len(prompts)} prompts"):
+            calls = [dispatch.submit(i) for i in range(len(batches))]
+            texts = [text for call in calls for text in call.result().pixels]
+            dispatch.finish()
+        return TextTurn(tasks, [sample for batch in batches for sample in batch], texts)
+
+    def add_texts(self, step: Step) -> None:
+        """Add the texts of a step, whose reward is the mean over the images of their descendants."""
+        assert self.texts is not None
+        samples = self.texts.samples
+        totals = text_returns(samples, step.scores)
+        failures = [[] if total is not None else step.scores.failures[step.scores.failed[0]] for total in totals]
+        step.scores.add(Scores(samples, totals, {}, failures))
+        step.tasks += self.texts.tasks
+
+    def scored(self, run: Run, step: Step) -> PendingRollout | None:
+        number = step.rounds + self.writes  # of the next turn
+        done = sum(len(task.samples) for task in step.round)
+        last = Scores()
+        last.add(part_of(step.scores, len(step.scores.samples) - done))
+        if number == len(self.turns):
+            self.by_turn = self.metrics(step.scores)
+            step.scores.totals = returns(self.config.episode.returns, step.scores)
+            if self.writes:
+                self.add_texts(step)
+            return None
+        images = step.images[len(step.images) - len(step.round) :]
+        pixels = [image for part in images for image in part.result().pixels]
+        prompts = self.next_prompts(number, last, pixels, self.chosen(last, step.number))
+        config, algorithm, fleet = self.of(run, self.turns[number].role)
+        if step.rounds == 1:
+            for role in self.roles.values():
+                role.fleet.held.clear()
+        samples = plan_samples(config, prompts, step.number, run.state.policy_version)
+        return run.sample_tasks(algorithm.plan(samples, first_id=len(step.tasks)), fleet)
+
+    def of(self, run: Run, name: str) -> tuple[Config, Algorithm, LocalFleet]:
+        """Return configuration, algorithm and fleet of a role."""
+        role = self.roles.get(name)
+        return (role.config, role.algorithm, role.fleet) if role else (self.config, run.algorithm, run.fleet)
+
+    def chosen(self, scores: Scores, step: int) -> list[int]:
+        """Return the rows of `scores` whose images the next turn starts from (`episode.next`)."""
+        groups: dict[Group, list[int]] = {}
+        for row, sample in enumerate(scores.samples):
+            groups.setdefault(sample.group, []).append(row)
+        found: list[int] = []
+        for group, rows in groups.items():
+            match self.config.episode.next:
+                case "each":
+                    found += rows
+                case "best":
+                    known = [row for row in rows if scores.totals[row] is not None]
+                    found.append(max(known or rows[:1], key=lambda row: scores.totals[row] or 0.0))
+                case "sample":
+                    parts = (group.prompt, group.turn or 0, -1 if group.branch is None else group.branch)
+                    found.append(rows[derive_seed("state", self.config.trainer.seed, step, *parts) % len(rows)])
+        return found
+
+    def next_prompts(
+        self, number: int, scores: Scores, pixels: Sequence[np.ndarray], rows: Sequence[int]
+    ) -> list[Prompt]:
+        """Return the prompts of turn `number`, which start from the images `rows`."""
+        found, states = list[Prompt](), dict[int, int]()
+        for row in rows:
+            prompt = scores.samples[row].prompt
+            states[prompt.id] = states.get(prompt.id, -1) + 1
+            known = {name: v for name, values in scores.by_scorer.items() if (v := values[row]) is not None}
+            request = self.requests[number](prompt, pixels[row], known)
+            turn = Turn(number, self.turns[number].role, request, pixels[row], states[prompt.id])
+            found.append(replace(prompt, turn=turn))
+        return found
+
+    def rewarded(self, run: Run, step: Step) -> None:
+        assert step.rewards is not None
+        step.metrics |= self.by_turn
+        self.rewards = by_role(step.rewards)
+        step.rewards = self.rewards.get(self.config.episode.own_role, subset(step.rewards, []))
+
+    def credited(self, run: Run, step: Step) -> None:
+        assert step.credit is not None
+        widths = [role.config.sampling.num_inference_steps for role in self.roles.values()]
+        missing = max(0, max(widths, default=0) - step.credit.shape[1])
+        step.credit = torch.nn.functional.pad(step.credit, (0, missing), value=torch.nan)
+        for name, role in self.roles.items():
+            if (rewards := self.rewards.get(name)) is not None:
+                credit = role.algorithm.credit(rewards)
+                step.credit[list(rewards.rows), : credit.shape[1]] = credit
+        if step.number == 1 or due(step.number, run.config.validation.every, run.config.trainer.steps):
+            pixels = [image for part in step.images for image in part.result().pixels]
+            run.picture(step.number, "episode", sheet(step.scores, pixels))
+
+    # --- turns of a validation
+
+    def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
+        number = next((s.turn for s in scores.samples), 0) or 0
+        pixels = [image for part in images for image in part.result().pixels]
+        first = number == self.writes
+        if len(self.turns) > 1 + self.writes:
+            step.metrics |= {f"val/{name}": value for name, value in self.metrics(scores).items()}
+        elif self.writes:
+            logger.info("step %d: %r is rewritten as %r", step.number, *said(scores.samples[0].prompt))
+        self.shown = [*([] if first else self.shown), *zip(scores.samples, scores.totals, pixels, strict=True)]
+        number += 1
+        if number == len(self.turns):
+            samples, totals, images_of = (list(column) for column in zip(*self.shown, strict=True))
+            run.picture(step.number, "validation_episode", sheet(Scores(samples, totals), images_of))
+            return None
+        prompts = self.next_prompts(number, scores, pixels, range(len(scores.samples)))
+        config, _, fleet = self.of(run, self.turns[number].role)
+        return fleet, plan_validation(config, prompts, step.number)
+
+    def metrics(self, scores: Scores) -> Metrics:
+        """Return the mean reward of each turn."""
+        by_turn: dict[int, list[float | None]] = {}
+        for sample, total in zip(scores.samples, scores.totals, strict=True):
+            by_turn.setdefault(sample.turn or 0, []).append(total)
+        return {f"turn_{number}/reward/mean": mean(totals) for number, totals in by_turn.items()}
+
+
+def part_of(scores: Scores, start: int) -> Scores:
+    """Return the rows of `scores` from `start` on."""
+    columns = {name: values[start:] for name, values in scores.by_scorer.items()}
+    return Scores(scores.samples[start:], scores.totals[start:], columns, scores.failures[start:])
+
+
+def by_role(rewards: Rewards) -> dict[str, Rewards]:
+    """Split rewards by the role of their samples."""
+    rows: dict[str, list[int]] = {}
+    for row, sample in enumerate(rewards.samples):
+        assert sample.role is not None
+        rows.setdefault(sample.role, []).append(row)
+    return {name: subset(rewards, own) for name, own in rows.items()}
+
+
+def subset(rewards: Rewards, rows: Sequence[int]) -> Rewards:
+    """Return the rewards of `rows`."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    diversity = None if rewards.diversity is None else rewards.diversity[index]
+    samples, places = [rewards.samples[row] for row in rows], [rewards.rows[row] for row in rows]
+    return Rewards(samples, rewards.totals[index], rewards.by_scorer[index], rewards.weights, diversity, places)
+
+
+def returns(kind: str, scores: Scores) -> list[float | None]:
+    """Return the reward of each image `[B]`: of its turn, the mean over its descendants in the last, or the sum."""
+    if kind == "turn":
+        return list(scores.totals)
+    found = list(scores.totals)
+    members: dict[tuple[int, int], list[int]] = {}  # prompt and turn -> rows, in the order of their states
+    children: dict[tuple[int, int, int], list[int]] = {}  # prompt, turn and state -> rows
+    for row, sample in enumerate(scores.samples):
+        turn = sample.turn or 0
+        members.setdefault((sample.prompt.id, turn), []).append(row)
+        if sample.branch is not None:
+            children.setdefault((sample.prompt.id, turn, sample.branch), []).append(row)
+    for (prompt, turn), rows in sorted(members.items(), key=lambda item: -item[0][1]):
+        for state, row in enumerate(rows):
+            later = children.get((prompt, turn + 1, state))
+            if later is None:
+                continue
+            known = [value for child in later if (value := found[child]) is not None]
+            rest = sum(known) / len(known) if len(known) == len(later) else None
+            own = scores.totals[row] if kind == "sum" else 0.0
+            found[row] = None if rest is None or own is None else own + rest
+    return found
+
+
+def text_returns(samples: Sequence[Sample], scores: Scores) -> list[float | None]:
+    """Return the reward of each text `[B]`: the mean over the images sampled for it; None: one of them has none."""
+    found: dict[tuple[int, int | None], list[float | None]] = {}
+    for image, total in zip(scores.samples, scores.totals, strict=True):
+        if image.turn == 1:
+            found.setdefault((image.prompt.id, image.branch), []).append(total)
+    own = [found[sample.prompt.id, sample.index] for sample in samples]
+    return [None if None in totals else mean(totals) for totals in own]
+
+
+@dataclass(frozen=True)
+class TextTurn:
+    """The turn that rewrites prompts: its tasks, samples and texts."""
+
+    tasks: list[RolloutTask]
+    samples: list[Sample]
+    texts: list[str]
+
+
+# --- What the model is asked in a turn
+
+
+def request_of(
+    turn: TurnConfig, number: int, text: bool
+) -> Callable[[Prompt, np.ndarray | None, Mapping[str, float]], str]:
+    """Return the function that writes the request of a turn, "" for the prompt itself.
+
+    Raises `ConfigError` if the file or the function is missing.
+    """
+    key, request = f"episode.turns[{number}].request", turn.request
+    if request is None and text:
+        request = ASKED
+    if request is None:
+        return lambda prompt, image, scores: ""
+    path, _, name = request.rpartition(":")
+    if not path.endswith(".py"):
+        return lambda prompt, image, scores: filled(request, prompt, key)
+    function = getattr(load_module(key, path, ConfigError), name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}={request}: {path} has no function {name}; correct the name")
+    parameters = inspect.signature(function).parameters
+
+    def ask(prompt: Prompt, image: np.ndarray | None, scores: Mapping[str, float]) -> str:
+        picture = None if image is None else Image.fromarray(still(image) if image.ndim == 4 else image)
+        known = {"prompt": prompt.text, "image": picture, "scores": dict(scores), "metadata": prompt.metadata}
+        try:
+            found = function(**{name: value for name, value in known.items() if name in parameters})
+        except Exception as error:  # of the user's code
+            what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
+            raise ConfigError(f"{key}={request}: it failed for the prompt {prompt.text!r:.80} with {what}") from error
+        if not isinstance(found, str) or not found.strip():
+            raise ConfigError(
+                f"{key}={request}: it returned {found!r:.80} for the prompt {prompt.text!r:.80}; return a text"
+            )
+        return found
+
+    return ask
+
+
+def filled(template: str, prompt: Prompt, key: str) -> str:
+    """Fill a template with the prompt and its columns; raises `ConfigError` for a name that is not one of them."""
+    try:
+        return template.format_map({**prompt.metadata, "prompt": prompt.text})
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}={template!r}: {error} is not a column of the prompt {prompt.text!r:.80}, which has "
+            f"{', '.join(['prompt', *prompt.metadata])}; correct the template"
+        ) from None
+
+
+# --- Roles
+
+
+@dataclass
+class Role:
+    """Another role than the run's own: its configuration, algorithm, workers and updates."""
+
+    name: str
+    config: Config
+    algorithm: Algorithm
+    fleet: LocalFleet
+    update: Update
+
+    @classmethod
+    def of(cls, name: str, run: Run, config: Config) -> Role:
+        own, fleet = role_config(config, name), RoleFleet(run.fleet, name)
+        algorithm = role_algorithm(config, name)
+        update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
+        return cls(name, own, algorithm, fleet, update)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a resumed run, as JSON."""
+        counts = self.update.state
+        return {
+            "policy_version": counts.policy_version,
+            "nonfinite": counts.nonfinite,
+            "algorithm": self.algorithm.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, or the start for an empty one."""
+        counts = [state.get(name, 0) for name in ("policy_version", "nonfinite")]
+        if not all(type(count) is int for count in counts):
+            raise CheckpointError(f"state.json has no usable counts of the role {self.name}")
+        self.update.state = RunState(policy_version=counts[0], nonfinite=counts[1])
+        if "algorithm" in state:
+            self.algorithm.load_state(state["algorithm"])
+
+
+class RoleUpdates(Update):
+    """The updates of all roles, one after the other, each on its own samples; those not trained take none."""
+
+    def __init__(self, own: Update, name: str, others: Mapping[str, Role]) -> None:
+        """`own`: of the run's own role `name`."""
+        vars(self).update(vars(own))
+        self.name, self.others = name, others
+
+    def run(self, step: Step) -> Metrics:
+        """Train on the credit of `step`."""
+        trained = self.config.episode.trained(step.number)
+        part = role_step(step, self.name, self.config.sampling.num_inference_steps, self.name in trained)
+        metrics = super().run(part)
+        step.stats = part.stats
+        for name, role in self.others.items():
+            role.update.state.step = self.state.step
+            own = role_step(step, name, role.config.sampling.num_inference_steps, name in trained)
+            metrics = merged(metrics, role.update.run(own), name)
+        return metrics
+
+
+def role_step(step: Step, role: str, width: int, trained: bool) -> Step:
+    """Return the part of a step with the samples of a role; its credit is NaN if the role is not trained."""
+    assert step.credit is not None
+    rows = [row for row, sample in enumerate(step.scores.samples) if sample.role == role]
+    credit = step.credit[rows, :width]
+    tasks = [task for task in step.tasks if task.samples[0].role == role]
+    return replace(
+        step, tasks=tasks, credit=credit if trained else torch.full_like(credit, torch.nan), kl_weight=None, early=None
+    )
+
+
+def merged(known: Metrics, new: Metrics, role: str) -> Metrics:
+    """Add the metrics of a role's update: counts are summed, others are named by the role."""
+    found = dict(known)
+    for name, value in new.items():
+        if name.startswith("evaluations/"):
+            found[name] = found.get(name, 0.0) + value
+        elif name.startswith("gpu/"):
+            found[name] = max(found.get(name, value), value)
+        else:
+            part, _, rest = name.partition("/")
+            found[f"{part}/{role}/{rest}"] = value
+    return found
+
+
+# --- Pictures
+
+
+def sheet(scores: Scores, pixels: Sequence[np.ndarray]) -> Image.Image:
+    """Draw the episodes of the first prompts, a row per prompt: an image of each turn, and the one it started from."""
+    last = max(sample.turn or 0 for sample in scores.samples)
+    ends: dict[int, int] = {}  # prompt -> row of an image of the last turn
+    for row, sample in enumerate(scores.samples):
+        if (sample.turn or 0) == last:
+            ends.setdefault(sample.prompt.id, row)
+    chains = [chain_to(row, scores.samples, pixels) for row in list(ends.values())[:SHOWN]]
+    places = [row for chain in chains for row in chain]
+    captions = [described(scores.samples[row].prompt, scores.totals[row]) for row in places]
+    return grid([still(pixels[row]) for row in places], captions, columns=len(chains[0]))
+
+
+def described(prompt: Prompt, total: float | None) -> str:
+    """Return the caption of an image: its reward, and what the model was asked."""
+    return f"{'' if total is None else f'{total:.2f} '}{prompt.request}"
+
+
+def said(prompt: Prompt) -> tuple[str, str]:
+    """Return a prompt and what the model is asked instead."""
+    return prompt.text, prompt.request
+
+
+def chain_to(row: int, samples: Sequence[Sample], pixels: Sequence[np.ndarray]) -> list[int]:
+    """Return the rows of the images from which image `row` was made, and itself, in the order of the turns."""
+    found, prompt = [row], samples[row].prompt
+    while (turn := samples[found[0]].prompt.turn) is not None and (start := turn.image) is not None:
+        before = [r for r, s in enumerate(samples) if s.prompt.id == prompt.id and s.turn == turn.number - 1]
+        found.insert(0, next(r for r in before if np.array_equal(pixels[r], start)))
+    return found

@@ -1,0 +1,1 @@
+"""Check what a run claims against its files and, with its model, by computing it again: `gerl verify`."""

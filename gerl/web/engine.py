@@ -1,0 +1,214 @@
+"""Serve a diffusers pipeline over HTTP, for `rollout.service` of a run: `gerl serve pipeline=MODEL [key=value ...]`.
+
+    GET  /health            the pipeline, and the LoRA that it has
+    POST /lora/NAME         a LoRA: its safetensors file as the body, or {"path": FILE}
+    POST /generate          {"prompts": [...], "seeds": [...], "call": {...}, "lora": NAME}: images as PNG in base64
+
+An answer names the LoRA that sampled its images. One request is sampled at a time.
+"""
+
+from __future__ import annotations  # annotations name classes of optional packages
+
+import base64
+import io
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gerl.commandline.arguments import Parser, key
+from gerl.commandline.command import importing, is_loopback, listen, require, run_command
+from gerl.errors import ConfigError, GerlError
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+
+logger = logging.getLogger("gerl")
+NAME = re.compile(r"[\w.-]{1,100}")
+WATCH_S, CLOSING_S = 1.0, 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Keys of the command line."""
+
+    pipeline: str = key("a diffusers pipeline: Hub id, folder, or signs", required=True)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "precision; auto is bfloat16 on a GPU and float32 on a CPU", "auto"
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto is cuda if available", "auto")
+    host: str = key("address to listen on", "127.0.0.1")
+    port: int = key("port to listen on; 0 selects a free one", 8000, unit="a port", low=0)
+    token_env: str | None = key("the environment variable with the bearer token that clients must send")
+
+
+PARSER = Parser(
+    "the service",
+    "gerl serve",
+    "pipeline=MODEL [key=value ...]",
+    "Serve a diffusers pipeline over HTTP, for rollout.service of a run.",
+    Options,
+)
+
+
+class Engine:
+    """A pipeline with the last LoRA that it was sent; all but one request wait."""
+
+    def __init__(self, pipe: DiffusionPipeline) -> None:
+        self.pipe, self.lock = pipe, threading.Lock()
+        self.lora: str | None = None  # name
+
+    def load(self, name: str, content: bytes) -> None:
+        """Load a LoRA in place of the one before. Raises `GerlError` if it does not fit."""
+        from gerl.model.lora import adapted_layers, remove_lora
+        from gerl.model.policy import attach
+
+        with self.lock, tempfile.TemporaryDirectory() as folder:
+            if name == self.lora:
+                return
+            file = Path(folder) / "lora.safetensors"
+            file.write_bytes(content)
+            self.lora = None
+            for part in self.pipe.components.values():
+                if hasattr(part, "named_modules") and adapted_layers([part]):
+                    remove_lora(part)
+            attach(self.pipe, {name: file})
+            self.lora = name
+
+    def generate(self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None) -> list[str]:
+        """Sample an image per prompt; PNG in base64. Raises `GerlError` for a LoRA that is not there."""
+        import numpy as np
+        from PIL import Image
+
+        from gerl.model.policy import switch
+        from gerl.utils.seeding import sample_generators
+
+        with self.lock:
+            if lora is not None and lora != self.lora:
+                raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
+            switch(self.pipe, lora)
+            found = self.pipe(prompt=prompts, generator=sample_generators(seeds), output_type="np", **call).images
+        pixels = (np.asarray(found) * 255).round().astype(np.uint8)
+        return [png(Image.fromarray(image)) for image in pixels]
+
+
+class UnknownLora(GerlError):
+    """The LoRA of a request was not sent, or has been dropped."""
+
+
+def png(image: Any) -> str:
+    """Encode an image."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def load_engine(options: Options) -> Engine:
+    """Load the pipeline. Raises `GerlError` if it cannot be loaded."""
+    with importing():
+        import torch
+        from diffusers import DiffusionPipeline
+
+        from gerl.config import ModelConfig
+        from gerl.model.denoisers import quiet_libraries
+        from gerl.model.loading import precision
+        from gerl.model.paths import resolve
+
+    quiet_libraries()
+    cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
+    device = "cuda" if cuda else "cpu"
+    dtype = precision(ModelConfig(path=options.pipeline, dtype=options.dtype), device)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(resolve(options.pipeline), dtype=dtype).to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"pipeline={options.pipeline} cannot be loaded: {error}") from None
+    pipe.set_progress_bar_config(disable=True)
+    return Engine(pipe)
+
+
+def build_app(engine: Engine, token: str | None) -> ASGIApp:
+    """Build the ASGI application of `engine`."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    from gerl.web.server import bearer, is_token
+
+    def refused(status: int, sentence: str) -> Response:
+        return JSONResponse({"error": sentence}, status)
+
+    def admitted(request: HttpRequest) -> bool:
+        return token is None or is_token(bearer(request.headers), token)
+
+    async def health(request: HttpRequest) -> Response:
+        return JSONResponse({"pipeline": type(engine.pipe).__name__, "lora": engine.lora})
+
+    async def lora(request: HttpRequest) -> Response:
+        name, body = request.path_params["name"], await request.body()
+        if not admitted(request):
+            return refused(401, "send the token as a bearer token")
+        if not NAME.fullmatch(name):
+            return refused(400, "a LoRA is named by letters, digits and _ - .")
+        try:
+            if request.headers.get("content-type", "").startswith("application/json"):
+                body = Path(json.loads(body)["path"]).read_bytes()
+            await run_in_threadpool(engine.load, name, body)
+        except (GerlError, OSError, ValueError, KeyError, TypeError) as error:
+            return refused(400, f"the LoRA {name} cannot be loaded: {error}")
+        return JSONResponse({"lora": name})
+
+    async def generate(request: HttpRequest) -> Response:
+        if not admitted(request):
+            return refused(401, "send the token as a bearer token")
+        try:
+            body = json.loads(await request.body())
+            prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
+            call, name = dict(body.get("call") or {}), body.get("lora")
+            if len(prompts) != len(seeds) or not prompts:
+                return refused(400, "send as many seeds as prompts, at least one")
+            images = await run_in_threadpool(engine.generate, prompts, seeds, call, name)
+        except UnknownLora as error:
+            return refused(409, str(error))
+        except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            return refused(400, f"{type(error).__name__}: {error}")
+        return JSONResponse({"lora": name, "images": images})
+
+    routes = [Route("/health", health), Route("/lora/{name}", lora, methods=["POST"])]
+    return Starlette(routes=[*routes, Route("/generate", generate, methods=["POST"])])
+
+
+def serve(options: Options, stop: threading.Event) -> None:
+    """Serve until `stop` is set. Raises `GerlError` if an option is wrong or the pipeline does not load."""
+    with importing():
+        require("serve", "starlette", "uvicorn")
+        from gerl.web.server import address, serving, stop_on_signals
+    token = os.environ.get(options.token_env) if options.token_env else None
+    if options.token_env and not token:
+        raise ConfigError(f"token_env={options.token_env}: this environment variable is not set")
+    if token is None and not is_loopback(options.host):
+        raise ConfigError(f"host={options.host} can be reached from other machines: set a token_env")
+    with listen(options.host, options.port) as listener:
+        engine = load_engine(options)
+        with serving(build_app(engine, token), listener, CLOSING_S) as thread:
+            stop_on_signals(stop)
+            logger.info("serving %s at %s", options.pipeline, address(listener))
+            while not stop.wait(WATCH_S):
+                if not thread.is_alive():
+                    raise GerlError("the HTTP server stopped: see its log")
+
+
+def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
+    """Run the command line; returns the exit code, see `run_command`."""
+    return run_command(
+        argv, lambda: PARSER.help(program), lambda given: serve(PARSER.parse(given)[0], threading.Event())
+    )

@@ -1,0 +1,149 @@
+"""Episodes from end to end: draw, then edit; a rewriter and a painter; resumed, and over Ray with a killed worker."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from drills import more
+from safetensors.torch import load_file
+
+from gerl.export.command import main as export
+
+ROOT = Path(__file__).resolve().parents[2]
+Train = Callable[..., Any]
+EDIT = {
+    "pipeline": "StableDiffusion3Img2ImgPipeline",
+    "sampling.call": "{strength: 0.5, max_sequence_length: 8}",
+    "sampling.window_range": "[0, 1]",
+    "model.lora_rank": "2",
+}
+STEPS = 4
+
+
+def flow(values: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{name}: {value}" for name, value in values.items()) + "}"
+
+
+TURNS = "episode.turns=[{role: draw}, {role: edit, images: 3}]"
+EDITED = (TURNS, f"episode.roles={{edit: {flow(EDIT)}}}")
+OFTEN = "checkpoint.every=1 checkpoint.keep=9 validation.every=2 actor.lr=0.01 reward.trial=false".split()
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model with its tokenizer."""
+    folder = tmp_path_factory.mktemp("language")
+    torch.manual_seed(0)
+    sizes = tiny.LANGUAGE | tiny.SPECIAL | {"max_position_embeddings": 64}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    tiny.tokenizer(64).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def edited(train: Train, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("edited") / "run"
+    return train(folder, *EDITED, *OFTEN, trainer__steps=STEPS, validation__data=workplace / "val.txt")
+
+
+def role_lora(run: Any, step: int, role: str) -> dict[str, torch.Tensor]:
+    return load_file(run.checkpoint(step) / "roles" / role / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def test_an_episode_trains_both_roles_with_ratio_1(edited: Any) -> None:
+    assert edited.column("actor/ratio_deviation") == edited.column("actor/edit/ratio_deviation") == [0.0] * STEPS
+    assert (
+        edited.column("actor/edit/policy_version")[-1] == 2 * STEPS and min(edited.column("actor/edit/grad_norm")) > 0
+    )
+    assert edited.column("evaluations/images")[0] == 2 * 4 + 2 * 3  # two prompts; the best of each is edited
+    assert all(key in edited.metrics[-1] for key in ("val/turn_0/reward/mean", "val/turn_1/reward/mean"))
+    assert (edited.folder / "samples" / "validation_episode_000004.png").exists()
+    first, last = role_lora(edited, 1, "edit"), role_lora(edited, STEPS, "edit")
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    assert {value.shape[0] for name, value in last.items() if "lora_A" in name} == {2}
+
+
+def test_one_turn_equals_a_plain_run(train: Train, tmp_path: Path) -> None:
+    keys = ("checkpoint.every=1", "reward.trial=false")
+    plain = train(tmp_path / "plain", *keys, trainer__steps=2)
+    alone = train(tmp_path / "alone", *keys, "episode.turns=[{role: draw}]", trainer__steps=2)
+    assert torch.equal(plain.lora(2), alone.lora(2))
+    assert alone.column("reward/mean") == plain.column("reward/mean")
+
+
+def test_a_resumed_episode_continues_bit_for_bit(edited: Any, train: Train, workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(folder, *EDITED, *OFTEN, trainer__steps=2, validation__data=workplace / "val.txt")
+    again = train(folder, *EDITED, *OFTEN, f"checkpoint.resume={folder}", trainer__steps=STEPS,
+                  validation__data=workplace / "val.txt")  # fmt: skip
+    state, expected = again.state(STEPS), edited.state(STEPS)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_alternating_roles_leave_the_frozen_lora_alone(train: Train, tmp_path: Path) -> None:
+    run = train(tmp_path / "run", *EDITED, *OFTEN, "episode.train={alternate: 2}", trainer__steps=STEPS)
+    lora = [run.lora(step) for step in range(1, STEPS + 1)]
+    edits = [torch.cat([v.flatten() for v in role_lora(run, step, "edit").values()]) for step in range(1, STEPS + 1)]
+    assert not torch.equal(lora[0], lora[1]) and torch.equal(lora[1], lora[2]) and torch.equal(lora[2], lora[3])
+    assert torch.equal(edits[0], edits[1]) and not torch.equal(edits[1], edits[2])
+    assert not torch.equal(edits[2], edits[3])
+
+
+def test_each_image_goes_on_and_gets_the_reward_of_its_descendants(train: Train, tmp_path: Path) -> None:
+    keys = ("episode.next=each", "episode.returns=last", "rollout.n=2")
+    run = train(tmp_path / "run", *EDITED, *keys, trainer__steps=1)
+    (row,) = run.metrics
+    assert row["evaluations/images"] == 2 * 2 + 2 * 2 * 3
+    assert row["turn_1/reward/mean"] == pytest.approx(row["reward/mean"])  # turn 0 has the mean of turn 1
+
+
+def test_a_rewriter_learns_beside_a_painter(train: Train, workplace: Path, language: Path, tmp_path: Path) -> None:
+    keys = {"kind": "text", "model.path": str(language), "tokens": "5", "kept": "1", "actor.lr": "0.02"}
+    given = ("episode.turns=[{role: rewrite, images: 3}, {role: draw}]", f"episode.roles={{rewrite: {flow(keys)}}}")
+    data = {"validation__data": workplace / "val.txt", "rollout__n": 2}
+    run = train(tmp_path / "run", *given, *OFTEN, trainer__steps=STEPS, **data)
+    assert run.column("actor/rewrite/ratio_deviation") == [0.0] * STEPS
+    assert min(run.column("actor/rewrite/grad_norm")) > 0 and run.column("evaluations/images")[0] == 2 * 3 * 2 + 2 * 3
+    half = train(tmp_path / "half", *given, *OFTEN, trainer__steps=2, **data)
+    again = train(half.folder, *given, *OFTEN, f"checkpoint.resume={half.folder}", trainer__steps=STEPS, **data)
+    state, expected = again.state(STEPS), run.state(STEPS)
+    assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    assert any(name.startswith("roles/rewrite/lora/") for name in state)
+
+
+@more
+def test_two_workers_over_ray_of_which_one_is_killed(
+    edited: Any, train: Train, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = tmp_path / "kills"
+    wishes.mkdir()
+    (wishes / "finish_step.1.3").write_text(str(int(signal.SIGKILL)))
+    monkeypatch.setenv("GERL_KILLS", str(wishes))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
+    keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__launcher": "ray"}
+    run = train(tmp_path / "run", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
+    assert not list(wishes.iterdir()) and sum(run.column("cluster/restarts")) == 1
+    quiet = train(tmp_path / "quiet", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
+    run.assert_same(quiet, STEPS)
+
+
+def test_a_scorer_of_the_last_turn_rewards_the_first(train: Train, tmp_path: Path) -> None:
+    keys = ("episode.next=each", "episode.returns=last", "rollout.n=2", "reward.scorers.bright.turns=[1]")
+    run = train(tmp_path / "run", *EDITED, *keys, trainer__steps=1)
+    (row,) = run.metrics
+    assert row["reward/mean"] == pytest.approx(row["turn_1/reward/mean"]) and row["actor/grad_norm"] > 0
+
+
+def test_the_lora_of_a_role_is_exported(edited: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export([f"run={edited.folder}", "role=edit", f"out={tmp_path / 'edit'}"]) == 0
+    found = load_file(tmp_path / "edit" / "pytorch_lora_weights.safetensors")
+    best = [role_lora(edited, int(path.name.split("_")[1]), "edit") for path in edited.folder.glob("checkpoints/*")]
+    assert any(found.keys() == lora.keys() and all(torch.equal(found[n], lora[n]) for n in lora) for lora in best)
+    assert export([f"run={edited.folder}", "role=paint", f"out={tmp_path / 'paint'}"]) == 2
+    assert "edit" in capsys.readouterr().err

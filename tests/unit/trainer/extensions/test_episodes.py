@@ -1,0 +1,129 @@
+"""Turns: which images go on, what they are asked, and the reward that their ancestors get."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gerl.algorithms.planning import plan_samples
+from gerl.config import from_mapping
+from gerl.config.episodes import TurnConfig
+from gerl.errors import ConfigError
+from gerl.protocol import Prompt, Sample, Scores, Turn
+from gerl.trainer.extensions.episodes import Episodes, merged, request_of, returns, sheet, text_returns
+
+PIXELS = np.zeros((4, 6, 3), np.uint8)
+
+
+def episodes(**keys: Any) -> Episodes:
+    turns = [{"role": "draw"}, {"role": "edit", "images": 2}]
+    return Episodes(from_mapping({"episode": {"turns": turns, "roles": {"edit": {}}, **keys}, "rollout": {"n": 3}}))
+
+
+def image(prompt: int, turn: int, index: int, state: int | None = None) -> Sample:
+    where = Turn(turn, "draw" if turn == 0 else "edit", "", None if state is None else PIXELS, state)
+    return Sample(Prompt(prompt, f"p{prompt}", turn=where), index, 0, 1, turn=turn, role=where.role, branch=state)
+
+
+def table(samples: list[Sample], totals: list[float | None]) -> Scores:
+    return Scores(samples, totals, {"a": list(totals)}, [[] for _ in samples])
+
+
+def test_the_best_images_of_each_group_go_on() -> None:
+    scores = table([image(p, 0, k) for p in (0, 1) for k in range(3)], [0.1, 0.9, 0.9, None, 0.2, 0.3])
+    assert episodes().chosen(scores, 1) == [1, 5]
+    assert episodes(next="each").chosen(scores, 1) == list(range(6))
+    drawn = [episodes(next="sample").chosen(scores, step) for step in range(1, 40)]
+    assert {row for rows in drawn for row in rows} == set(range(6))  # every image at some step
+    assert drawn[4] == episodes(next="sample").chosen(scores, 5) and all(len(rows) == 2 for rows in drawn)
+
+
+def test_groups_of_a_turn_start_from_one_image_and_have_noise_of_their_own() -> None:
+    found = episodes(next="each")
+    scores = table([image(0, 0, k) for k in range(3)], [0.0, 1.0, 2.0])
+    pictures = [PIXELS + k for k in range(3)]
+    prompts = found.next_prompts(1, scores, pictures, found.chosen(scores, 1))
+    samples = plan_samples(from_mapping({"rollout": {"n": 2}}), prompts, 1, 0)
+    groups = {sample.group for sample in samples}
+    assert len(groups) == 3 and {group.turn for group in groups} == {1} and {g.role for g in groups} == {"edit"}
+    for sample in samples:
+        assert sample.branch is not None and sample.prompt.turn is not None
+        assert sample.prompt.turn.image is pictures[sample.branch]
+    assert len({sample.seed for sample in samples}) == 6
+
+
+def naive_returns(kind: str, scores: Scores, row: int) -> float:
+    sample, total = scores.samples[row], scores.totals[row]
+    assert total is not None
+    siblings = [r for r, s in enumerate(scores.samples) if (s.prompt.id, s.turn) == (sample.prompt.id, sample.turn)]
+    state = siblings.index(row)
+    later = [
+        r for r, s in enumerate(scores.samples)
+        if (s.prompt.id, s.turn, s.branch) == (sample.prompt.id, (sample.turn or 0) + 1, state)
+    ]  # fmt: skip
+    if kind == "turn" or not later:
+        return total
+    rest = sum(naive_returns(kind, scores, r) for r in later) / len(later)
+    return rest + (total if kind == "sum" else 0.0)
+
+
+@given(st.sampled_from(["turn", "last", "sum"]), st.lists(st.floats(-1, 1), min_size=26, max_size=26))
+def test_returns_equal_a_naive_recursion(kind: str, values: list[float]) -> None:
+    first = [image(p, 0, k) for p in (0, 1) for k in range(2)]
+    second = [image(p, 1, k, state) for p in (0, 1) for state in range(2) for k in range(2)]
+    third = [image(p, 2, 0, state) for p in (0, 1) for state in range(4)]
+    scores = table([*first, *second, *third], [*values[: len(first) + len(second) + len(third)]])
+    expected = [naive_returns(kind, scores, row) for row in range(len(scores.samples))]
+    assert returns(kind, scores) == pytest.approx(expected)
+
+
+def test_a_missing_reward_is_missing_in_what_it_follows_from() -> None:
+    scores = table([image(0, 0, 0), image(0, 0, 1), image(0, 1, 0, 0), image(0, 1, 0, 1)], [1.0, 2.0, None, 5.0])
+    assert returns("last", scores) == [None, 5.0, None, 5.0]
+
+
+def test_a_text_has_the_mean_reward_of_its_images() -> None:
+    images = [image(0, 1, k, state) for state in range(2) for k in range(2)]
+    texts = [Sample(Prompt(0, "p0"), k, 0, 1, turn=0, role="rewrite") for k in range(2)]
+    assert text_returns(texts, table(images, [1.0, 2.0, 5.0, None])) == [1.5, None]
+
+
+def test_a_request_is_a_template_or_a_function(tmp_path: Path) -> None:
+    prompt = Prompt(0, "a sign", {"text": "OPEN"})
+    assert request_of(TurnConfig("edit"), 1, False)(prompt, None, {}) == ""
+    assert (
+        request_of(TurnConfig("edit", "write {text} on {prompt}"), 1, False)(prompt, None, {}) == "write OPEN on a sign"
+    )
+    assert "a sign" in request_of(TurnConfig("rewrite"), 0, True)(prompt, None, {})
+    with pytest.raises(ConfigError, match=r"colour.*prompt, text"):
+        request_of(TurnConfig("edit", "{colour}"), 1, False)(prompt, None, {})
+    file = tmp_path / "ask.py"
+    file.write_text(
+        "def ask(prompt, image, scores):\n    return f'{prompt} {image.size} {scores[\"a\"]}'\n"
+        "def nothing(prompt):\n    return None\n"
+        "def broken(metadata):\n    return metadata['x']\n"
+    )
+    assert request_of(TurnConfig("edit", f"{file}:ask"), 1, False)(prompt, PIXELS, {"a": 2.0}) == "a sign (6, 4) 2.0"
+    for name, said in (("nothing", "return a text"), ("broken", "line 6")):
+        with pytest.raises(ConfigError, match=said):
+            request_of(TurnConfig("edit", f"{file}:{name}"), 1, False)(prompt, PIXELS, {})
+    with pytest.raises(ConfigError, match="has no function missing"):
+        request_of(TurnConfig("edit", f"{file}:missing"), 1, False)
+
+
+def test_metrics_of_another_role_are_named_by_it() -> None:
+    own = {"actor/loss": 1.0, "evaluations/forward": 4.0, "gpu/memory_gb": 2.0}
+    found = merged(own, {"actor/loss": 5.0, "evaluations/forward": 3.0, "gpu/memory_gb": 1.0}, "edit")
+    assert found == {"actor/loss": 1.0, "actor/edit/loss": 5.0, "evaluations/forward": 7.0, "gpu/memory_gb": 2.0}
+
+
+def test_the_sheet_shows_each_image_beside_the_one_it_was_made_from() -> None:
+    bright, dark = np.full((8, 8, 3), 250, np.uint8), np.full((8, 8, 3), 5, np.uint8)
+    turn = Turn(1, "edit", "brighter", bright, 0)
+    edited = Sample(Prompt(0, "p", turn=turn), 0, 0, 1, turn=1, role="edit", branch=0)
+    samples = [image(0, 0, 0), image(0, 0, 1), edited]
+    found = np.asarray(sheet(Scores(samples, [0.1, 0.2, 0.3]), [dark, bright, bright - 100]))
+    assert (found == 250).any() and (found == 150).any() and not (found == 5).all(-1).any()
