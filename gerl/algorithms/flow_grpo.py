@@ -267,7 +267,9 @@ class PolicyGradient(Algorithm):
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
         rules = [_stochastic(self.config, tape, k) for k in steps]
-        left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
+        left = None
+        if kind == "discount":
+            left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
         stds, dts, jacobians = zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True)
         weights = step_weights(kind, stds, dts, jacobians, self.settings.step_discount, left)
         return [weights[steps.index(k)] for k in trained]

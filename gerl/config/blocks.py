@@ -633,6 +633,9 @@ class LoggerConfig(Block):
     )
     tags: list[str] = key([], "tags of the run in the trackers, in addition to the algorithm's name")
     progress: bool = key(True, "show progress: a bar on a terminal, otherwise an occasional line")
+    level: Literal["info", "debug"] = key(
+        "info", "debug: also log each call of a worker or scorer, with its task and seconds, and the parts of each step"
+    )
     live: bool = key(True, "keep thumbnails of the current training step in live/, for gerl watch")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does so at any time")
 

@@ -67,6 +67,8 @@ MEANT = [
     ("mixed_precision.reduce_dtype=fp16", "model.reduce_dtype=VALUE", "overflow"),
     ("gamma=0.95", "algorithm.timestep_weights=discount algorithm.gamma=0.95", ""),
     ("gamma=1.0", "", ""),
+    ("log_level=DEBUG", "logger.level=debug", ""),
+    ("verbose=true", "logger.level=debug", ""),
     ("trainer.logger='[console,wandb]'", "'logger.trackers=[wandb]'", ""),
     ("trainer.test_freq=-1", "validation.data=null", ""),
     ("trainer.save_freq=-1", "checkpoint.every=0", ""),
