@@ -19,8 +19,8 @@ TASK = RolloutTask(0, SAMPLES, (Segment((2**62, 2**62 + 1), (0, 1), (0, 2), (0,)
 WORKER = WorkerState(3, {"ema": 3}, False, ScheduleState(3))
 RECORD = StepRecord(
     format=1, step=4, planned=9, lag=0, file="step_4.safetensors", sha256="",
-    settings={"actor": {"lr": 1e-3}}, identity={}, environment=HERE,
-    processes=1, holders=[0], limits=[None], policy_version=3, nonfinite=0, kl_coef=None,
+    settings={"actor": {"lr": 1e-3}}, identity={}, environment=HERE, processes=1, holders=[0],
+    limits=[None], policy_version=3, nonfinite=0, kl_coef=None,
     algorithm={}, extensions={}, worker=WORKER, tasks=[TASK], totals=[0.1 + 0.2, None],
     by_scorer={"bright": [0.1, None]}, failures=[[], [ScorerFailure("bright", "it failed")]], given=False,
     weights="abc", metrics={"actor/loss": 1e-17, "actor/kl": float("nan")},
