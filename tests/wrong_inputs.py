@@ -143,7 +143,7 @@ KEYS = [
         "data.train_batch_size and actor_rollout_ref.actor.optim.lr ", "write rollout.prompts_per_step=64 actor.lr=1e-4; .*--help"),
     row("one key for two", "train algorithm.clip_range=1e-5", "algorithm.clip_range: ", "write algorithm.clip_low=1e-5 algorithm.clip_high=1e-5;"),
     row("one option for two", "train --resolution 512", "--resolution 512: ", "write sampling.height=512 sampling.width=512"),
-    row("key of another program in a block", "train trainer.total_epochs=15", "trainer.total_epochs: ", "write trainer.steps=VALUE; VALUE is 15 x prompts"),
+    row("key of another program in a block", "train trainer.total_epochs=15", "trainer.total_epochs: ", "write trainer.epochs=15"),
     row("a critic for another algorithm", "train algorithm=awm algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae: ", "algorithm=flow_ppo"),
     row("a critic and the largest advantages", "train algorithm=flow_ppo algorithm.train_share=0.5", "algorithm.adv_estimator=gae: ", "algorithm.train_share"),
     row("lambda without a critic", "train algorithm=flow_grpo algorithm.lam=1", "algorithm.lam=1.0: ", "algorithm=flow_ppo"),

@@ -267,8 +267,9 @@ def test_commands_of_the_program_have_these_keys(line: int, arguments: list[str]
         plan = sweep._plan([key for key in options.arguments if not key.startswith("hydra/launcher")])
         assert plan.batch is None or [compose_run(sweep._arguments(run, plan)) for run in plan.batch]
     else:
-        parser = importlib.import_module(program.COMMANDS[name].module).PARSER
-        parser.values(given)
+        serves_pipeline = name == "serve" and any(argument.startswith("pipeline=") for argument in given)
+        module = "gerl.web.engine" if serves_pipeline else program.COMMANDS[name].module
+        importlib.import_module(module).PARSER.values(given)
 
 
 def test_the_page_of_commands_has_them_all() -> None:
