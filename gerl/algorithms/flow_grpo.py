@@ -262,7 +262,7 @@ class PolicyGradient(Algorithm):
 
         A discount counts the steps that follow in the tape, without those that compression skips.
         """
-        kind, steps = self.settings.step_weighting, trained
+        kind, gamma, steps = self.settings.step_weighting, self.settings.step_discount, trained
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
@@ -271,7 +271,7 @@ class PolicyGradient(Algorithm):
         if kind == "discount":
             left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
         stds, dts, jacobians = zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True)
-        weights = step_weights(kind, stds, dts, jacobians, self.settings.step_discount, left)
+        weights = step_weights(kind, stds, dts, jacobians, gamma, left)
         return [weights[steps.index(k)] for k in trained]
 
 
