@@ -27,6 +27,9 @@ class Call(Protocol):
     def worker(self) -> str: ...
 
     @property
+    def words(self) -> str: ...
+
+    @property
     def reference(self) -> object: ...
 
 
@@ -51,10 +54,12 @@ class Timeline:
         self.running: dict[Call, tuple[What, int, float]] = {}
         self._free: dict[str, float] = {}  # worker -> end of its last call
 
-    def add(self, worker: str, what: What, start: float) -> None:
-        """Add a span of `worker` from `start`, a time of `time.perf_counter`, until now."""
+    def add(self, worker: str, what: What, start: float, words: str = "") -> None:
+        """Add a span of `worker` from `start`, a time of `time.perf_counter`, until now; `words`: for the log."""
+        now = time.perf_counter()
         with self._lock:
-            self._spans.append(Span(worker, what, self.step, self._zero + start, self._zero + time.perf_counter()))
+            self._spans.append(Span(worker, what, self.step, self._zero + start, self._zero + now))
+        logger.debug("step %d: %s: %s: %.2f s", self.step, worker, words or what, now - start)
 
     @contextlib.contextmanager
     def span(self, what: What, *workers: str) -> Iterator[None]:
@@ -69,7 +74,7 @@ class Timeline:
     def submitted(self, call: Call, what: What, start: float) -> None:
         """Record a call submitted at `start`; one in this process has ended by now."""
         if call.reference is None:
-            self.add(call.worker, what, start)
+            self.add(call.worker, what, start, call.words)
             return
         with self._lock:
             self.running[call] = what, self.step, start
@@ -84,6 +89,7 @@ class Timeline:
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
                     self._spans.append(Span(call.worker, what, step, self._zero + begun, self._zero + now))
+                    logger.debug("step %d: %s: %s: %.2f s", step, call.worker, call.words or what, now - begun)
 
     def forget(self) -> None:
         """Drop the running calls."""

@@ -2,8 +2,11 @@
 
 Each writes a line of JSON a case. `draw` (one of `tiny.CASES`), `zoo` (one of the zoo), `signs` (the shipped one, with
 keys of `model`): drawn with and trained whole and with the weights divided among the ranks; by how much latents,
-log-probabilities and gradients differ at most, in parts of the largest, and which share of the divided weights is here.
-`read` (a pipeline's folder): read whole and in parts; how many weights differ, and the memory that this took at most.
+log-probabilities and gradients differ at most, in parts of the largest, which share of the divided weights is here, and
+how often weights were gathered. `full` (keys of `model`): training of all weights with and without those in capitals;
+how many of the images and of the first gradients differ, how many gradients are not the rounded ones, and how many
+gathers are saved. `sum` (dtypes): how many sums of gradients in `Actor` are not those of rounded gradients. `read` (a
+pipeline's folder): read whole and in parts; how many weights differ, and the memory that this took at most.
 """
 
 import gc
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny
 import torch
@@ -22,12 +26,16 @@ from ranks import fork
 from replaying import Recorded, own, randomise
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from training import new_policy
 
-from gerl.config import ModelConfig
+from gerl.algorithms import build_algorithm
+from gerl.config import ActorConfig, Config, ModelConfig, algorithm_config
 from gerl.engine import ReplayedStep, replay
 from gerl.model.denoisers import find_denoisers
 from gerl.model.loading import load_policy
+from gerl.model.policy import EMA, local
 from gerl.model.sharding import shard, sharded_components
+from gerl.workers.actor import Actor
 
 Row = dict[str, Any]
 
@@ -86,14 +94,89 @@ def draw(name: str, mesh: DeviceMesh) -> Row:
 
 def draw_signs(keys: str, mesh: DeviceMesh) -> Row:
     """`keys`: of `model`, for the whole weights and those in parts, but for those in capitals, for the parts only."""
-    given = dict(pair.split("=") for pair in keys.split())
-    both = {key: value for key, value in given.items() if key.islower()}
+    both, given = values(keys)
     whole = signs(None, **both)
-    parts = signs(mesh, shard="all", **{key.lower(): value for key, value in given.items()})
+    parts = signs(mesh, shard="all", **given)
     components = list(sharded_components(parts.pipe, find_denoisers(parts.pipe), "all").values())
     before, _ = trained(whole), compiled_calls()
-    row = {"off": apart(before, trained(parts)), "share": share_here(components, set(parts.parameters))}
-    return row | {"compiled": compiled_calls()}
+    with gathering() as calls:
+        after = trained(parts)
+    row = {"off": apart(before, after), "share": share_here(components, set(parts.parameters))}
+    return row | {"compiled": compiled_calls(), "gathers": calls.call_count}
+
+
+def gathering() -> Any:
+    """Counts the gathers within the block."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return mock.patch.object(dist, name, wraps=getattr(dist, name))
+
+
+def values(keys: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys in small letters, and all in small letters."""
+    pairs = dict(pair.split("=") for pair in keys.split())
+    given = {key: {"true": True, "false": False}.get(value, value) for key, value in pairs.items()}
+    return {k: value for k, value in given.items() if k.islower()}, {k.lower(): value for k, value in given.items()}
+
+
+def full(keys: str, mesh: DeviceMesh) -> Row:
+    """`keys`: as of `draw_signs`."""
+    both, given = values(keys)
+    (drawn, gradients, usual), (images, rounded, gathers) = lessons(mesh, **both), lessons(mesh, **given)
+    row = {"images": unequal(drawn, images), "gradients": unequal(gradients, rounded)}
+    exact = [gradient.bfloat16().float() for gradient in gradients]  # of both ranks, whose parts of the sum are equal
+    return row | {"rounded": unequal(exact, rounded), "saved": usual - gathers}
+
+
+def unequal(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
+    return sum(not torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def lessons(mesh: DeviceMesh, **keys: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """What is drawn while weights change, this rank's parts of the first gradients, and the number of gathers."""
+    policy = load_policy(ModelConfig(train="full", shard="denoiser", **keys), 0.0, "cpu", 0, mesh)
+    call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "latent"}
+    r = Recorded(policy.pipe, list(policy.trained.values()), {**call, "height": 64, "width": 64}, "flow_sde")
+    (denoiser,), inputs = policy.denoisers.values(), dict[str, Any]()
+    watch = denoiser.register_forward_pre_hook(lambda module, args, given: inputs.update(given), with_kwargs=True)
+    optimizer, other = torch.optim.AdamW(r.parameters, lr=0.003, eps=1e-4), EMA(policy.trained, 0.0)
+    torch.manual_seed(0)
+    for value in other.average.values():
+        local(value).add_(0.02 * torch.randn(local(value).shape))
+    drawn, gradients = [torch.as_tensor(r.record()[0])], list[torch.Tensor]()
+    watch.remove()
+
+    with gathering() as calls:
+        for number in range(2):
+            output, tape = r.record(window=[1])
+            with other.swapped_in():
+                drawn += [torch.as_tensor(output), torch.as_tensor(r.record()[0])]
+            replay(r.pipe, tape, lambda k, step: (step.log_prob * torch.tensor([1.0, -0.5])).sum(), index=[0, 3])
+            if not number:  # of one backward pass
+                gradients = [local(p.grad).clone() for p in r.parameters if p.grad is not None]
+            output = denoiser(**inputs)[0]
+            with torch.no_grad(), other.swapped_in():  # between a forward pass and its backward pass
+                drawn.append(denoiser(**inputs)[0])
+            (output * drawn[-1]).sum().backward()
+            drawn.append(torch.as_tensor(r.record()[0]))
+            optimizer.step()  # while weights are gathered
+            optimizer.zero_grad()
+            drawn.append(torch.as_tensor(r.record()[0]))
+    return drawn, gradients, calls.call_count
+
+
+def sums(dtypes: str, mesh: DeviceMesh) -> Row:
+    del mesh
+    row: Row = {}
+    for name in dtypes.split():
+        policy, dtype = new_policy(), getattr(torch, name)
+        config = Config(algorithm=algorithm_config(), actor=ActorConfig())
+        actor = Actor(policy, config.actor, build_algorithm(config), 1, reduced=dtype)
+        parts = [torch.randn(actor.flat_gradient().shape, generator=tiny.generators()[rank]) for rank in range(2)]
+        actor.set_flat_gradient(parts[dist.get_rank()])
+        actor.all_reduce()
+        expected = (parts[0].to(dtype) + parts[1].to(dtype)).float()
+        row[name] = int((actor.flat_gradient() != expected).sum())
+    return row
 
 
 def compiled_calls() -> int:
@@ -167,7 +250,14 @@ def read(folder: str, mesh: DeviceMesh) -> Row:
     return {**row, "different": len(different)}
 
 
-WHAT: dict[str, Callable[[str, DeviceMesh], Row]] = {"draw": draw, "signs": draw_signs, "zoo": draw_zoo, "read": read}
+WHAT: dict[str, Callable[[str, DeviceMesh], Row]] = {
+    "draw": draw,
+    "signs": draw_signs,
+    "zoo": draw_zoo,
+    "read": read,
+    "full": full,
+    "sum": sums,
+}
 
 
 def main(rank: int, ranks: int, store: str, arguments: list[str]) -> None:

@@ -32,7 +32,7 @@ PROMPTS = ['a red sign that reads "A"', 'a blue sign that reads "B"']
 
 @dataclass(frozen=True)
 class Trace:
-    """The calls of a step in order: (file, function)."""
+    """The calls of a step in order, those of each thread together: (file, function)."""
 
     calls: list[tuple[str, str]]
 
@@ -58,12 +58,12 @@ def trace_step(run_dir: Path) -> Trace:
     """Train four steps in this process, and trace the last."""
     from diffusers import DiffusionPipeline
 
-    calls, marks, prefix = list[tuple[str, str]](), list[int](), f"{ROOT}/"
+    calls, marks, prefix = list[tuple[int, str, str]](), list[int](), f"{ROOT}/"
 
     def traced(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if prefix and code.co_filename.startswith(prefix) and code.co_name != "<module>":
-            calls.append((code.co_filename[len(prefix) :], code.co_qualname))
+            calls.append((threading.get_ident(), code.co_filename[len(prefix) :], code.co_qualname))
 
     def bright(images: Sequence[Any], prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
         marks.append(len(calls))
@@ -77,7 +77,9 @@ def trace_step(run_dir: Path) -> Trace:
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-    return Trace(calls[marks[-2] : marks[-1]])
+    step = calls[marks[-2] : marks[-1]]
+    threads = list(dict.fromkeys(thread for thread, _, _ in step))
+    return Trace([(file, name) for _, file, name in sorted(step, key=lambda call: threads.index(call[0]))])
 
 
 if __name__ == "__main__":

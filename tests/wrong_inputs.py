@@ -341,6 +341,11 @@ MODELS = [
     row("shards in 4 bits", "small cluster.launcher=ray cluster.ranks_per_worker=2 model.shard=all model.quantize=nf4",
         "model.quantize=nf4: ", r"model\.shard=none"),
     row("shards of one rank", "small model.shard=denoiser", "model.shard=denoiser: ", "cluster.ranks_per_worker"),
+    row("discount without its weights", "small algorithm.gamma=0.9", "algorithm.gamma=0.9: ",
+        "algorithm.timestep_weights=discount"),
+    row("gathered weights kept without shards", "small model.reshard=false", "model.reshard=false: ", "model.shard=denoiser"),
+    row("gathered weights kept beside blocks in main memory", "small cluster.launcher=ray cluster.ranks_per_worker=2 "
+        "model.shard=denoiser model.reshard=false model.offload=blocks", "model.reshard=false: ", "model.reshard=true"),
     row("context that does not divide", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=3",
         "cluster.context=3: ", r"cluster\.ranks_per_worker=2.*or 1"),
     row("context compiled", "small cluster.launcher=ray cluster.ranks_per_worker=2 cluster.context=2 model.compile=eager",

@@ -319,7 +319,12 @@ RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobia
 
 
 def step_weights(
-    kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
+    kind: StepWeighting,
+    stds: Sequence[float],
+    dts: Sequence[float],
+    jacobians: Sequence[float],
+    gamma: float = 1.0,
+    left: Sequence[int] | None = None,
 ) -> list[float]:
     """Return the weight of each timestep's loss, given its transition's std, `dt` and `J = d mean / d model output`.
 
@@ -333,6 +338,7 @@ def step_weights(
     - `pcpo`: `std |dt| / |J|` over its mean: proportional to the interval (PCPO, arXiv 2509.25774).
     - `std2_over_jacobian`: `std^2 / |J|` over its mean: proportional to the noise, like the gradient of regressing the
       model output to the output that leads to the sampled latents.
+    - `discount`: `gamma**n`, where `n` timesteps are `left` after it: its return, if only the last has a reward.
 
     Raises `ValueError` if a denominator is 0.
     """
@@ -347,6 +353,7 @@ def step_weights(
             "inverse_jacobian": (1.0, abs(jacobian)),
             "pcpo": (std * abs(dt), abs(jacobian)),
             "std2_over_jacobian": (std * std, abs(jacobian)),
+            "discount": (1.0 if left is None else gamma ** left[k], 1.0),
         }[kind]
         if below == 0:
             raise ValueError(f"{kind} weights are undefined: trained timestep {k} divides by 0")

@@ -83,6 +83,11 @@ class PolicyGradientConfig(AlgorithmConfig):
         return "uniform"
 
     @property
+    def step_discount(self) -> float:
+        """Factor per step between a trained step and the reward, if they are weighted by it."""
+        return 1.0
+
+    @property
     def step_likelihood(self) -> StepLikelihood:
         """Name of the log-likelihood in the ratio."""
         return "gaussian"
@@ -112,12 +117,24 @@ class WeightedConfig(PolicyGradientConfig):
     timestep_weights: StepWeighting = key(
         "uniform",
         "factor of each step's loss, whose gradient is J / std times the noise: 1, std, 1/|dt|, 1/|J|, std |dt| / "
-        "|J| (PCPO), or std^2 / |J|; python -m gerl.preflight signal=4 measures which carries the reward",
+        "|J| (PCPO), std^2 / |J|, or gamma to the power of the steps that follow; python -m gerl.preflight signal=4 "
+        "measures which carries the reward",
+    )
+    gamma: float = key(
+        1.0,
+        "timestep_weights=discount: discount of the reward per step that follows a trained one; adv_estimator=gae: per "
+        "noisy step",
+        above=0,
+        high=1,
     )
 
     @property
     def step_weighting(self) -> StepWeighting:
         return self.timestep_weights
+
+    @property
+    def step_discount(self) -> float:
+        return self.gamma
 
 
 # an additional loss and its metrics, as a function of each trained step
@@ -241,13 +258,20 @@ class PolicyGradient(Algorithm):
         )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
-        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps."""
-        kind, steps = self.settings.step_weighting, trained
+        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps.
+
+        A discount counts the steps that follow in the tape, without those that compression skips.
+        """
+        kind, gamma, steps = self.settings.step_weighting, self.settings.step_discount, trained
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
         rules = [_stochastic(self.config, tape, k) for k in steps]
-        weights = step_weights(kind, *zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True))
+        left = None
+        if kind == "discount":
+            left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
+        stds, dts, jacobians = zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True)
+        weights = step_weights(kind, stds, dts, jacobians, gamma, left)
         return [weights[steps.index(k)] for k in trained]
 
 
@@ -268,7 +292,6 @@ class ChainConfig(WeightedConfig, DownSampledConfig):
         1.0, "share of the stochastic steps that are trained, selected at random each step", above=0, high=1
     )
     history: int = key(0, "rewards kept per prompt whose mean and std normalise; 0: those of the group", low=0)
-    gamma: float = key(1.0, "adv_estimator=gae: discount of the reward per noisy step", above=0, high=1)
     lam: float = key(
         0.95,
         "adv_estimator=gae: weight of later steps' errors of the critic; 1: the reward itself, minus the value; 0: the "

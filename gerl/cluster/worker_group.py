@@ -2,12 +2,13 @@
 
 import contextlib
 import importlib.util
+import logging
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -16,7 +17,9 @@ import ray
 
 from gerl.cluster import health
 from gerl.errors import ClusterError, GerlError, WorkerDied
+from gerl.protocol import RolloutTask, Sample
 
+logger = logging.getLogger(__name__)
 W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")
@@ -25,6 +28,8 @@ AGAIN = "restart the command"  # remedy, as the end of a sentence
 LAST_WORDS = 15.0  # seconds to find out whether the failure of a worker was caused by the death of another
 GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
 FRAMES = 8  # shown frames of a worker's traceback
+WORD = 40  # characters of a text in the log
+POLLS = ("written",)  # calls that are repeated until something has happened, which are not logged
 
 
 class Pending(Generic[R]):
@@ -37,8 +42,10 @@ class Pending(Generic[R]):
         call: Callable[[], R] | None = None,
         value: R | None = None,
         hang_after: float | None = None,
+        words: str = "",
     ) -> None:
-        self.worker, self.reference, self.hang_after = worker, reference, hang_after
+        """`words`: the call, for the log; empty unless it has debug lines."""
+        self.worker, self.reference, self.hang_after, self.words = worker, reference, hang_after, words
         self._value = value
         self._error: Exception | None = None
         if call is not None:
@@ -187,13 +194,17 @@ class WorkerGroup(Generic[W]):
         self, number: int, worker: W, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         label, bound = f"{self.name} {number}", getattr(worker, method.__name__, None)
+        words = ""
+        if logger.isEnabledFor(logging.DEBUG) and method.__name__ not in POLLS:
+            words = in_words(method, args)
+            logger.debug("%s: %s ...", label, words)
         if bound is None:  # a function of the worker, not a method
             bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
             given = [a.reference if isinstance(a, Pending) and a.reference is not None else _value(a) for a in args]
             reference = bound.remote(*given, **kwargs)
-            return Pending(label, reference=reference, hang_after=self.hang_after)
-        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs))
+            return Pending(label, reference=reference, hang_after=self.hang_after, words=words)
+        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs), words=words)
 
     def part(self, numbers: range) -> "WorkerGroup[W]":
         """Return a view of the present workers with these numbers."""
@@ -252,8 +263,13 @@ class WorkerGroup(Generic[W]):
             shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
         except ray.exceptions.RayError as error:
             raise _lost("Ray's store", error) from error
+        start = time.perf_counter()
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
-        return wait_all(pending, self.hang_after)
+        found = wait_all(pending, self.hang_after)
+        if logger.isEnabledFor(logging.DEBUG):
+            names, words = f"{self.name} {listed(self.numbers)}", in_words(method, args)
+            logger.debug("%s: %s: %.2f s", names, words, time.perf_counter() - start)
+        return found
 
 
 class _Part(WorkerGroup[W]):
@@ -305,6 +321,36 @@ def wait_all(
     if error is not None:
         raise error
     return [found[call] for call in pending]
+
+
+def in_words(method: Callable[..., object], arguments: Sequence[object]) -> str:
+    """Return a call for the log: the name, and of the arguments numbers, texts, tasks and samples."""
+    return f"{method.__name__}({', '.join(filter(None, map(_in_words, arguments)))})"
+
+
+def listed(numbers: Iterable[object]) -> str:
+    """Return `1, 2, 3`."""
+    return ", ".join(map(str, numbers))
+
+
+def _in_words(argument: object) -> str:
+    match argument:
+        case RolloutTask():
+            return f"task {argument.id}: {_in_words(argument.samples)}"
+        case [Sample(), *_]:
+            prompts = dict.fromkeys(sample.prompt.id for sample in cast(Sequence[Sample], argument))
+            return f"{len(argument)} image(s) of prompt {listed(prompts)}"
+        case [(int(), int()), *_]:  # places of images
+            return f"{len(argument)} image(s)"
+        case Mapping() if argument and all(isinstance(key, int) for key in argument):
+            return f"task {listed(argument)}"
+        case str():
+            return argument if len(argument) <= WORD else f"{argument[:WORD]}..."
+        case int() | float():
+            return f"{argument:g}" if isinstance(argument, float) else f"{argument}"
+        case ray.ObjectRef():
+            return "..."
+    return ""
 
 
 def _fetch(ended: Sequence[Pending[Any]]) -> None:

@@ -96,6 +96,17 @@ def _ended(work: Callable[[], int], logger: logging.Logger) -> int:
             return 128 + number
 
 
+@contextlib.contextmanager
+def logged_at(level: str) -> Iterator[None]:
+    """Log gerl's messages from `level` (`logger.level`) on within the block."""
+    before = logger.level
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def watching(run_dir: Path) -> str:
     """Return the command that opens the page of a run, with the program `gerl` if it is on the PATH."""
     python = Path(sys.executable)

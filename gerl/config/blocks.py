@@ -29,7 +29,7 @@ StdKind = Literal["group", "batch", "none"]
 NodeStdKind = Literal["depth", "leaves"]
 StepDistance = Literal["gaussian", "mean", "velocity"]
 KLKind = Literal["gaussian", "flow_grpo", "velocity", "k1", "k2", "k3"]
-StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcpo", "std2_over_jacobian"]
+StepWeighting = Literal["uniform", "std", "inverse_dt", "inverse_jacobian", "pcpo", "std2_over_jacobian", "discount"]
 StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DiversityShaping = Literal["none", "scale", "add"]
@@ -633,6 +633,9 @@ class LoggerConfig(Block):
     )
     tags: list[str] = key([], "tags of the run in the trackers, in addition to the algorithm's name")
     progress: bool = key(True, "show progress: a bar on a terminal, otherwise an occasional line")
+    level: Literal["info", "debug"] = key(
+        "info", "debug: also log each call of a worker or scorer, with its task and seconds, and the parts of each step"
+    )
     live: bool = key(True, "keep thumbnails of the current training step in live/, for gerl watch")
     report: bool = key(True, "write report.html at the end; `python -m gerl.run.report run=FOLDER` does so at any time")
 
@@ -716,6 +719,15 @@ class ModelConfig(Block):
         "none",
         "frozen weights sharded among the ranks of a worker (cluster.ranks_per_worker): those of the denoiser, or "
         "of the text encoders as well",
+    )
+    reshard: bool = key(
+        True,
+        "drop the gathered weights of a denoiser's block after its forward pass, and gather them again for the "
+        "backward pass; false: keep them until after the backward pass, also over the steps of a rollout: more memory, "
+        "less time",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "precision in which workers and ranks sum gradients; bfloat16 halves what they send, and rounds it"
     )
     lora: str | None = key(
         None,

@@ -331,8 +331,27 @@ def _shard(value: Any, given: Given) -> Any:
         return ""
     ranks = given.number("fsdp_size", "ranks_per_worker", "tensor_model_parallel_size", "tensor_parallel_size")
     if ranks is not None and ranks > 1:
+        if kind == "shard_grad_op":
+            return {"model.shard": "all", "model.reshard": False}
         return None if kind in VALUES["model.shard"] else {"model.shard": "all"}
     return Why("a worker has the whole model; to shard it set model.shard=all and cluster.ranks_per_worker=N")
+
+
+@_rule("reshard_after_forward")
+def _reshard(value: Any, given: Given) -> Any:
+    if str(value).lower() == "true" or any(name in given for name in ("fsdp_size", "ranks_per_worker", "model.shard")):
+        return None
+    return Why("a worker has the whole model; model.reshard=false is for model.shard=denoiser or all")
+
+
+@_rule("gamma timestep_discount")
+def _gamma(value: Any, given: Given) -> Any:
+    discount = _number(value)
+    if discount == 1:
+        return ""
+    if any("adv_estimator" in ends(name) and kind == "gae" for name, kind in given.values.items()):
+        return {"algorithm.gamma": value}
+    return None if discount is None else {"algorithm.timestep_weights": "discount", "algorithm.gamma": value}
 
 
 @_rule("kl_penalty")

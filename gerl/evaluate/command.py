@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, make_folder, run_command
+from gerl.commandline.command import importing, logged_at, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment
 from gerl.config import Config
 from gerl.data.sources import source_names
@@ -64,7 +64,7 @@ PARSER = Parser(
     "[model=PIPELINE] [lora=FOLDER] [prompts=FILE] out=FOLDER [key=value ...]",
     "Sample prompts from the same noise with the base model and with LoRAs, score and compare the images.",
     Options,
-    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress", "logger.level"),
     blocks=("sampling", "validation", "reward", "model", "cluster"),
     notes="Without experiment=NAME|FILE.yaml the configuration is the config.yaml of the run that contains a LoRA; "
     "otherwise that of the signs demo for its model, and the defaults for any other.",
@@ -145,7 +145,8 @@ def run(request: Request) -> Evaluation:
         logger.warning("suite=%s, not the published protocol: %s", request.suite and request.suite.name, text)
     rows: list[ScoredRow] = []
     try:
-        with machines as cluster, Progress(total, disable=not config.logger.progress, unit="image") as progress:
+        shown = Progress(total, disable=not config.logger.progress, unit="image")
+        with logged_at(config.logger.level), machines as cluster, shown as progress:
             for part in sample(config, request.loras, request.images, prompts, cluster):
                 rows += part
                 progress.update(len(part))

@@ -33,7 +33,7 @@ from gerl.model.lora import (
 )
 from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
-from gerl.model.policy import EMA, Policy, alone, chosen, divide, parameters_of
+from gerl.model.policy import EMA, Gathered, Policy, alone, chosen, divide, parameters_of
 from gerl.model.prompts import check_arguments
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
@@ -269,7 +269,8 @@ def load_policy(
         divide_context(denoisers, context)
     if mesh is not None:
         whole = {*lora.values(), *teachers_parameters(denoisers).values()}
-        shard(sharded_components(pipe, denoisers, config.shard), whole, mesh, unread, config.offload == "blocks")
+        parts, on_cpu = sharded_components(pipe, denoisers, config.shard), config.offload == "blocks"
+        shard(parts, whole, mesh, unread, on_cpu, config.reshard)
     assert not unread, "weights were left in their files"
     return Policy(pipe, denoisers, lora, EMA(lora, ema_decay), fingerprint, teachers=taught_by)
 
@@ -289,10 +290,13 @@ def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: Device
     if mesh is not None:
         others = sharded_components(pipe, denoisers, config.shard)
         shard({name: part for name, part in others.items() if name not in denoisers}, set(), mesh)
+    gathered: list[Gathered] = []
     if divided:
-        divide(denoisers, mesh or alone(device), dtype)
+        reduced = getattr(torch, config.reduce_dtype) if mesh is not None else torch.float32
+        gathered = divide(denoisers, mesh or alone(device), dtype, reduced, config.reshard)
     trained = parameters_of(denoisers, names)
-    return Policy(pipe, denoisers, trained, EMA(trained, ema_decay), fingerprint, whole=True)
+    average = EMA(trained, ema_decay)
+    return Policy(pipe, denoisers, trained, average, fingerprint, whole=True, gathered=gathered)
 
 
 def loadable_loras(pipe: DiffusionPipeline) -> set[str]:

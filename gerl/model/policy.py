@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from gerl.errors import ModelError
 from gerl.model.latents import ImageLatents
@@ -132,6 +134,7 @@ class Policy:
     quantized: QuantizedRollout | None = None
     teachers: list[TeacherModel] = field(default_factory=list)
     images: ImageLatents = field(default_factory=lambda: ImageLatents(0.0))
+    gathered: list["Gathered"] = field(default_factory=list)  # of full fine-tuning, if they stay after a forward pass
     adapter: str = ADAPTER  # peft's name of the trained LoRA
 
     def averages(self) -> dict[str, EMA]:
@@ -246,20 +249,28 @@ def alone(device: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, kind)
 
 
-def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def divide(
+    denoisers: Modules,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reduced: torch.dtype = torch.float32,
+    reshard: bool = True,
+) -> list["Gathered"]:
     """Shard the fp32 weights of `denoisers` among the ranks of `mesh`; blocks compute with them in `dtype`.
 
-    A rank's gradients are its shard of the sum over the ranks, in fp32; layers that a model class keeps in fp32 stay in
-    fp32. Raises `ModelError` for a denoiser without repeated blocks.
+    A rank's gradients are its shard of the sum over the ranks, in fp32, summed in `reduced`; layers that a model class
+    keeps in fp32 stay in fp32. `reshard`: gathered weights of a block are dropped after its forward pass, rather than
+    after its backward pass; then those that stay are returned. Raises `ModelError` for a denoiser without repeated
+    blocks.
     """
     half = dtype != torch.float32
-    plain = MixedPrecisionPolicy(cast_forward_inputs=False)
-    mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if half else plain
+    plain = MixedPrecisionPolicy(reduce_dtype=None if reduced == torch.float32 else reduced, cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(dtype, reduced, cast_forward_inputs=False) if half else plain
     for name, denoiser in denoisers.items():
         blocks = blocks_to_gather(denoiser, f"model.train: {name}", "model.dtype=float32 and model.shard=none")
         kept = kept_in_fp32(denoiser) if half else []
         for module in (*kept, *blocks, denoiser):
-            fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, mp_policy=plain if module in kept else mixed, reshard_after_forward=reshard)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the number of all samples
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support a sum with a factor
@@ -273,6 +284,46 @@ def divide(denoisers: Modules, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             # pipelines create inputs in `denoiser.dtype`, which must be that of the computation, not of the parameters
             kind = type(denoiser)
             denoiser.__class__ = type(kind.__name__, (kind,), {"dtype": property(lambda self: dtype)})
+    return [] if reshard else [Gathered(denoiser) for denoiser in denoisers.values()]
+
+
+class Gathered:
+    """Gathered weights of a denoiser that stay after a forward pass; dropped before their next use if they changed.
+
+    All ranks change weights at the same time, so they also gather them at the same time. Call `drop` after a change
+    through `DTensor.detach`, which torch does not count.
+    """
+
+    def __init__(self, denoiser: torch.nn.Module) -> None:
+        self.parts = [module for module in denoiser.modules() if isinstance(module, FSDPModule)]
+        self.weights = [p for p in denoiser.parameters() if isinstance(p, DTensor)]
+        self.seen = self._changes()
+        # called before the hooks of `fully_shard`, in the forward pass and in the backward pass
+        denoiser.register_forward_pre_hook(lambda module, args: self.drop_if_changed(), prepend=True)
+        denoiser.register_forward_hook(lambda module, args, output: self._watch(output), prepend=True)
+
+    def _changes(self) -> int:
+        """Return how often the weights were changed in place, as sharded tensors or as this rank's shards."""
+        return sum(p._version + p._local_tensor._version for p in self.weights)
+
+    def drop_if_changed(self) -> None:
+        """Drop the gathered weights if the sharded ones have changed since the last call."""
+        if self._changes() != self.seen:
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the gathered weights."""
+        self.seen = self._changes()
+        for part in self.parts:
+            part.set_reshard_after_forward(True, recurse=False)  # also if an error ended its last forward pass
+            part.reshard()
+            part.set_reshard_after_forward(False, recurse=False)
+
+    def _watch(self, output: Any) -> None:
+        """Call `drop_if_changed` before the backward pass of `output`, since another policy may have run meanwhile."""
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.drop_if_changed())
 
 
 def kept_in_fp32(denoiser: torch.nn.Module) -> list[torch.nn.Module]:

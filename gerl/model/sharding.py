@@ -230,18 +230,21 @@ def shard(
     mesh: DeviceMesh,
     unread: Unread | None = None,
     on_cpu: bool = False,
+    reshard: bool = True,
 ) -> None:
     """Shard the weights of `components` among the ranks of `mesh`, except the parameters `whole`.
 
     Weights, including those `unread` in their files, move to the device of the mesh block by block; `on_cpu`: shards
-    stay on the CPU until their block computes. Raises `ModelError` for a component without repeated blocks.
+    stay on the CPU until their block computes; `reshard`: a denoiser's block drops its gathered weights after the
+    forward pass, rather than after the backward pass. Raises `ModelError` for a component without repeated blocks.
     """
     files = {} if unread is None else unread
     parts = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if on_cpu else OffloadPolicy()
     for name, component in components.items():
         blocks = blocks_to_gather(component, f"model.shard: {name}", "model.shard=none")
+        encodes = isinstance(component, PreTrainedModel)
         # pipelines call text encoders in many ways that bypass `forward`, but all of them end in calls of layers
-        rest = layers(component, blocks) if isinstance(component, PreTrainedModel) else [component]
+        rest = layers(component, blocks) if encodes else [component]
         # torchao splits quantised weights into codes and scales, which can be sharded
         wrapped = [m for m in component.modules() if type(m._parameters.get("weight")).__module__.startswith("torchao")]
         if wrapped:
@@ -250,7 +253,8 @@ def shard(
             register_parametrization(module, "weight", UnwrapTensorSubclass())
         for module in (*blocks, *rest):
             fill(module, files)
-            fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=True, offload_policy=parts)
+            drops = reshard or encodes  # text encoders have no backward pass
+            fully_shard(module, mesh=mesh, ignored_params=whole, reshard_after_forward=drops, offload_policy=parts)
         fill(component, files)
         for tensor in (*component.parameters(), *component.buffers()):
             if not isinstance(tensor, DTensor):  # the rest: buffers, and weights that layers share

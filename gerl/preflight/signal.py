@@ -318,7 +318,7 @@ def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candid
         return
     stds, jacobians = [cast(float, f.std) for f in facts], [cast(float, f.jacobian) for f in facts]
     for kind in get_args(StepWeighting):
-        if kind == weighting(config):
+        if kind in (weighting(config), "discount"):
             continue
         try:
             weights = step_weights(kind, stds, [f.dt for f in facts], jacobians)

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import make_folder, run_command
+from gerl.commandline.command import logged_at, make_folder, run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
 from gerl.data.sources import load
@@ -308,7 +308,7 @@ PARSER = Parser(
     "[images=]FOLDER|FILE [prompts=FILE|prompt=TEXT] out=FOLDER [key=value ...]",
     "Score images with a reward, before training on it.",
     Request,
-    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress"),
+    passed=("experiment", "data.prompt_key", "data.columns", "data.template", "logger.progress", "logger.level"),
     blocks=("reward",),
     bare="images",
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a "
@@ -344,7 +344,8 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
     logger.info("%d images; scorers: %s", len(items), ", ".join(reward.scorers))
     images: dict[int, ScoredImage] = {}
     try:
-        with Progress(len(items), disable=not config.logger.progress, unit="image") as progress:
+        shown = Progress(len(items), disable=not config.logger.progress, unit="image")
+        with logged_at(config.logger.level), shown as progress:
             for batch, scored in score(reward, items, request.batch or config.rollout.micro_batch_size):
                 images |= zip(batch, scored, strict=True)
                 progress.update(len(batch))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.algorithms.planning import planned_steps, prompt_schedule
-from gerl.commandline.command import PAGE, importing, watching
+from gerl.commandline.command import PAGE, importing, logged_at, watching
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
@@ -50,7 +50,7 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
     """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
-    with RunLog() as log:
+    with logged_at(config.logger.level), RunLog() as log:
         check_trackers(config.logger)
         resolve(config.model.path)
         model = config.model if folder.checkpoint is None else config.model.for_resume()

@@ -165,10 +165,15 @@ class Actor:
         ranks: Ranks | None = None,
         group: dist.ProcessGroup | None = None,
         staleness: int = 0,
+        reduced: torch.dtype = torch.float32,
     ) -> None:
-        """Build optimizer and averages. `ranks`: in lockstep; `group`: shares the weights; `staleness`: in steps."""
+        """Build optimizer and averages.
+
+        `ranks`: in lockstep; `group`: shares the weights; `staleness`: in steps; `reduced`: precision of sums.
+        """
         self.policy, self.config, self.algorithm, self.ranks, self.group = policy, config, algorithm, ranks, group
         self.parameters = list(policy.trained.values())
+        self.reduced = reduced
         if config.alternate and len(names := {name.partition(".")[0] for name in policy.trained}) == 1:
             raise ConfigError(f"actor.alternate={config.alternate}: only {names.pop()} is trained; use 0")
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
@@ -303,13 +308,22 @@ class Actor:
         """Sum the gradients of all workers, a collective call; those sharded over a worker's ranks are already sums."""
         if not self.policy.whole:
             flat = self.flat_gradient()
-            dist.all_reduce(flat)
+            self._sum(flat)
             self.set_flat_gradient(flat)
         elif self.ranks is None or self.ranks.peers.size() > 1:
             for p in self.parameters:
                 p.grad = gradient_of(p)
                 if local(p.grad).numel():
-                    dist.all_reduce(local(p.grad), group=None if self.ranks is None else self.ranks.peers)
+                    self._sum(local(p.grad), None if self.ranks is None else self.ranks.peers)
+
+    def _sum(self, gradient: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Replace the gradient by its sum over the processes of `group`, or all; a collective call."""
+        if self.reduced == gradient.dtype or dist.get_world_size(group) == 1:
+            dist.all_reduce(gradient, group=group)
+        else:
+            rounded = gradient.to(self.reduced)
+            dist.all_reduce(rounded, group=group)
+            gradient.copy_(rounded)
 
     def step(self, finished: int = 0) -> StepResult:
         """Clip the gradient and take an optimizer step, or drop the gradient if it is not finite.

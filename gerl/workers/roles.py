@@ -146,7 +146,8 @@ class Rewriter(OtherRole):
             self.policy = self.load_policy()
         self.evaluations = count_evaluations(())
         self.algorithm = TokenGRPO(self.config)
-        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates)
+        reduced = getattr(torch, self.config.model.reduce_dtype)
+        self.actor = Actor(self.policy, self.config.actor, self.algorithm, self.total_updates, reduced=reduced)
         self.actor.say = self.notes.append
         self.snapshots = snapshots_of(self.actor)
         self.ended = 0

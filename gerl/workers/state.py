@@ -82,6 +82,8 @@ def _load_parts(actor: Actor, folder: Path, numbers: WorkerState) -> None:
     actor.check_state(known, numbers)
     _make_moments(actor, known)
     shards.read_into(parts_of(actor)[0])
+    for gathered in actor.policy.gathered:
+        gathered.drop()
     actor.load_numbers(numbers)
 
 

@@ -131,7 +131,8 @@ class PolicyWorker:
         group = first.device_mesh.get_group() if isinstance(first, DTensor) else None
         settings = replace(self.config.actor, lr=self.config.actor.rate(model.train))
         staleness = self.config.trainer.staleness
-        self.actor = Actor(self.policy, settings, self.algorithm, self.total_updates, self.ranks, group, staleness)
+        reduced, updates = getattr(torch, model.reduce_dtype), self.total_updates
+        self.actor = Actor(self.policy, settings, self.algorithm, updates, self.ranks, group, staleness, reduced)
         self.actor.say = self.notes.append
         self.snapshots = snapshots_of(self.actor)
         self.ended = 0

@@ -1,6 +1,8 @@
 """Which checkpoint of a run is the best, and what ends a run before its last step."""
 
 import json
+import logging
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,30 @@ def test_the_best_checkpoint_by_a_column_of_a_scorer_of_which_less_is_better(
     assert {path.name for path in (run.folder / "checkpoints").iterdir()} == {f"step_{best}", "step_4"}
     stored = json.loads((run.checkpoint(4) / "state.json").read_text())["val_metrics"]
     assert stored["val/bright/dark/mean"] == dark[4] and stored["val/reward/mean"] == run.column("val/reward/mean")[4]
+
+
+def test_debug_lines_say_what_each_worker_does_and_for_how_long(
+    train: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = train(tmp_path / "plain", "trainer.steps=1")
+    assert not [record for record in caplog.records if record.levelname == "DEBUG" and record.name.startswith("gerl")]
+    found = train(tmp_path / "debug", "trainer.steps=1", "logger.level=debug")
+    assert found.untimed() == plain.untimed()
+    text = (found.folder / "log.txt").read_text()
+    for line in (
+        r"DEBUG \S+: worker 0: setup\(",
+        r"DEBUG \S+: step 1: prompts \d+",
+        r"DEBUG \S+: worker 0: sample\(task 0: \d+ image\(s\) of prompt \d+.*\) \.\.\.\n",
+        r"DEBUG \S+: step 1: worker 0: sample\(task 0: .*\): \d+\.\d\d s\n",
+        r"DEBUG \S+: step 1: scorer bright, process 0: score\(bright, \d+ image\(s\)\): \d+\.\d\d s\n",
+        r"DEBUG \S+: step 1: \d+ images, reward [\d.]+ to [\d.]+, bright",
+        r"DEBUG \S+: step 1: \d+ of \d+ images have credit",
+        r"DEBUG \S+: worker 0: accumulate\(task 0.*\): \d+\.\d\d s\n",
+        r"DEBUG \S+: step 1: actor/",
+        r"DEBUG \S+: step 1: rollout \d+\.\d\d s, .*update \d+\.\d\d s",
+    ):
+        assert re.search(line, text), line
+    assert logging.getLogger("gerl").level == logging.INFO and " DEBUG " not in (plain.folder / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("trial", ["true", "false"])

@@ -100,6 +100,14 @@ def test_one_process_carries_on_what_two_ranks_began(divided: Any, fit: Callable
 
 
 @more
+def test_two_ranks_that_keep_gathered_weights_train_the_same(divided: Any, fit: Callable[..., Any]) -> None:
+    kept = fit(*RANKS, "model.reshard=false", of=divided)
+    found, expected = tensors(kept, 3), tensors(divided, 3)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert kept.untimed() == divided.untimed()
+
+
+@more
 def test_two_ranks_resume_what_one_process_began(alone: Any, fit: Callable[..., Any]) -> None:
     assert_close(fit(*RANKS, of=alone), alone)
 
@@ -130,6 +138,13 @@ def test_some_weights_in_half_precision(partly: Any, model: Path) -> None:
         assert (name in trained) == bool((value != before).any())
         assert value.dtype == torch.float32
     assert max(partly.column("actor/ratio_deviation")) < 1e-2
+
+
+def test_cast_weights_that_are_kept_are_those_of_the_checkpoint(partly: Any, fit: Callable[..., Any]) -> None:
+    kept = fit("model.reshard=false", of=partly, model__train="attn.to_q", model__dtype="bfloat16")
+    found, expected = tensors(kept, 3), tensors(partly, 3)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert kept.untimed() == partly.untimed()
 
 
 @pytest.mark.parametrize("kind", ["alone", "partly"])

@@ -27,7 +27,12 @@ ALL = os.environ.get("GERL_ZOO") == "all"
 TRAINED = list(BY_NAME)
 CASES = TRAINED if ALL else SOME
 # of `model`, for the whole weights as well, but for capitals
-KEYS = ["quantize=int8 quantize_encoders=int8", "quantize=fp8", "OFFLOAD=blocks", *(["compile=eager"] if ALL else [])]
+KEYS = [
+    "quantize=int8 quantize_encoders=int8",
+    "quantize=fp8 RESHARD=false",
+    "OFFLOAD=blocks",
+    *(["compile=eager"] if ALL else []),
+]
 CONVOLUTIONS = ("StableDiffusionXL", "StableDiffusionPipeline", "DreamLite")  # round by where their weights lie
 
 

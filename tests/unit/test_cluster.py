@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from gerl.cluster import (
 )
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError, Interrupted, RewardError
+from gerl.protocol import Prompt, RolloutTask, Sample
 
 
 @dataclass
@@ -36,6 +38,9 @@ class Worker:
     def note(self, text: str) -> str:
         self.calls.append(text)
         return f"{self.rank}:{text}"
+
+    def written(self) -> bool:
+        return bool(self.calls)
 
     def fail(self, text: str) -> None:
         raise RewardError(text)
@@ -381,3 +386,23 @@ def test_a_shielded_process_does_not_see_what_its_group_is_sent() -> None:
     assert plain.wait(30) == -15 and child.poll() is None
     child.kill()
     child.wait()
+
+
+def test_debug_lines_name_a_call_by_its_tasks_numbers_and_texts(caplog: pytest.LogCaptureFixture) -> None:
+    samples = [Sample(Prompt(number, "a sign"), 0, seed=0, step=1) for number in (4, 9)]
+    task = RolloutTask(3, samples, ())
+    group = WorkerGroup("worker", 2, Worker, None)
+    group.run(Worker.note, "quietly")
+    with caplog.at_level("DEBUG", "gerl"):
+        assert group.submit(1, Worker.note, "x" * 50).words == f"note({'x' * 40}...)"
+        assert group.submit(0, Worker.written).words == ""
+        group.run(Worker.note, "aloud")
+    found = [record.getMessage() for record in caplog.records]
+    assert found[0] == f"worker 1: note({'x' * 40}...) ..." and found[1:3] == [
+        "worker 0: note(aloud) ...",
+        "worker 1: note(aloud) ...",
+    ]
+    assert re.fullmatch(r"worker 0, 1: note\(aloud\): \d+\.\d\d s", found[3]) and len(found) == 4
+    words = worker_group.in_words(Worker.note, (task, samples, {3: None, 5: None}, [(0, 1)], 2, 0.5, None, [1.0]))
+    images = "2 image(s) of prompt 4, 9"
+    assert words == f"note(task 3: {images}, {images}, task 3, 5, 1 image(s), 2, 0.5)"

@@ -97,7 +97,7 @@ def configured(config: Config, facts: Facts) -> Layout:
     model = config.model
     checkpointing = model.gradient_checkpointing and True in facts.updates
     ranks, kinds = config.cluster.ranks_per_worker, (model.quantize, model.quantize_encoders)
-    return Layout(ranks, model.shard, *kinds, checkpointing, model.offload)
+    return Layout(ranks, model.shard, *kinds, checkpointing, model.offload, model.reshard)
 
 
 def text(found: Sizing) -> str:

@@ -3,7 +3,7 @@
 Predicted weights on a GPU:
 
 * sharded over G ranks: 1/G of a component; while it runs, also its weights outside of blocks and two whole blocks, one
-  of them prefetched. Encoder weights that cannot be sharded are on every rank;
+  of them prefetched; reshard=false: the whole denoiser. Encoder weights that cannot be sharded are on every rank;
 * quantised: the linear layers of the repeated blocks, sized by `quantised_bytes`, the largest one also in bf16 while
   it runs;
 * offload=encoders: text encoders and VAE only while they run, one at a time. offload=blocks: also one denoiser block
@@ -41,6 +41,7 @@ class Layout:
     quantize_encoders: Quantisation = "none"
     checkpointing: bool = True
     offload: str = "none"
+    reshard: bool = True
 
     def keys(self) -> str:
         """Return the command-line keys: gradient checkpointing, and all that differ from the default."""
@@ -52,6 +53,7 @@ class Layout:
             "model.offload": (self.offload, "none"),
         }
         words = [f"{key}={value}" for key, (value, default) in given.items() if value != default]
+        words += [] if self.reshard else ["model.reshard=false"]
         return " ".join([*words, f"model.gradient_checkpointing={str(self.checkpointing).lower()}"])
 
     def is_sharded(self, part: Part) -> bool:
@@ -99,10 +101,16 @@ class Layout:
             return part.whole + (0.0 if on_cpu else (size - part.whole) / self.ranks)
         return self.computing(part, 1) if on_cpu else size
 
+    def kept(self, part: Part) -> float:
+        """Return the bytes of gathered weights of `part` that stay after its forward pass."""
+        if self.reshard or part.kind != "denoiser" or not self.is_gathered(part):
+            return 0.0
+        return self.size(part) - part.whole
+
     def fetched(self, part: Part) -> float:
         """Return the additional bytes of weights while `part` runs."""
         came = self.size(part) if self.is_away(part) else 0.0
-        if self.is_gathered(part):
+        if self.is_gathered(part) and not self.kept(part):
             gathered = self.computing(part, 2) - part.whole
             came += gathered + (gathered / self.ranks if self.offload == "blocks" else 0.0)
         return came + (part.largest * HALF if self.kind(part) != "none" else 0)
@@ -139,16 +147,17 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     own = facts.lora / (layout.ranks if facts.whole and layout.shard != "none" else 1)  # on a rank
     # trained weights (if not the denoiser's own), gradient, moments and averages
     lora, swapped = own * FP32 * (4 - facts.whole + facts.averages), own * FP32 * facts.swapped
+    kept = sum(layout.kept(part) for part in facts.parts)
     phases: dict[str, float] = {}
     activations: dict[str, float] = {}
     for part in facts.parts:
         name = {"encoder": "encode", "denoiser": "rollout", "decoder": "decode"}[part.kind]
         alive = facts.rollout.peaks.get(part.name, 0) * batch.rollout / facts.sampled
-        there = layout.fetched(part) + alive + swapped
+        there = kept + layout.fetched(part) + alive + swapped
         if there > phases.get(name, 0.0):
             phases[name], activations[name] = there, alive
         alive = facts.updates[layout.checkpointing].peaks.get(part.name, 0) * batch.actor / facts.trained
-        there = layout.fetched(part) + alive + swapped + layout.reduced(part)
+        there = kept + layout.fetched(part) + alive + swapped + layout.reduced(part)
         if part.kind == "denoiser" and there > phases.get("update", 0.0):
             phases["update"], activations["update"] = there, alive
     phases["optimizer"] = own * FP32  # flat gradient for the all-reduce
@@ -161,10 +170,13 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
     travelling = waiting = 0.0
     for part in facts.parts:
-        calls = sum(t.calls.get(part.name, 0) for t in (facts.rollout, facts.updates[layout.checkpointing]))
+        tallies = (facts.rollout, facts.updates[layout.checkpointing])
+        calls = sum(t.calls.get(part.name, 0) for t in tallies)
         if layout.is_sharded(part):
             gathered = layout.size(part) * (layout.ranks - 1) / layout.ranks
-            travelling += calls * gathered / gpu.link
+            # kept ones are gathered once for all calls of rollouts
+            times = tallies[1].calls.get(part.name, 0) if layout.kept(part) else calls
+            travelling += times * gathered / gpu.link
         if layout.offload == "blocks" and (part.kind == "denoiser" or layout.is_sharded(part)):
             travelling += calls * layout.size(part) / (layout.ranks if layout.is_sharded(part) else 1) / gpu.bus
         if layout.is_away(part):  # upload and download, once per micro-batch

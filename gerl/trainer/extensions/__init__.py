@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # in the order in which they are called
 EXTENSIONS = (
     "control:ControlFiles",
+    "debug_lines:DebugLines",
     "deadline:Deadline",
     "trackers:Trackers",
     "gardo:KLGate",

@@ -53,7 +53,7 @@ def scaled(std: blocks.StdKind) -> object:
             blocks.LikelihoodWeighting,
             lambda name: log_likelihood(torch.full((1, 2), 2.0), torch.zeros(1, 2), 0.6, name),
         ),
-        (blocks.StepWeighting, lambda name: step_weights(name, [0.1, 0.3], [-0.2, -0.5], [0.5, 0.7])),
+        (blocks.StepWeighting, lambda name: step_weights(name, [0.1, 0.3], [-0.2, -0.5], [0.5, 0.7], 0.9, [1, 0])),
     ],
 )
 def test_every_choice_is_treated(kind: object, treated: object) -> None:

@@ -12,6 +12,7 @@ from gerl.algorithms.core_algos import RELATIVE_WEIGHTS, kl_divergence
 from gerl.config import TrainerConfig, algorithm_config
 from gerl.engine import replay
 from gerl.engine.transitions import FlowRule
+from gerl.errors import ConfigError
 from gerl.model.lora import lora_disabled
 from gerl.model.policy import EMA
 
@@ -112,6 +113,27 @@ def test_timestep_weights(plain: Training) -> None:
         a = build_algorithm(config("flow_grpo", timestep_weights=kind))
         found, _ = plain.gradient(CREDIT, algorithm=a)
         assert relative(found, log_prob_gradient(plain, dict(enumerate(weights)), 1 / 24)) < 1e-5
+
+
+def test_a_step_is_discounted_by_those_that_follow(plain: Training) -> None:
+    """Of the four steps of a tape the last has the reward, and is not trained."""
+    discounted = build_algorithm(config("flow_grpo", timestep_weights="discount", gamma=0.5))
+    found, _ = plain.gradient(CREDIT, algorithm=discounted)
+    assert relative(found, log_prob_gradient(plain, {0: 0.125, 1: 0.25, 2: 0.5}, 1 / 24)) < 1e-5
+    same, _ = plain.gradient(CREDIT, algorithm=build_algorithm(config("flow_grpo", timestep_weights="discount")))
+    assert torch.equal(same, plain.gradient(CREDIT)[0])
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma=0\.5: .*timestep_weights=discount"):
+        config("flow_grpo", gamma=0.5)
+
+
+def test_a_discount_does_not_count_steps_that_compression_leaves_out() -> None:
+    window = {"num_inference_steps": 8, "window_size": 2, "window_schedule": "progressive"}
+    sampling = {f"sampling_{key}": value for key, value in {**window, "solver": "dpm2", "compression": 0.4}.items()}
+    training = Training(config("mix_grpo", timestep_weights="discount", gamma=0.5, **sampling))
+    (_, _, (tape,)) = training.tasks[0]
+    taken = sum(step.rule.dt != 0 for step in tape.steps)
+    assert taken < 8
+    assert training.algorithm._weights(tape, (0, 1)) == [0.5 ** (taken - 1), 0.5 ** (taken - 2)]  # type: ignore[attr-defined]
 
 
 def test_weights_by_std_have_the_same_norm_in_any_window() -> None:

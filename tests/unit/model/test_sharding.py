@@ -19,13 +19,15 @@ from gerl.model.denoisers import find_denoisers
 from gerl.model.loading import load_pipeline, weights_fingerprint
 from gerl.model.sharding import Unread, fill, layers, repeated_blocks, shard, sharded_components
 
+KEYS = ["signs ", "signs RESHARD=false", "full RESHARD=false", "full dtype=bfloat16 RESHARD=false"]
+KEYS += ["full REDUCE_DTYPE=bfloat16", "sum float32 bfloat16"]
 EXACT = [name for name in tiny.CASES if name != "sd15"]  # convolutions round by where their weights lie in memory
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the ranks say of each tiny pipeline."""
-    cases = [f"draw {name}" for name in tiny.CASES]
+    cases = [*(f"draw {name}" for name in tiny.CASES), *KEYS]
     rows = worst(run_ranks("sharded_ranks", tmp_path_factory.mktemp("ranks"), 2, *cases))
     return {case.removeprefix("draw "): row for case, row in rows.items()}
 
@@ -34,6 +36,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_a_part_of_the_weights_draws_and_trains_as_the_whole(name: str, found: dict[str, dict[str, Any]]) -> None:
     assert found[name]["off"] <= (0 if name in EXACT else 1e-5)
     assert 0.5 <= found[name]["share"] < 0.65  # what does not divide by the ranks is padded, and buffers stay whole
+
+
+def test_gathered_weights_may_stay_until_the_backward_pass(found: dict[str, dict[str, Any]]) -> None:
+    """The frozen ones, and trained ones, which are gathered again wherever they have changed."""
+    assert found["signs "]["off"] == found["signs RESHARD=false"]["off"] == 0
+    assert found["signs RESHARD=false"]["gathers"] < 0.6 * found["signs "]["gathers"]
+    assert found["signs RESHARD=false"]["share"] < 0.51
+    for keys in ("full RESHARD=false", "full dtype=bfloat16 RESHARD=false"):
+        assert found[keys]["images"] == found[keys]["gradients"] == 0 and found[keys]["saved"] > 100
+
+
+def test_gradients_are_summed_in_the_configured_precision(found: dict[str, dict[str, Any]]) -> None:
+    assert found["full REDUCE_DTYPE=bfloat16"]["rounded"] == 0 < found["full REDUCE_DTYPE=bfloat16"]["gradients"]
+    assert found["sum float32 bfloat16"]["float32"] == found["sum float32 bfloat16"]["bfloat16"] == 0
 
 
 def test_blocks_are_the_entries_of_the_outermost_lists() -> None:

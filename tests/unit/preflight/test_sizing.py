@@ -36,7 +36,7 @@ from gerl.preflight.sizing.facts import (
 )
 from gerl.preflight.sizing.facts import recorded as on_record
 from gerl.preflight.sizing.hardware import GPUS
-from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room
+from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room, seconds
 from gerl.preflight.sizing.shape_simulator import PLACE, Ledger, Picture, Tally, Tokens
 
 ROOT = Path(__file__).parents[3]
@@ -226,6 +226,14 @@ def test_layouts_divide_what_they_should() -> None:
     # nothing of the denoiser but two gathered blocks of 1 GB and this rank's parts of them; the encoder's shared layers
     away = memory(facts, Layout(4, "all", offload="blocks"), batch)
     assert away.weights == 0.2e9 and away.peak - away.weights - away.lora - away.tape == 2.5e9 + 8e9
+    # all of the denoiser in every phase, also while the encoder runs
+    kept = memory(facts, Layout(4, "all", reshard=False), batch)
+    assert kept.weights == 5.7e9 and kept.peak - kept.weights - kept.lora - kept.tape == 20e9 + 8e9
+    ways = [Layout(4, "all", reshard=reshard) for reshard in (True, False)]
+    assert kept.phases["encode"] > 20e9 and "model.reshard=false" in ways[1].keys()  # noqa: SIM118
+    slow = dataclasses.replace(GPUS["h100-80gb"], link=1e9)
+    pace = [seconds(facts, way, batch, slow, 1.0) for way in ways]
+    assert pace[1] == pytest.approx(0.5 * pace[0], rel=0.1)
     eighth = memory(facts, Layout(4, "all", "int8", "int8"), batch)
     assert eighth.weights == pytest.approx(20e9 / 8 + 0.2e9 + 1e9 / 4, rel=1e-3), "of the encoder one GB is in blocks"
 
