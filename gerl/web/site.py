@@ -119,6 +119,12 @@ class Site:
 def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
     """Build the ASGI application and its `Site`, which ends the streams."""
     site = Site(folders)
+    gate = Middleware(Gate, admit=partial(admit, token, BODY), local=token is None)
+    return Starlette(routes=build_routes(site), middleware=[gate], exception_handlers=REFUSALS), site
+
+
+def build_routes(site: Site) -> list[Route]:
+    """Return the routes of the live page."""
 
     def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
         """Route that returns what `make` says of the run in the query; Starlette calls it in a thread."""
@@ -145,7 +151,7 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         return Route(path, lambda _: Response(content, media_type=media))
 
     assets = page_assets()
-    routes = [
+    return [
         asset("/", render("live.html.j2"), "text/html"),
         asset("/page.css", assets["style"], "text/css"),
         asset("/page.js", assets["script"], "text/javascript"),
@@ -166,27 +172,30 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         Route("/api/events", partial(_events, site)),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
-    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
-    refusals = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
-    return Starlette(routes=routes, middleware=[gate], exception_handlers=refusals), site
 
 
 async def _failed(status: int, _: Request, error: Exception) -> Response:
     return refused(status, str(error))
 
 
-def _admit(token: str | None, request: Request) -> Visit | Response:
-    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page."""
+REFUSALS = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
+
+
+def admit(token: str | None, most: int, request: Request) -> Visit | Response:
+    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page.
+
+    `most`: bytes of a body.
+    """
     path, headers = request.scope["path"], {}
     given = [request.cookies.get(COOKIE), bearer(request.headers)]
     if request.method == "GET" and path == "/" and "token" in request.query_params:
         given.append(request.query_params["token"])
         headers = {"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"}
     if token is None:
-        return Visit(path, BODY)
+        return Visit(path, most)
     if not any(is_token(each, token) for each in given):
         return refused(401, "open the page with the address that the command printed: it has the token")
-    return Visit(path, BODY, headers=headers)
+    return Visit(path, most, headers=headers)
 
 
 def query_int(request: Request, name: str, default: int = -1) -> int:

@@ -6,7 +6,8 @@ import pytest
 
 from gerl.commandline.composition import compose_run, experiments
 from gerl.program.commands import main
-from gerl.program.recipes import recipe, table
+from gerl.commandline.recipes import recipe
+from gerl.program.recipes import table
 
 
 def test_every_experiment_has_a_row_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,372 @@
+// The pages of the studio. What they show comes from the server; what they start is a command that they show.
+
+const main = document.getElementById("main");
+const message = document.getElementById("message");
+const page = document.body.dataset.page;
+const DELAY = 350; // ms after the last key stroke before a draft is checked
+
+// --- Elements, and requests
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "text") element.textContent = value;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name in element && !["list", "form", "role"].includes(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  return fill(element, ...children);
+}
+
+// Replace the content of an element; null, undefined and false are left out.
+function fill(element, ...children) {
+  element.replaceChildren(...(element.textContent && !children.length ? element.childNodes : children.flat().filter((child) => child !== null && child !== undefined && child !== false)));
+  return element;
+}
+
+const button = (text, action, properties = {}) => make("button", { type: "button", text, onclick: () => guarded(action), ...properties });
+
+function say(text) {
+  message.textContent = text || "";
+  message.hidden = !text;
+  if (text) message.scrollIntoView({ block: "nearest" });
+}
+
+async function guarded(action) {
+  try {
+    say("");
+    await action();
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+async function answered(request) {
+  let answer;
+  try {
+    answer = await request;
+  } catch {
+    throw new Error("the studio does not answer: start gerl studio again; its runs go on");
+  }
+  const found = await answer.json().catch(() => ({ error: `the studio answered ${answer.status}` }));
+  if (!answer.ok) throw new Error(found.error || `the studio answered ${answer.status}`);
+  return found;
+}
+
+const ask = (path, query = {}) => answered(fetch(`/api/${path}?${new URLSearchParams(query)}`));
+const send = (path, body) => answered(fetch(`/api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
+
+// What changed on the server: `action` is called once at the start, and again after each change.
+function follow(action) {
+  const connection = document.getElementById("connection");
+  const stream = new EventSource("/api/news");
+  stream.onmessage = () => { connection.textContent = ""; guarded(action); };
+  stream.onerror = () => { connection.textContent = "not connected"; };
+}
+
+const copyButton = (text) => button("Copy", () => navigator.clipboard.writeText(text()), { title: "copy the command" });
+const commandBlock = (line) => make("div", {}, make("pre", { text: line, tabIndex: 0, ariaLabel: "command" }), make("div", { className: "row" }, copyButton(() => line)));
+
+// --- Runs, and the queue
+
+const KEPT = new Set(["finished", "failed", "stopped", "lost"]);
+
+async function home() {
+  const queue = make("section", { className: "card", ariaLabel: "Queue" });
+  const runs = make("section", { className: "card", ariaLabel: "Runs" });
+  main.append(make("h1", { text: "Runs" }), make("p", { className: "row" }, make("a", { href: "/new", text: "Start a new run" })), queue, runs);
+  follow(async () => {
+    const found = await ask("home");
+    const focused = document.activeElement?.dataset?.key;
+    fill(queue, make("h2", { text: "Queue" }, make("span", { className: "soft", text: found.devices[0] === "cpu" ? "one job at a time" : `${found.devices.length} GPU(s)` })), jobList(found.jobs));
+    fill(runs, make("h2", { text: "Runs" }), runList(found));
+    if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  });
+}
+
+function jobList(jobs) {
+  const shown = [...jobs.filter((job) => !KEPT.has(job.state)), ...jobs.filter((job) => KEPT.has(job.state)).slice(0, 8)];
+  if (!shown.length) return make("p", { className: "soft", text: "Nothing was started from this page yet." });
+  return make("ul", { className: "list" }, shown.map((job) => make("li", {},
+    make("div", {},
+      make("span", { className: `tag ${job.state}`, text: job.state }), " ",
+      make("a", { href: `/job?job=${job.id}`, text: `${job.id}: ${job.command} ${job.title === job.command ? "" : job.title}` }),
+      make("div", { className: "soft mono", text: job.line })),
+    make("div", { className: "actions" },
+      job.state === "waiting" && button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` }),
+      job.state === "waiting" && button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` }),
+      !KEPT.has(job.state) && button("Stop", () => send("job", { job: job.id, action: "stop" }), { ariaLabel: `stop job ${job.id}` }),
+      job.run && make("a", { href: `/watch/?run=${encodeURIComponent(job.run)}`, text: "Watch" })))));
+}
+
+function runList({ runs, drafts }) {
+  const rows = runs.map((run) => {
+    const star = make("button", { type: "button", className: "star", text: "★", ariaPressed: String(run.star), title: "star", ariaLabel: `star of ${run.name}`, onclick: () => guarded(() => send("note", { run: run.name, note: run.note, star: !run.star })) });
+    const note = make("input", { value: run.note, placeholder: "note", ariaLabel: `note on ${run.name}`, maxLength: 2000, onchange: (event) => guarded(() => send("note", { run: run.name, note: event.target.value, star: run.star })) });
+    star.dataset.key = `star ${run.name}`;
+    note.dataset.key = `note ${run.name}`;
+    return make("li", {},
+      make("div", {}, star, make("a", { href: `/watch/?run=${encodeURIComponent(run.name)}`, text: run.name }), " ",
+        make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : run.state || "ended" }),
+        make("div", { className: "row soft" }, make("span", { text: summary(run) }), note)),
+      make("div", { className: "actions" },
+        !run.alive && button("Resume", () => command("train", [`checkpoint.resume=${run.path}`], run.name, run.name)),
+        button("Copy and change", async () => { const draft = await send("copy", { run: run.name }); location.href = `/new?draft=${encodeURIComponent(draft.name)}`; }),
+        make("a", { href: `/compare?run=${encodeURIComponent(run.name)}`, text: "Compare, export" })));
+  });
+  const waiting = drafts.map((name) => make("li", {},
+    make("div", {}, make("a", { href: `/new?draft=${encodeURIComponent(name)}`, text: name }), " ", make("span", { className: "tag", text: "draft" })),
+    make("div", { className: "actions" }, button("Remove", () => send("remove", { name }), { ariaLabel: `remove the draft ${name}` }))));
+  if (!rows.length && !waiting.length) return make("p", { className: "soft", text: "No runs in this folder yet." });
+  return make("ul", { className: "list" }, waiting, rows);
+}
+
+const summary = (run) => [run.step !== undefined && run.step !== null && `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, run.reward !== undefined && run.reward !== null && `held-out reward ${run.reward.toFixed(3)}`].filter(Boolean).join(", ");
+
+const command = (name, args, title, run) => send("command", { command: name, arguments: args, title, run });
+
+// --- A job: its log and results
+
+async function job() {
+  const number = new URLSearchParams(location.search).get("job") || "";
+  const box = make("section", { className: "card" });
+  main.append(make("h1", { text: `Job ${number}` }), box);
+  const show = async () => {
+    const found = await ask("log", { job: number });
+    fill(box, 
+      make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
+      commandBlock(found.line),
+      found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
+      make("h3", { text: "Log" }), make("pre", { text: found.log || "nothing yet", tabIndex: 0 }));
+    if (found.state === "running") setTimeout(() => guarded(show), 1000);
+  };
+  follow(show);
+}
+
+// --- A new run
+
+const SECTIONS = [
+  ["Model", ["model.path", "model.lora_rank", "sampling.height", "sampling.width", "sampling.num_inference_steps", "sampling.guidance_scale"]],
+  ["Prompts", []],
+  ["Reward", []],
+  ["Algorithm", ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"]],
+  ["Other keys", []],
+];
+
+const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map() };
+
+async function newRun() {
+  const name = new URLSearchParams(location.search).get("draft");
+  main.append(make("h1", { text: "New run" }), make("p", { className: "soft", id: "loading", text: "Loading ..." }));
+  const [menu, draft] = await Promise.all([ask("menu"), name ? ask("draft", { name }) : freshDraft()]);
+  Object.assign(form, { menu, draft });
+  document.getElementById("loading").remove();
+  const left = make("form", { onsubmit: (event) => event.preventDefault(), autocomplete: "off" });
+  const right = make("aside", { className: "side-panel card", ariaLabel: "What will be run" });
+  form.right = right;
+  left.append(card("Run", textField("name", "Name", draft.name, (value) => { draft.name = value; }, "the folder of the run, below that of all runs")), modelCard(), promptCard(), rewardCard(), algorithmCard(), hardwareCard(), otherCard());
+  main.append(make("div", { className: "two" }, left, right));
+  await verify();
+}
+
+const freshDraft = () => ({ name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
+
+const card = (title, ...children) => make("section", { className: "card", ariaLabel: title }, make("h2", { text: title }), ...children);
+
+function changed() {
+  clearTimeout(form.timer);
+  form.timer = setTimeout(() => guarded(verify), DELAY);
+}
+
+function textField(id, label, value, set, help, properties = {}) {
+  const input = make("input", { id: `field-${id}`, value, spellcheck: false, ...properties, oninput: (event) => { set(event.target.value); changed(); } });
+  return fieldOf(id, label, input, help);
+}
+
+function choiceField(id, label, value, choices, set, help) {
+  const input = make("select", { id: `field-${id}`, onchange: (event) => { set(event.target.value); changed(); } }, choices.map(([name, text]) => make("option", { value: name, text, selected: name === value })));
+  return fieldOf(id, label, input, help);
+}
+
+function fieldOf(id, label, input, help) {
+  const wrong = make("span", { className: "wrong", id: `wrong-${id}` });
+  input.setAttribute("aria-describedby", `help-${id} wrong-${id}`);
+  const box = make("div", { className: "field" }, make("label", { htmlFor: `field-${id}`, text: label }), input, wrong, help ? make("span", { className: "soft", id: `help-${id}`, text: help }) : null);
+  form.boxes.set(id, { box, input, wrong });
+  return box;
+}
+
+function keyField(key) {
+  const { draft, menu } = form, about = menu.keys[key] || { help: "", choices: [] };
+  const set = (value) => { if (value === "") delete draft.keys[key]; else draft.keys[key] = value; };
+  if (about.choices.length) return choiceField(key, key, draft.keys[key] ?? "", [["", "as in the recipe"], ...about.choices.map((each) => [each, each])], set, about.help);
+  return textField(key, key, draft.keys[key] ?? "", set, about.help);
+}
+
+function modelCard() {
+  const { draft, menu } = form;
+  const own = draft.keys.experiment && !menu.recipes.some((recipe) => recipe.name === draft.keys.experiment) ? [[draft.keys.experiment, draft.keys.experiment]] : [];
+  const note = make("p", { className: "soft" });
+  const describe = () => { note.textContent = menu.recipes.find((recipe) => recipe.name === draft.keys.experiment)?.sentence || ""; };
+  describe();
+  const recipes = [...own, ...menu.recipes.map((recipe) => [recipe.name, `${recipe.name} (${recipe.model}, ${recipe.reward})`])];
+  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, SECTIONS[0][1].map(keyField));
+}
+
+function promptCard() {
+  const { draft } = form;
+  const area = (file, label) => make("div", {}, make("label", { className: "soft", htmlFor: `text-${file}`, text: label }), make("textarea", { id: `text-${file}`, value: draft.texts[file] || "", spellcheck: false, oninput: (event) => { if (event.target.value.trim()) draft.texts[file] = event.target.value; else delete draft.texts[file]; changed(); } }));
+  form.promptNote = make("div", { role: "status" });
+  return card("Prompts", keyField("data.train"), area("prompts.txt", "or paste prompts, one per line"), keyField("validation.data"), area("held_out.txt", "or paste held-out prompts, one per line, which are never trained on"), form.promptNote);
+}
+
+const TEMPLATE = `def compute_score(images, prompts, metadata):
+    """One number per image, larger is better."""
+    return [image.convert("L").getextrema()[1] / 255 for image in images]
+`;
+
+function rewardCard() {
+  const list = make("div", {});
+  const { draft, menu } = form;
+  const show = () => {
+    const names = Object.keys(draft.scorers);
+    list.replaceChildren(...(names.length ? names.map(scorerRow) : [make("p", { className: "soft", text: "The scorers of the recipe. Add one to replace them." })]));
+  };
+  const scorerRow = (name) => {
+    const scorer = draft.scorers[name], file = `${name}.py`;
+    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = Number(event.target.value); slider.value = scorer.weight; changed(); } });
+    const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; changed(); } });
+    return make("div", { className: "scorer" },
+      make("div", { className: "row" }, make("b", { text: name }), slider, number, button("Remove", () => { delete draft.scorers[name]; delete draft.texts[file]; show(); changed(); }, { ariaLabel: `remove ${name}` })),
+      file in draft.texts ? editor(name, file) : null);
+  };
+  const choose = make("select", { ariaLabel: "scorer to add" }, make("option", { value: "", text: "own function" }), menu.scorers.map((name) => make("option", { value: name, text: name })));
+  const add = () => {
+    let name = choose.value;
+    if (!name) {
+      for (name = "mine"; name in draft.scorers; ) name += "_";
+      draft.texts[`${name}.py`] = TEMPLATE;
+    }
+    draft.scorers[name] = { weight: 1 };
+    show();
+    changed();
+  };
+  show();
+  return card("Reward", list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"));
+}
+
+function editor(name, file) {
+  const { draft } = form;
+  const lines = make("div", { className: "lines mono", ariaHidden: "true" });
+  const wrong = make("p", { className: "wrong", role: "status" });
+  const area = make("textarea", { value: draft.texts[file], spellcheck: false, ariaLabel: `function of ${name}`, wrap: "off" });
+  const number = () => {
+    const line = Number(wrong.dataset.line);
+    lines.replaceChildren(...area.value.split("\n").map((_, i) => (i + 1 === line ? make("b", { text: `${i + 1}\n` }) : `${i + 1}\n`)));
+    lines.scrollTop = area.scrollTop;
+  };
+  area.addEventListener("input", () => { draft.texts[file] = area.value; number(); changed(); });
+  area.addEventListener("scroll", () => { lines.scrollTop = area.scrollTop; });
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Tab" || event.shiftKey || event.ctrlKey) return;
+    event.preventDefault(); // Escape, then Tab leaves the editor
+    if (area.dataset.leave) return;
+    area.setRangeText("    ", area.selectionStart, area.selectionEnd, "end");
+    area.dispatchEvent(new Event("input"));
+  });
+  form.boxes.set(`reward.scorers.${name}`, { input: area, wrong, box: null, refresh: number });
+  number();
+  return make("div", {}, make("div", { className: "editor" }, lines, area), wrong);
+}
+
+function algorithmCard() {
+  const { draft, menu } = form;
+  const presets = [["", "that of the recipe"], ...menu.presets.map((name) => [name, name])];
+  return card("Algorithm", choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), SECTIONS[3][1].map(keyField));
+}
+
+function hardwareCard() {
+  const { menu } = form, gpus = menu.hardware.gpus;
+  const there = gpus.length ? gpus.map((gpu) => gpu.name || JSON.stringify(gpu)).join(", ") : "no GPU";
+  return card("Hardware", make("p", { text: `This machine: ${menu.hardware.cores} cores of ${menu.hardware.cpu}, ${menu.hardware.memory_gib} GiB, ${there}.` }));
+}
+
+function otherCard() {
+  const { draft, menu } = form, shown = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...SECTIONS.flatMap(([, keys]) => keys)]);
+  const list = make("div", {}, Object.keys(draft.keys).filter((key) => !shown.has(key)).map(keyField));
+  const input = make("input", { list: "all-keys", placeholder: "key", ariaLabel: "key to add", spellcheck: false });
+  const add = () => {
+    const key = input.value.trim();
+    if (!key || form.boxes.has(key)) return;
+    draft.keys[key] = "";
+    list.append(keyField(key));
+    form.boxes.get(key).input.focus();
+    input.value = "";
+  };
+  input.addEventListener("keydown", (event) => { if (event.key === "Enter") add(); });
+  return card("Other keys", list, make("datalist", { id: "all-keys" }, Object.entries(menu.keys).map(([key, about]) => make("option", { value: key, text: about.help }))), make("p", { className: "row" }, input, button("Add", add)));
+}
+
+async function verify() {
+  const { draft } = form;
+  const found = await send("draft", draft);
+  form.check = found;
+  history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
+  showProblem(found.problem);
+  showPlan(found);
+}
+
+function showProblem(problem) {
+  for (const { input, wrong, refresh } of form.boxes.values()) {
+    wrong.textContent = "";
+    delete wrong.dataset.line;
+    input.removeAttribute("aria-invalid");
+    refresh?.();
+  }
+  const key = problem?.key || "";
+  const place = form.boxes.get(key) || form.boxes.get(key.split(".").slice(0, 3).join("."));
+  if (!place) return;
+  place.wrong.textContent = problem.sentence;
+  place.input.setAttribute("aria-invalid", "true");
+  const line = /line (\d+)/.exec(problem.sentence);
+  if (line) place.wrong.dataset.line = line[1];
+  place.refresh?.();
+}
+
+function showPlan(found) {
+  const { right, draft, menu } = form, { facts, problem } = found;
+  const gpus = menu.hardware.gpus.length;
+  const count = make("input", { type: "number", min: 1, max: Math.max(1, gpus), value: 1, ariaLabel: "GPUs" });
+  const start = button("Start", async () => { await send("start", { name: draft.name, gpus: Number(count.value) }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
+  fill(right, 
+    make("p", { className: `status ${problem ? "bad" : "good"}`, role: "status", text: problem ? problem.sentence : "Ready to start" }),
+    make("p", { className: "row" }, start, gpus ? make("label", {}, "GPUs ", count) : null),
+    facts.steps ? make("p", { text: `${facts.algorithm} on ${facts.model}: ${facts.steps} steps of ${facts.images} images` }) : null,
+    make("h3", { text: "Command" }), commandBlock(found.line),
+    found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
+    found.changes.length ? make("table", { className: "plain" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
+    found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
+  if (facts.prompts) form.promptNote.replaceChildren(promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out));
+  for (const [key, { box, input }] of form.boxes) {
+    if (!box) continue;
+    box.classList.toggle("changed", Boolean(draft.keys[key]));
+    const value = key.split(".").reduce((values, name) => values?.[name], found.values);
+    if ("placeholder" in input && value !== undefined && typeof value !== "object") input.placeholder = String(value);
+  }
+}
+
+function promptFacts(title, facts) {
+  const words = [`${title}: ${facts.count}`];
+  if (facts.repeated) words.push(`${facts.repeated} of them more than once, such as “${facts.twice[0]}”`);
+  if (facts.longest.length) words.push(`the longest has ${facts.longest[0].length} characters`);
+  return make("p", { className: "soft", text: `${words.join("; ")}.` });
+}
+
+// --- Compare and keep
+
+async function compare() {
+  main.append(make("h1", { text: "Compare" }));
+}
+
+guarded({ home, job, new: newRun, compare }[page]);

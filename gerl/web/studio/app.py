@@ -1,0 +1,265 @@
+"""The studio's server: its pages, what they ask for as JSON, and the live page of each run below `/watch/`."""
+
+import logging
+import shlex
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from gerl.commandline.composition import experiments, shipped
+from gerl.commandline.recipes import recipe
+from gerl.config import keys
+from gerl.errors import GerlError
+from gerl.rewards.scorers import SCORERS
+from gerl.run.card import hardware
+from gerl.web.pages import ASSETS, page_assets, render
+from gerl.web.server import Gate, Subscriber, refused
+from gerl.web.site import REFUSALS, Folders, Site, admit, build_routes, query_int
+from gerl.web.studio import drafts
+from gerl.web.studio.drafts import Draft, described, read_draft
+from gerl.web.studio.jobs import Jobs, Store, as_rows
+
+logger = logging.getLogger("gerl")
+BODY = 4_000_000  # bytes of a request: prompts are pasted
+COMMANDS = ("train", "evaluate", "score", "preflight", "export", "report")  # that the page may start
+ALIVE = 15.0  # seconds of silence after which a stream sends a line
+PAGES = ("home", "new", "job", "compare")
+RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
+    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; img-src data:",
+}
+Answer = Callable[["Studio", Mapping[str, Any]], Any]
+
+
+class Studio:
+    """The runs, jobs and drafts of a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store = root, Store(root)
+        self.closing = threading.Event()
+        self.pages: set[Subscriber] = set()
+        self.jobs = Jobs(self.store, self.changed)
+        self.site = Site(Folders(root.resolve()))
+
+    def changed(self) -> None:
+        """Notify the pages."""
+        for page in list(self.pages):
+            page.wake()
+
+    def home(self) -> dict[str, Any]:
+        """What the first page shows: runs with their notes, jobs, drafts, and the machine."""
+        runs = self.site.runs()["runs"]
+        notes = self.store.values.get("notes", {})
+        for run in runs:
+            run |= {"note": "", "star": False} | notes.get(run["name"], {})
+        drafts_ = sorted(self.store.values.get("drafts", {}))
+        return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
+
+    # --- drafts
+
+    def draft(self, name: str) -> Draft:
+        """Return a draft; raises `GerlError` if there is none of this name."""
+        known = self.store.values.get("drafts", {})
+        if name not in known:
+            raise GerlError(f"there is no draft {name!r:.100}")
+        return read_draft(known[name])
+
+    def keep(self, draft: Draft) -> None:
+        """Write a draft and its files."""
+        draft.write(self.root)
+        with self.store.changing() as values:
+            values.setdefault("drafts", {})[draft.name] = asdict(draft)
+        self.changed()
+
+
+def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Keep the draft that is sent, and return what the composition says of it."""
+    draft = read_draft(given)
+    studio.keep(draft)
+    found = drafts.check(draft, studio.root)
+    return asdict(found) | {"line": "gerl train " + " ".join(map(quoted, found.arguments))}
+
+
+def started(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
+    draft = studio.draft(str(given.get("name")))
+    found = drafts.check(draft, studio.root)
+    if found.problem is not None:
+        raise GerlError(found.problem.sentence)
+    if (studio.root / draft.name).exists():
+        raise GerlError(f"there is a run {draft.name} already: give this one another name")
+    gpus = given.get("gpus", 1)
+    if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
+        raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
+    job = studio.jobs.add("train", found.arguments, draft.name, gpus, run=draft.name)
+    return {"job": job.id}
+
+
+def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue another command of gerl; `{out}` in an argument is the folder of the job."""
+    command, arguments = given.get("command"), given.get("arguments")
+    if command not in COMMANDS or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
+        raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
+    number = max((job.id for job in studio.jobs.all), default=0) + 1
+    out = studio.root / "studio" / str(number)
+    filled = [argument.replace("{out}", str(out)) for argument in arguments]
+    job = studio.jobs.add(command, filled, str(given.get("title") or command), 1)
+    return {"job": job.id}
+
+
+def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Stop a job, or move it in the queue."""
+    number, action = given.get("job"), given.get("action")
+    if type(number) is not int or action not in ("stop", "up", "down"):
+        raise GerlError("expected the number of a job, and stop, up or down")
+    job = studio.jobs.get(number)
+    if action == "stop":
+        studio.jobs.stop(job)
+    else:
+        studio.jobs.move(job, 1 if action == "down" else -1)
+    return {"state": job.state}
+
+
+def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Keep the note and the star of a run."""
+    run, note, star = given.get("run"), given.get("note", ""), given.get("star", False)
+    if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
+        raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
+    studio.site.run(run)
+    with studio.store.changing() as values:
+        values.setdefault("notes", {})[run] = {"note": note, "star": star}
+    studio.changed()
+    return {}
+
+
+def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Remove a draft."""
+    draft = studio.draft(str(given.get("name")))
+    draft.remove(studio.root)
+    with studio.store.changing() as values:
+        del values["drafts"][draft.name]
+    studio.changed()
+    return {}
+
+
+def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Make a draft with the settings of a run."""
+    run = studio.site.run(str(given.get("run")))
+    draft = drafts.from_run(run.folder, str(given.get("name") or f"{run.folder.name}-copy"))
+    studio.keep(draft)
+    return {"name": draft.name}
+
+
+POSTS: dict[str, Answer] = {
+    "draft": checked, "start": started, "command": queued, "job": controlled, "note": noted, "remove": removed,
+    "copy": copied,
+}  # fmt: skip
+
+
+def quoted(argument: str) -> str:
+    """Quote an argument for the shell, the key before its value as it is."""
+    key, equals, value = argument.partition("=")
+    return f"{key}{equals}{shlex.quote(value)}" if value else argument
+
+
+def menu() -> dict[str, Any]:
+    """What a run can be composed of: recipes, presets, scorers, and all keys with their explanations."""
+    names = [name for name, _ in keys() if ".NAME." not in name]
+    return {
+        "recipes": [recipe(name)._asdict() for name in experiments()],
+        "presets": shipped("algorithm"),
+        "scorers": list(SCORERS),
+        "keys": described(names),
+        "hardware": hardware(),
+    }
+
+
+def style() -> str:
+    """Return the style of the pages: that of the live page, and their own."""
+    return page_assets()["style"] + (ASSETS / "studio.css").read_text(encoding="utf-8")
+
+
+def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
+    """Build the ASGI application and its `Studio`."""
+    studio = Studio(root)
+    offered: dict[str, Any] = {}
+
+    def page(name: str) -> Route:
+        path = "/" if name == "home" else f"/{name}"
+        return Route(path, lambda _: Response(render("studio.html.j2", page=name), media_type="text/html"))
+
+    def posted(name: str, answer: Answer) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                given = await request.json()
+            except (ValueError, RecursionError, ClientDisconnect):
+                return refused(400, "expected a JSON object")
+            if not isinstance(given, dict):
+                return refused(400, "expected a JSON object")
+            return JSONResponse(await run_in_threadpool(answer, studio, given))
+
+        return Route(f"/api/{name}", endpoint, methods=["POST"])
+
+    def read(path: str, make: Callable[[Request], Any]) -> Route:
+        def endpoint(request: Request) -> Response:
+            return JSONResponse(make(request))
+
+        return Route(path, endpoint)
+
+    def menu_once(_: Request) -> Any:
+        if not offered:
+            with drafts.COMPOSING:
+                offered.update(menu())
+        return offered
+
+    def log(request: Request) -> Any:
+        job = studio.jobs.get(query_int(request, "job"))
+        files = sorted(p.name for p in studio.jobs.folder(job).glob("*") if p.suffix in (".html", ".json", ".csv"))
+        return {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title, "files": files}
+
+    def result(request: Request) -> Response:
+        job = studio.jobs.get(int(request.path_params["job"]))
+        path = studio.jobs.folder(job) / request.path_params["file"]
+        if path.parent != studio.jobs.folder(job) or not path.is_file():
+            return refused(404, "there is no such file")
+        return FileResponse(path, headers=RESULT)
+
+    routes = [
+        *(page(name) for name in PAGES),
+        Route("/studio.css", lambda _: Response(style(), media_type="text/css")),
+        Route("/studio.js", lambda _: FileResponse(ASSETS / "studio.js", media_type="text/javascript")),
+        read("/api/home", lambda _: studio.home()),
+        read("/api/menu", menu_once),
+        read("/api/draft", lambda r: asdict(studio.draft(r.query_params.get("name", "")))),
+        read("/api/log", log),
+        Route("/result/{job:int}/{file}", result),
+        Route("/api/news", partial(_news, studio)),
+        *(posted(name, answer) for name, answer in POSTS.items()),
+        Mount("/watch", routes=build_routes(studio.site)),
+    ]
+    gate = Middleware(Gate, admit=partial(admit, token, BODY), local=token is None)
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio
+
+
+def _news(studio: Studio, request: Request) -> Response:
+    async def stream() -> Any:
+        page = Subscriber()
+        studio.pages.add(page)
+        try:
+            yield "retry: 1000\n\ndata: {}\n\n"
+            while not studio.closing.is_set():
+                yield "data: {}\n\n" if await page.wait(ALIVE) else ": still here\n\n"
+        finally:
+            studio.pages.discard(page)
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
