@@ -16,14 +16,12 @@ function make(tag, properties = {}, ...children) {
     else if (name in element && !["list", "form", "role"].includes(name)) element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  return fill(element, ...children);
-}
-
-// Replace the content of an element; null, undefined and false are left out.
-function fill(element, ...children) {
-  element.replaceChildren(...(element.textContent && !children.length ? element.childNodes : children.flat().filter((child) => child !== null && child !== undefined && child !== false)));
+  element.append(...present(children));
   return element;
 }
+
+const present = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+const fill = (element, ...children) => element.replaceChildren(...present(children));
 
 const button = (text, action, properties = {}) => make("button", { type: "button", text, onclick: () => guarded(action), ...properties });
 
