@@ -165,7 +165,8 @@ async function newRun() {
   form.right = right;
   left.append(card("Run", textField("name", "Name", draft.name, (value) => { draft.name = value; }, "the folder of the run, below that of all runs")), modelCard(), promptCard(), rewardCard(), algorithmCard(), hardwareCard(), otherCard());
   main.append(make("div", { className: "two" }, left, right));
-  await verify();
+  form.saved = name;
+  await verify(Boolean(name));
 }
 
 const freshDraft = () => ({ name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
@@ -174,7 +175,7 @@ const card = (title, ...children) => make("section", { className: "card", ariaLa
 
 function changed() {
   clearTimeout(form.timer);
-  form.timer = setTimeout(() => guarded(verify), DELAY);
+  form.timer = setTimeout(() => guarded(() => verify()), DELAY);
 }
 
 function textField(id, label, value, set, help, properties = {}) {
@@ -306,11 +307,12 @@ function otherCard() {
   return card("Other keys", list, make("datalist", { id: "all-keys" }, Object.entries(menu.keys).map(([key, about]) => make("option", { value: key, text: about.help }))), make("p", { className: "row" }, input, button("Add", add)));
 }
 
-async function verify() {
+async function verify(keep = true) {
   const { draft } = form;
-  const found = await send("draft", draft);
+  const found = await send("draft", { ...draft, keep, was: form.saved });
   form.check = found;
-  history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
+  if (keep) form.saved = draft.name;
+  if (keep) history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
   showProblem(found.problem);
   showPlan(found);
 }
@@ -336,14 +338,14 @@ function showPlan(found) {
   const { right, draft, menu } = form, { facts, problem } = found;
   const gpus = menu.hardware.gpus.length;
   const count = make("input", { type: "number", min: 1, max: Math.max(1, gpus), value: 1, ariaLabel: "GPUs" });
-  const start = button("Start", async () => { await send("start", { name: draft.name, gpus: Number(count.value) }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
+  const start = button("Start", async () => { await verify(); await send("start", { name: draft.name, gpus: Number(count.value) }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
   fill(right, 
     make("p", { className: `status ${problem ? "bad" : "good"}`, role: "status", text: problem ? problem.sentence : "Ready to start" }),
     make("p", { className: "row" }, start, gpus ? make("label", {}, "GPUs ", count) : null),
     facts.steps ? make("p", { text: `${facts.algorithm} on ${facts.model}: ${facts.steps} steps of ${facts.images} images` }) : null,
     make("h3", { text: "Command" }), commandBlock(found.line),
     found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
-    found.changes.length ? make("table", { className: "plain" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
+    found.changes.length ? make("table", { className: "plain changes" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
     found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
   if (facts.prompts) form.promptNote.replaceChildren(promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out));
   for (const [key, { box, input }] of form.boxes) {

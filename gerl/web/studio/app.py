@@ -83,9 +83,12 @@ class Studio:
 
 
 def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Keep the draft that is sent, and return what the composition says of it."""
-    draft = read_draft(given)
-    studio.keep(draft)
+    """Return what the composition says of the draft that is sent, and keep it; `was`: its name before."""
+    draft, was = read_draft(given), given.get("was")
+    if given.get("keep", True):
+        studio.keep(draft)
+        if isinstance(was, str) and was != draft.name and was in studio.store.values["drafts"]:
+            removed(studio, {"name": was})
     found = drafts.check(draft, studio.root)
     return asdict(found) | {"line": "gerl train " + " ".join(map(quoted, found.arguments))}
 

@@ -16,14 +16,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import Composed, compose_run
-from gerl.config import keys
+from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.data.sources import load
 from gerl.errors import GerlError
 from gerl.protocol import Prompt
 from gerl.rewards.checks import check_reward
-from gerl.run.settings import difference
+from gerl.run.settings import difference, shown_setting
 from gerl.utils.files import write_file
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
@@ -31,6 +31,7 @@ PROMPTS, HELD_OUT = "prompts.txt", "held_out.txt"
 FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft -> the key that names the file
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
 COMPOSING = threading.RLock()  # Hydra composes one at a time
+DEFAULTS = {name: shown_setting(value) for name, value in dataclasses.asdict(ScorerConfig()).items()}
 LONGEST = 3  # prompts that are shown of a kind
 
 
@@ -124,7 +125,7 @@ def check(draft: Draft, root: Path) -> Check:
         except GerlError as error:
             return Check(arguments, Problem(str(error), key_in(str(error))))
     values = settings_of(composed.config)
-    changes = difference(values, settings_of(recipe.config))
+    changes = changes_to(settings_of(recipe.config), values)
     found = Check(arguments, None, composed.yaml(), changes, values)
     try:
         prompts, held_out = _prompts(composed, "data.train"), _prompts(composed, "validation.data")
@@ -132,6 +133,19 @@ def check(draft: Draft, root: Path) -> Check:
     except GerlError as error:
         return dataclasses.replace(found, problem=Problem(str(error), key_in(str(error))))
     return dataclasses.replace(found, facts=_facts(composed, prompts, held_out))
+
+
+def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (key, value, value of the recipe) of what differs; of a new scorer what is not a default."""
+    found = dict[str, tuple[str, str, str]]()
+    for key, value, before in difference(values, recipe):
+        _, _, scorer = key.partition("reward.scorers.")
+        name, _, inner = scorer.partition(".")
+        if scorer and name not in values["reward"]["scorers"]:
+            found[name] = f"reward.scorers.{name}", "removed", ""
+        elif not (scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)):
+            found[key] = key, value, before
+    return list(found.values())
 
 
 def _prompts(composed: Composed, key: str) -> list[Prompt]:
