@@ -4,7 +4,9 @@
     POST /lora/NAME         a LoRA: its safetensors file as the body, or {"path": FILE}
     POST /generate          {"prompts": [...], "seeds": [...], "call": {...}, "lora": NAME}: images as PNG in base64
 
-An answer names the LoRA that sampled its images. One request is sampled at a time.
+Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration,
+and `scale`, the strength of the LoRA. An answer names the LoRA that sampled its images. One request is sampled at a
+time.
 """
 
 from __future__ import annotations  # annotations name classes of optional packages
@@ -66,11 +68,12 @@ class Engine:
     def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe, self.lock = pipe, threading.Lock()
         self.lora: str | None = None  # name
+        self.scaling: list[tuple[Any, float]] = []  # the LoRA's layers, with their scale
 
     def load(self, name: str, content: bytes) -> None:
         """Load a LoRA in place of the one before. Raises `GerlError` if it does not fit."""
         from gerl.model.lora import adapted_layers, remove_lora
-        from gerl.model.policy import attach
+        from gerl.model.policy import adapter_name, attach
 
         with self.lock, tempfile.TemporaryDirectory() as folder:
             if name == self.lora:
@@ -82,23 +85,43 @@ class Engine:
                 if hasattr(part, "named_modules") and adapted_layers([part]):
                     remove_lora(part)
             attach(self.pipe, {name: file})
-            self.lora = name
+            self.lora, own = name, adapter_name(name)
+            parts = [part for part in self.pipe.components.values() if hasattr(part, "named_modules")]
+            self.scaling = [(layer, layer.scaling[own]) for layer in adapted_layers(parts) if own in layer.scaling]
 
-    def generate(self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None) -> list[str]:
+    def generate(
+        self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None, scale: float = 1.0
+    ) -> list[str]:
         """Sample an image per prompt; PNG in base64. Raises `GerlError` for a LoRA that is not there."""
         import numpy as np
         from PIL import Image
 
-        from gerl.model.policy import switch
+        from gerl.model.policy import adapter_name, switch
         from gerl.utils.seeding import sample_generators
 
         with self.lock:
             if lora is not None and lora != self.lora:
                 raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
             switch(self.pipe, lora)
-            found = self.pipe(prompt=prompts, generator=sample_generators(seeds), output_type="np", **call).images
+            if lora is not None:
+                for layer, own in self.scaling:
+                    layer.scaling[adapter_name(lora)] = own * scale
+            given = {"prompt": prompts} | call | {"generator": sample_generators(seeds), "output_type": "np"}
+            found = self.pipe(**given).images
         pixels = (np.asarray(found) * 255).round().astype(np.uint8)
         return [png(Image.fromarray(image)) for image in pixels]
+
+    def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
+        """Return the arguments of the pipeline for keys of the block `sampling`, as a run would call it."""
+        from pydantic import TypeAdapter, ValidationError
+
+        from gerl.config import SamplingConfig
+        from gerl.model.prompts import pipeline_call
+
+        try:
+            return pipeline_call(self.pipe, TypeAdapter(SamplingConfig).validate_python(sampling), prompts)
+        except ValidationError as error:
+            raise ConfigError(f"sampling: {error.errors()[0]['msg']}") from None
 
 
 class UnknownLora(GerlError):
@@ -173,10 +196,12 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
         try:
             body = json.loads(await request.body())
             prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
-            call, name = dict(body.get("call") or {}), body.get("lora")
+            call, name, scale = dict(body.get("call") or {}), body.get("lora"), float(body.get("scale", 1.0))
+            if "sampling" in body:
+                call |= engine.arguments(dict(body["sampling"]), prompts)
             if len(prompts) != len(seeds) or not prompts:
                 return refused(400, "send as many seeds as prompts, at least one")
-            images = await run_in_threadpool(engine.generate, prompts, seeds, call, name)
+            images = await run_in_threadpool(engine.generate, prompts, seeds, call, name, scale)
         except UnknownLora as error:
             return refused(409, str(error))
         except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:

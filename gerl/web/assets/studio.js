@@ -109,7 +109,7 @@ function runList({ runs, drafts }) {
         make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : run.state || "ended" }),
         make("div", { className: "row soft" }, make("span", { text: summary(run) }), note)),
       make("div", { className: "actions" },
-        !run.alive && button("Resume", () => command("train", [`checkpoint.resume=${run.path}`], run.name, run.name)),
+        !run.alive && button("Resume", () => command("train", [`checkpoint.resume=${run.folder}`], run.name, run.name)),
         button("Copy and change", async () => { const draft = await send("copy", { run: run.name }); location.href = `/new?draft=${encodeURIComponent(draft.name)}`; }),
         make("a", { href: `/compare?run=${encodeURIComponent(run.name)}`, text: "Compare, export" })));
   });
@@ -120,7 +120,7 @@ function runList({ runs, drafts }) {
   return make("ul", { className: "list" }, waiting, rows);
 }
 
-const summary = (run) => [run.step !== undefined && run.step !== null && `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, run.reward !== undefined && run.reward !== null && `held-out reward ${run.reward.toFixed(3)}`].filter(Boolean).join(", ");
+const summary = (run) => [run.step !== undefined && run.step !== null && `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, run.held_out !== undefined && run.held_out !== null && `held-out reward ${run.held_out.toFixed(3)}`].filter(Boolean).join(", ");
 
 const command = (name, args, title, run) => send("command", { command: name, arguments: args, title, run });
 

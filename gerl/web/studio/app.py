@@ -1,5 +1,6 @@
 """The studio's server: its pages, what they ask for as JSON, and the live page of each run below `/watch/`."""
 
+import json
 import logging
 import shlex
 import threading
@@ -22,17 +23,21 @@ from gerl.config import keys
 from gerl.errors import GerlError
 from gerl.rewards.scorers import SCORERS
 from gerl.run.card import hardware
+from gerl.run.page import LORA
 from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, refused
 from gerl.web.site import REFUSALS, Folders, Site, admit, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Draft, described, read_draft
-from gerl.web.studio.jobs import Jobs, Store, as_rows
+from gerl.web.studio.jobs import FOLDER, Jobs, Store, as_rows
+from gerl.web.studio.sampler import Request as Pictures
+from gerl.web.studio.sampler import Sampler
 
 logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
 COMMANDS = ("train", "evaluate", "score", "preflight", "export", "report")  # that the page may start
 ALIVE = 15.0  # seconds of silence after which a stream sends a line
+SAMPLES = Path("studio", "samples")  # below the folder of the runs
 PAGES = ("home", "new", "job", "compare")
 RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
     "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
@@ -50,6 +55,7 @@ class Studio:
         self.pages: set[Subscriber] = set()
         self.jobs = Jobs(self.store, self.changed)
         self.site = Site(Folders(root.resolve()))
+        self.sampler = Sampler(self.jobs)
 
     def changed(self) -> None:
         """Notify the pages."""
@@ -61,9 +67,13 @@ class Studio:
         runs = self.site.runs()["runs"]
         notes = self.store.values.get("notes", {})
         for run in runs:
-            run |= {"note": "", "star": False} | notes.get(run["name"], {})
+            run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
         drafts_ = sorted(self.store.values.get("drafts", {}))
         return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
+
+    def next_folder(self) -> Path:
+        """Return the folder of the job that is added next."""
+        return self.root / FOLDER / str(max((job.id for job in self.jobs.all), default=0) + 1)
 
     # --- drafts
 
@@ -113,10 +123,8 @@ def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
     command, arguments = given.get("command"), given.get("arguments")
     if command not in COMMANDS or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
         raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
-    number = max((job.id for job in studio.jobs.all), default=0) + 1
-    out = studio.root / "studio" / str(number)
-    filled = [argument.replace("{out}", str(out)) for argument in arguments]
-    job = studio.jobs.add(command, filled, str(given.get("title") or command), 1)
+    filled = [argument.replace("{out}", str(studio.next_folder())) for argument in arguments]
+    job = studio.jobs.add(command, filled, str(given.get("title") or command), run=given.get("run"))
     return {"job": job.id}
 
 
@@ -163,9 +171,47 @@ def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"name": draft.name}
 
 
+def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Sample prompts with the model of a draft, or with that of a run and a LoRA of it."""
+    prompts, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
+    if not isinstance(prompts, list) or type(seed) is not int or not isinstance(scale, int | float):
+        raise GerlError("expected prompts, a seed and the strength of the LoRA")
+    lora: Path | None = None
+    if (name := given.get("run")) is not None:
+        run = studio.site.run(str(name))
+        _, values = run.config()
+        if (step := given.get("step")) is not None:
+            lora = run.folder / "checkpoints" / f"step_{int(step)}" / LORA
+            if not lora.is_file():
+                raise GerlError(f"{name} has no LoRA of step {step}")
+    else:
+        found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
+        if not found.values:
+            raise GerlError(found.problem.sentence if found.problem else "the draft has no values")
+        values = found.values
+    sampling = dict(values["sampling"]) | {"kernel": "ode"}
+    sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
+    texts = [str(prompt) for prompt in prompts if str(prompt).strip()]
+    request = Pictures(values["model"]["path"], texts, sampling, seed, lora, float(scale))
+    number = 1 + max((int(p.name) for p in (studio.root / SAMPLES).glob("*") if p.name.isdigit()), default=0)
+    folder = studio.root / SAMPLES / str(number)
+    pictures = studio.sampler.pictures(request, folder)
+    return {"pictures": pictures, "prompts": texts, "folder": str(folder)}
+
+
+def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue `gerl score` with the reward of a draft on sampled pictures."""
+    draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
+    if folder.parent != studio.root / SAMPLES or not folder.is_dir():
+        raise GerlError("sample pictures first")
+    kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
+    job = studio.jobs.add("score", [f"images={folder}", *kept, f"out={studio.next_folder()}"], draft.name, gpus=0)
+    return {"job": job.id}
+
+
 POSTS: dict[str, Answer] = {
     "draft": checked, "start": started, "command": queued, "job": controlled, "note": noted, "remove": removed,
-    "copy": copied,
+    "copy": copied, "sample": sampled, "try": tried,
 }  # fmt: skip
 
 
@@ -230,6 +276,12 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
         files = sorted(p.name for p in studio.jobs.folder(job).glob("*") if p.suffix in (".html", ".json", ".csv"))
         return {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title, "files": files}
 
+    def scores(request: Request) -> Any:
+        job = studio.jobs.get(query_int(request, "job"))
+        path = studio.jobs.folder(job) / "scores.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
+
     def result(request: Request) -> Response:
         job = studio.jobs.get(int(request.path_params["job"]))
         path = studio.jobs.folder(job) / request.path_params["file"]
@@ -245,6 +297,7 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
         read("/api/menu", menu_once),
         read("/api/draft", lambda r: asdict(studio.draft(r.query_params.get("name", "")))),
         read("/api/log", log),
+        read("/api/scores", scores),
         Route("/result/{job:int}/{file}", result),
         Route("/api/news", partial(_news, studio)),
         *(posted(name, answer) for name, answer in POSTS.items()),

@@ -43,7 +43,7 @@ class Job:
     arguments: list[str]
     title: str
     created: str
-    gpus: int = 1  # that it needs, if there are any
+    gpus: int = 1  # that it needs, if there are any; 0: it does not wait for others
     devices: list[str] = field(default_factory=list)  # that it has
     pid: int | None = None
     clock: int | None = None  # start of the process in clock ticks since the machine started
@@ -180,8 +180,9 @@ class Jobs:
                     self._follow(job)
             busy = {device for job in self.all if job.state == "running" for device in job.devices}
             free = [device for device in self.devices if device not in busy]
-            for job in [job for job in self.all if job.state == "waiting"]:
-                needed = min(max(1, job.gpus), len(self.devices))
+            waiting = [job for job in self.all if job.state == "waiting"]
+            for job in sorted(waiting, key=lambda job: job.gpus > 0):
+                needed = min(job.gpus, len(self.devices))
                 if needed > len(free):
                     break  # the first of the queue is not overtaken
                 self._start(job, free[:needed])
@@ -193,7 +194,9 @@ class Jobs:
         folder = self.folder(job)
         folder.mkdir(parents=True, exist_ok=True)
         command = [*self.program, job.command, *job.arguments]
-        shown = dict(os.environ) if "cpu" in devices else {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        shown = dict(os.environ)
+        if devices and "cpu" not in devices:
+            shown["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         child = subprocess.Popen(
             ["sh", "-c", SHELL, str(folder), *command], env=shown, stdin=subprocess.DEVNULL, start_new_session=True
         )
