@@ -210,7 +210,32 @@ function modelCard() {
   const describe = () => { note.textContent = menu.recipes.find((recipe) => recipe.name === draft.keys.experiment)?.sentence || ""; };
   describe();
   const recipes = [...own, ...menu.recipes.map((recipe) => [recipe.name, `${recipe.name} (${recipe.model}, ${recipe.reward})`])];
-  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, SECTIONS[0][1].map(keyField));
+  const texts = make("textarea", { id: "sample-prompts", spellcheck: false, ariaLabel: "prompts to sample, one per line" });
+  const shown = make("div", {});
+  form.sampleTexts = texts;
+  const sample = async () => {
+    await verify();
+    const prompts = texts.value.split("\n").filter((text) => text.trim());
+    fill(shown, make("p", { className: "soft", role: "status", text: "Sampling ... the first time the model is loaded." }));
+    try {
+      form.pictures = await send("sample", { draft: draft.name, prompts });
+    } catch (error) {
+      fill(shown);
+      throw error;
+    }
+    fill(shown, pictureList(form.pictures));
+    form.showTrial?.();
+  };
+  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, SECTIONS[0][1].map(keyField),
+    make("details", { open: true }, make("summary", { text: "Pictures of the model" }), texts, make("p", { className: "row" }, button("Sample", sample)), shown));
+}
+
+function pictureList({ pictures, prompts }, notes = []) {
+  return make("ul", { className: "pictures" }, pictures.map((picture, i) => {
+    const image = make("img", { src: `data:image/png;base64,${picture}`, alt: prompts[i] });
+    image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth < 256));
+    return make("li", {}, image, make("div", { text: prompts[i] }), notes[i] ? make("div", { className: "soft", text: notes[i] }) : null);
+  }));
 }
 
 function promptCard() {
@@ -234,8 +259,8 @@ function rewardCard() {
   };
   const scorerRow = (name) => {
     const scorer = draft.scorers[name], file = `${name}.py`;
-    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = Number(event.target.value); slider.value = scorer.weight; changed(); } });
-    const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; changed(); } });
+    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = Number(event.target.value); slider.value = scorer.weight; form.showTrial(); changed(); } });
+    const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; form.showTrial(); changed(); } });
     return make("div", { className: "scorer" },
       make("div", { className: "row" }, make("b", { text: name }), slider, number, button("Remove", () => { delete draft.scorers[name]; delete draft.texts[file]; show(); changed(); }, { ariaLabel: `remove ${name}` })),
       file in draft.texts ? editor(name, file) : null);
@@ -251,8 +276,42 @@ function rewardCard() {
     show();
     changed();
   };
+  const trial = make("div", { role: "status" });
+  form.showTrial = () => showTrial(trial);
+  const attempt = async () => {
+    if (!form.pictures) throw new Error("sample pictures of the model first: the reward is tried on them");
+    await verify();
+    const { job: number } = await send("try", { draft: draft.name, folder: form.pictures.folder });
+    fill(trial, make("p", { className: "soft", text: "Scoring ..." }));
+    let found;
+    do {
+      await new Promise((wake) => setTimeout(wake, 700));
+      found = await ask("scores", { job: number });
+    } while (found.state === "running" || found.state === "waiting");
+    if (!found.rows.length) {
+      const said = found.log.trim().split("\n").findLast((line) => line.startsWith("error: ")) || "error: the reward was not tried, see its log";
+      fill(trial, make("p", { className: "wrong", text: said.slice(7) }), make("a", { href: `/job?job=${number}`, text: "log" }));
+      const key = /reward\.scorers\.\w+/.exec(said);
+      showProblem({ sentence: said.slice(7), key: key ? key[0] : "" });
+      return;
+    }
+    form.trial = found.rows;
+    form.showTrial();
+  };
   show();
-  return card("Reward", list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"));
+  return card("Reward", list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"),
+    make("p", { className: "row" }, button("Try it on the pictures", attempt)), trial);
+}
+
+// The sampled pictures with their scores, the best total first, by the weights of the form.
+function showTrial(place) {
+  if (!form.trial || !form.pictures || form.trial.length !== form.pictures.pictures.length) return fill(place);
+  const weights = Object.keys(form.draft.scorers).length ? Object.fromEntries(Object.entries(form.draft.scorers).map(([name, scorer]) => [name, scorer.weight ?? 1])) : form.check?.facts.scorers || {};
+  const columns = Object.keys(form.trial[0]).filter((name) => !["image", "prompt", "total", "failure"].includes(name));
+  const total = (row) => Object.entries(weights).reduce((sum, [name, weight]) => sum + (weight ? weight * (row[name] ?? 0) : 0), 0);
+  const order = form.trial.map((row, i) => [total(row), i]).sort((a, b) => b[0] - a[0]);
+  const note = ([sum, i]) => form.trial[i].failure || `total ${sum.toFixed(3)}; ${columns.map((name) => `${name} ${form.trial[i][name]?.toFixed(3) ?? "-"}`).join(", ")}`;
+  return fill(place, pictureList({ pictures: order.map(([, i]) => form.pictures.pictures[i]), prompts: order.map(([, i]) => form.pictures.prompts[i]) }, order.map(note)));
 }
 
 function editor(name, file) {
@@ -286,9 +345,42 @@ function algorithmCard() {
 }
 
 function hardwareCard() {
-  const { menu } = form, gpus = menu.hardware.gpus;
+  const { menu, draft } = form, gpus = menu.hardware.gpus;
   const there = gpus.length ? gpus.map((gpu) => gpu.name || JSON.stringify(gpu)).join(", ") : "no GPU";
-  return card("Hardware", make("p", { text: `This machine: ${menu.hardware.cores} cores of ${menu.hardware.cpu}, ${menu.hardware.memory_gib} GiB, ${there}.` }));
+  const kind = make("select", { id: "gpu-kind" }, make("option", { value: "", text: "this machine, measured" }), menu.gpus.map((name) => make("option", { value: name, text: `${name}, computed` })));
+  const count = make("input", { type: "number", id: "gpu-count", min: 1, value: 1 });
+  const price = make("input", { type: "number", id: "gpu-price", min: 0, step: "any", value: 2 });
+  const result = make("div", { role: "status" });
+  const estimate = async () => {
+    await verify();
+    const named = kind.value ? [`hardware=${kind.value}`, `gpus=${count.value}`] : [];
+    const given = form.check.arguments.filter((argument) => !argument.startsWith("out="));
+    const { job: number } = await command("preflight", [...given, ...named, "out={out}/preflight.json"], draft.name);
+    let found;
+    do {
+      fill(result, make("p", { className: "soft", text: "Estimating ..." }));
+      await new Promise((wake) => setTimeout(wake, 700));
+      found = await ask("log", { job: number });
+    } while (found.state === "running" || found.state === "waiting");
+    const report = found.files.includes("preflight.json") ? await answered(fetch(`/result/${number}/preflight.json`)) : null;
+    fill(result, report ? make("p", { text: estimated(report, Number(count.value), Number(price.value)) }) : null, make("pre", { text: found.log, tabIndex: 0 }), make("p", {}, make("a", { href: `/job?job=${number}`, text: "the command and its log" })));
+  };
+  return card("Hardware", make("p", { text: `This machine: ${menu.hardware.cores} cores of ${menu.hardware.cpu}, ${menu.hardware.memory_gib} GiB, ${there}.` }),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-kind", text: "Train on" }), kind),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-count", text: "GPUs" }), count),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-price", text: "Price per GPU and hour" }), price),
+    make("p", { className: "row" }, button("Estimate", estimate)), result);
+}
+
+// Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
+function estimated(report, gpus, price) {
+  const { steps, images } = form.check.facts;
+  const measured = report.seconds && typeof report.seconds === "object";
+  const perImage = measured ? report.run.step_seconds ?? null : report.seconds;
+  const step = measured ? images * ((report.seconds.rollout + report.seconds.update) / report.seconds.images_per_worker / (report.workers || 1)) : (perImage * images) / gpus;
+  const hours = (step * steps) / 3600;
+  const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
+  return `It ${verdict}: about ${step.toPrecision(2)} s per step without scoring, ${hours.toPrecision(2)} h for ${steps} steps${measured ? "" : `, ${(hours * gpus * price).toPrecision(2)} at this price`}.`;
 }
 
 function otherCard() {
@@ -347,6 +439,7 @@ function showPlan(found) {
     found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
     found.changes.length ? make("table", { className: "plain changes" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
     found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
+  if (facts.first && !form.sampleTexts.value) form.sampleTexts.value = facts.first.join("\n");
   if (facts.prompts) form.promptNote.replaceChildren(promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out));
   for (const [key, { box, input }] of form.boxes) {
     if (!box) continue;
@@ -366,7 +459,71 @@ function promptFacts(title, facts) {
 // --- Compare and keep
 
 async function compare() {
-  main.append(make("h1", { text: "Compare" }));
+  const wanted = new URLSearchParams(location.search).get("run");
+  const { runs } = await ask("home");
+  const run = make("select", { id: "run" }, runs.map(({ name }) => make("option", { value: name, text: name, selected: name === wanted })));
+  const loras = make("fieldset", {}, make("legend", { text: "Checkpoints" }));
+  main.append(make("h1", { text: "Compare and keep" }),
+    card("Run", make("div", { className: "field" }, make("label", { htmlFor: "run", text: "Run" }), run), loras),
+    tryCard(run, loras), evaluateCard(loras), exportCard(run, loras));
+  const show = async () => {
+    const { checkpoints, formats } = await ask("checkpoints", { run: run.value });
+    fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
+    [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
+    const select = document.getElementById("format");
+    if (!select.options.length) fill(select, formats.map((name) => make("option", { value: name, text: name })));
+  };
+  run.addEventListener("change", () => guarded(show));
+  if (runs.length) await show();
+  else say("There are no runs to compare yet.");
+}
+
+const chosen = (loras) => [...loras.querySelectorAll("input:checked")];
+
+function tryCard(run, loras) {
+  const texts = make("textarea", { id: "own-prompts", value: "", spellcheck: false });
+  const strength = make("input", { type: "range", id: "strength", min: 0, max: 2, step: 0.1, value: 1 });
+  const number = make("output", { text: "1" });
+  const shown = make("div", { role: "status" });
+  strength.addEventListener("input", () => { number.textContent = strength.value; });
+  const sample = async () => {
+    const prompts = texts.value.split("\n").filter((text) => text.trim());
+    fill(shown, make("p", { className: "soft", text: "Sampling ..." }));
+    const steps = chosen(loras).map((input) => Number(input.dataset.step)).slice(-1);
+    const base = await send("sample", { run: run.value, prompts });
+    const own = await Promise.all(steps.map((step) => send("sample", { run: run.value, prompts, step, scale: Number(strength.value) })));
+    fill(shown, make("h3", { text: "Base model" }), pictureList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), pictureList(found)]));
+  };
+  strength.addEventListener("change", () => { if (shown.childElementCount) guarded(sample); });
+  return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line" }), texts,
+    make("p", { className: "row" }, make("label", { htmlFor: "strength", text: "Strength of the LoRA" }), strength, number, button("Sample", sample)), shown);
+}
+
+function evaluateCard(loras) {
+  const prompts = make("input", { id: "evaluate-prompts", placeholder: "the held-out prompts of the run" });
+  const most = make("input", { id: "evaluate-most", type: "number", min: 1, placeholder: "all" });
+  const start = async () => {
+    const folders = chosen(loras).map((input) => [`step_${input.dataset.step}`, input.value]);
+    if (!folders.length) throw new Error("choose at least one checkpoint");
+    const given = [...folders.map(([name, folder]) => `lora.${name}=${folder}`), ...(prompts.value ? [`prompts=${prompts.value}`] : []), ...(most.value ? [`validation.max_prompts=${most.value}`] : []), "out={out}"];
+    const { job: number } = await command("evaluate", given, "evaluation");
+    location.href = `/job?job=${number}`;
+  };
+  return card("Evaluate", make("p", { className: "soft", text: "The chosen checkpoints beside the base model, from the same noise, with intervals." }),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-prompts", text: "Prompts" }), prompts),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-most", text: "At most" }), most),
+    make("p", { className: "row" }, button("Evaluate", start)));
+}
+
+function exportCard(run, loras) {
+  const format = make("select", { id: "format" });
+  const start = async () => {
+    const [first] = chosen(loras).slice(-1);
+    if (!first) throw new Error("choose a checkpoint");
+    const { job: number } = await command("export", [`run=${first.value}`, `format=${format.value}`, "out={out}/lora"], "export");
+    location.href = `/job?job=${number}`;
+  };
+  return card("Export", make("div", { className: "field" }, make("label", { htmlFor: "format", text: "Format" }), format), make("p", { className: "row" }, button("Export", start)));
 }
 
 guarded({ home, job, new: newRun, compare }[page]);

@@ -6,9 +6,9 @@ import shlex
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,8 +21,11 @@ from gerl.commandline.composition import experiments, shipped
 from gerl.commandline.recipes import recipe
 from gerl.config import keys
 from gerl.errors import GerlError
+from gerl.export.command import Request as Export
+from gerl.preflight.sizing.hardware import GPUS
 from gerl.rewards.scorers import SCORERS
 from gerl.run.card import hardware
+from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
 from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, refused
@@ -37,6 +40,8 @@ logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
 COMMANDS = ("train", "evaluate", "score", "preflight", "export", "report")  # that the page may start
 ALIVE = 15.0  # seconds of silence after which a stream sends a line
+FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
+SHOWN, MOST_FILES = (".html", ".json", ".csv", ".safetensors", ".md"), 50  # files of a job that the page offers
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
 PAGES = ("home", "new", "job", "compare")
 RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
@@ -74,6 +79,12 @@ class Studio:
     def next_folder(self) -> Path:
         """Return the folder of the job that is added next."""
         return self.root / FOLDER / str(max((job.id for job in self.jobs.all), default=0) + 1)
+
+    @cached_property
+    def menu(self) -> dict[str, Any]:
+        """What a run can be composed of."""
+        with drafts.COMPOSING:
+            return menu()
 
     # --- drafts
 
@@ -229,8 +240,17 @@ def menu() -> dict[str, Any]:
         "presets": shipped("algorithm"),
         "scorers": list(SCORERS),
         "keys": described(names),
+        "gpus": list(GPUS),
         "hardware": hardware(),
     }
+
+
+def best_step(run: Path) -> int | None:
+    """Return the step of the best checkpoint of a run, None if it cannot be told."""
+    try:
+        return find_checkpoint(run)[1].step
+    except GerlError:
+        return None
 
 
 def style() -> str:
@@ -238,10 +258,62 @@ def style() -> str:
     return page_assets()["style"] + (ASSETS / "studio.css").read_text(encoding="utf-8")
 
 
+# --- What the pages read
+
+
+def log_of(studio: Studio, request: Request) -> Any:
+    """The log of a job, its state, and its files."""
+    job = studio.jobs.get(query_int(request, "job"))
+    folder = studio.jobs.folder(job)
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
+    said = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
+    return said | {"files": files}
+
+
+def scores_of(studio: Studio, request: Request) -> Any:
+    """The rows that `gerl score` wrote."""
+    job = studio.jobs.get(query_int(request, "job"))
+    path = studio.jobs.folder(job) / "scores.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
+
+
+def checkpoints_of(studio: Studio, request: Request) -> Any:
+    """The checkpoints of a run, and the formats of an export."""
+    run = studio.site.run(request.query_params.get("run", ""))
+    best, rows = best_step(run.folder), []
+    for path in checkpoint_paths(run.folder / "checkpoints"):
+        step = int(path.name.rpartition("_")[2])
+        place = studio.root / run.name / path.relative_to(run.folder)
+        rows.append({"step": step, "folder": str(place), "best": step == best})
+    return {"checkpoints": rows, "formats": FORMATS}
+
+
+GETS: dict[str, Callable[[Studio, Request], Any]] = {
+    "home": lambda studio, _: studio.home(),
+    "menu": lambda studio, _: studio.menu,
+    "draft": lambda studio, request: asdict(studio.draft(request.query_params.get("name", ""))),
+    "log": log_of,
+    "scores": scores_of,
+    "checkpoints": checkpoints_of,
+}
+
+
+def result(studio: Studio, request: Request) -> Response:
+    """A file of a job."""
+    folder = studio.jobs.folder(studio.jobs.get(int(request.path_params["job"]))).resolve()
+    path = (folder / request.path_params["file"]).resolve()
+    if not path.is_relative_to(folder) or not path.is_file() or path.suffix not in SHOWN:
+        return refused(404, "there is no such file")
+    return FileResponse(path, headers=RESULT)
+
+
+# --- The server
+
+
 def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
     """Build the ASGI application and its `Studio`."""
     studio = Studio(root)
-    offered: dict[str, Any] = {}
 
     def page(name: str) -> Route:
         path = "/" if name == "home" else f"/{name}"
@@ -252,55 +324,27 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
             try:
                 given = await request.json()
             except (ValueError, RecursionError, ClientDisconnect):
-                return refused(400, "expected a JSON object")
+                given = None
             if not isinstance(given, dict):
                 return refused(400, "expected a JSON object")
             return JSONResponse(await run_in_threadpool(answer, studio, given))
 
         return Route(f"/api/{name}", endpoint, methods=["POST"])
 
-    def read(path: str, make: Callable[[Request], Any]) -> Route:
-        def endpoint(request: Request) -> Response:
-            return JSONResponse(make(request))
+    def read(name: str, make: Callable[[Studio, Request], Any]) -> Route:
+        def endpoint(request: Request) -> Response:  # which Starlette calls in a thread
+            return JSONResponse(make(studio, request))
 
-        return Route(path, endpoint)
-
-    def menu_once(_: Request) -> Any:
-        if not offered:
-            with drafts.COMPOSING:
-                offered.update(menu())
-        return offered
-
-    def log(request: Request) -> Any:
-        job = studio.jobs.get(query_int(request, "job"))
-        files = sorted(p.name for p in studio.jobs.folder(job).glob("*") if p.suffix in (".html", ".json", ".csv"))
-        return {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title, "files": files}
-
-    def scores(request: Request) -> Any:
-        job = studio.jobs.get(query_int(request, "job"))
-        path = studio.jobs.folder(job) / "scores.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
-
-    def result(request: Request) -> Response:
-        job = studio.jobs.get(int(request.path_params["job"]))
-        path = studio.jobs.folder(job) / request.path_params["file"]
-        if path.parent != studio.jobs.folder(job) or not path.is_file():
-            return refused(404, "there is no such file")
-        return FileResponse(path, headers=RESULT)
+        return Route(f"/api/{name}", endpoint)
 
     routes = [
         *(page(name) for name in PAGES),
         Route("/studio.css", lambda _: Response(style(), media_type="text/css")),
         Route("/studio.js", lambda _: FileResponse(ASSETS / "studio.js", media_type="text/javascript")),
-        read("/api/home", lambda _: studio.home()),
-        read("/api/menu", menu_once),
-        read("/api/draft", lambda r: asdict(studio.draft(r.query_params.get("name", "")))),
-        read("/api/log", log),
-        read("/api/scores", scores),
-        Route("/result/{job:int}/{file}", result),
-        Route("/api/news", partial(_news, studio)),
+        *(read(name, make) for name, make in GETS.items()),
         *(posted(name, answer) for name, answer in POSTS.items()),
+        Route("/result/{job:int}/{file:path}", partial(result, studio)),
+        Route("/api/news", partial(_news, studio)),
         Mount("/watch", routes=build_routes(studio.site)),
     ]
     gate = Middleware(Gate, admit=partial(admit, token, BODY), local=token is None)

@@ -32,6 +32,7 @@ FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
 COMPOSING = threading.RLock()  # Hydra composes one at a time
 DEFAULTS = {name: shown_setting(value) for name, value in dataclasses.asdict(ScorerConfig()).items()}
+FIRST_PROMPTS = 6  # that the page offers to sample
 LONGEST = 3  # prompts that are shown of a kind
 
 
@@ -165,6 +166,7 @@ def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Pro
         "images": config.rollout.prompts_per_step * config.rollout.n,
         "prompts": about(prompts),
         "held_out": about(held_out),
+        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
         "scorers": {name: scorer.weight for name, scorer in config.reward.scorers.items()},
     }
 
