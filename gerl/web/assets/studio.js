@@ -20,7 +20,7 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-const present = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
 const fill = (element, ...children) => element.replaceChildren(...present(children));
 
 const button = (text, action, properties = {}) => make("button", { type: "button", text, onclick: () => guarded(action), ...properties });
@@ -288,11 +288,11 @@ function rewardCard() {
       await new Promise((wake) => setTimeout(wake, 700));
       found = await ask("scores", { job: number });
     } while (found.state === "running" || found.state === "waiting");
-    if (!found.rows.length) {
+    if (found.state !== "finished") {
       const said = found.log.trim().split("\n").findLast((line) => line.startsWith("error: ")) || "error: the reward was not tried, see its log";
       fill(trial, make("p", { className: "wrong", text: said.slice(7) }), make("a", { href: `/job?job=${number}`, text: "log" }));
-      const key = /reward\.scorers\.\w+/.exec(said);
-      showProblem({ sentence: said.slice(7), key: key ? key[0] : "" });
+      const name = Object.keys(draft.scorers).find((each) => said.includes(`/${each}.py`) || said.includes(` ${each}: `));
+      showProblem({ sentence: said.slice(7), key: `reward.scorers.${name}` });
       return;
     }
     form.trial = found.rows;
