@@ -2,6 +2,7 @@
 
     GET  /health            the pipeline, and the LoRA that it has
     POST /lora/NAME         a LoRA: its safetensors file as the body, or {"path": FILE}
+    POST /tokens            {"prompts": [...], "sampling": {...}}: a sentence per tokenizer that truncates some
     POST /generate          {"prompts": [...], "seeds": [...], "call": {...}, "lora": NAME}: images as PNG in base64
 
 Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration,
@@ -123,6 +124,18 @@ class Engine:
         except ValidationError as error:
             raise ConfigError(f"sampling: {error.errors()[0]['msg']}") from None
 
+    def truncated(self, sampling: dict[str, Any], prompts: list[str]) -> list[str]:
+        """Return a sentence for each tokenizer that truncates some of `prompts`."""
+        from gerl.model.denoisers import find_denoisers
+        from gerl.model.prompts import PROBE, cut_prompts, readings
+        from gerl.trainer.overlong import sentences
+        from gerl.utils.seeding import sample_generators
+
+        with self.lock:
+            call = self.arguments(sampling, [PROBE]) | {"generator": sample_generators([0])}
+            found = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
+            return sentences(cut_prompts(self.pipe, found, prompts), prompts)
+
 
 class UnknownLora(GerlError):
     """The LoRA of a request was not sent, or has been dropped."""
@@ -208,8 +221,20 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
             return refused(400, f"{type(error).__name__}: {error}")
         return JSONResponse({"lora": name, "images": images})
 
-    routes = [Route("/health", health), Route("/lora/{name}", lora, methods=["POST"])]
-    return Starlette(routes=[*routes, Route("/generate", generate, methods=["POST"])])
+    async def tokens(request: HttpRequest) -> Response:
+        if not admitted(request):
+            return refused(401, "send the token as a bearer token")
+        try:
+            body = json.loads(await request.body())
+            prompts, sampling = list(map(str, body["prompts"])), dict(body.get("sampling") or {})
+            found = await run_in_threadpool(engine.truncated, sampling, prompts)
+        except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            return refused(400, f"{type(error).__name__}: {error}")
+        return JSONResponse({"truncated": found})
+
+    posted = {"/tokens": tokens, "/lora/{name}": lora, "/generate": generate}
+    routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
+    return Starlette(routes=[Route("/health", health), *routes])
 
 
 def serve(options: Options, stop: threading.Event) -> None:

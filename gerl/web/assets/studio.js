@@ -242,7 +242,14 @@ function promptCard() {
   const { draft } = form;
   const area = (file, label) => make("div", {}, make("label", { className: "soft", htmlFor: `text-${file}`, text: label }), make("textarea", { id: `text-${file}`, value: draft.texts[file] || "", spellcheck: false, oninput: (event) => { if (event.target.value.trim()) draft.texts[file] = event.target.value; else delete draft.texts[file]; changed(); } }));
   form.promptNote = make("div", { role: "status" });
-  return card("Prompts", keyField("data.train"), area("prompts.txt", "or paste prompts, one per line"), keyField("validation.data"), area("held_out.txt", "or paste held-out prompts, one per line, which are never trained on"), form.promptNote);
+  const cut = make("div", { role: "status" });
+  const lengths = async () => {
+    await verify();
+    fill(cut, make("p", { className: "soft", text: "Reading ... the first time the model is loaded." }));
+    const { truncated } = await send("lengths", { draft: draft.name }).catch((error) => { fill(cut); throw error; });
+    fill(cut, (truncated.length ? truncated : ["No tokenizer of the model truncates a prompt."]).map((text) => make("p", { className: truncated.length ? "wrong" : "soft", text })));
+  };
+  return card("Prompts", keyField("data.train"), area("prompts.txt", "or paste prompts, one per line"), keyField("validation.data"), area("held_out.txt", "or paste held-out prompts, one per line, which are never trained on"), form.promptNote, make("p", { className: "row" }, button("Check lengths", lengths)), cut);
 }
 
 const TEMPLATE = `def compute_score(images, prompts, metadata):
@@ -263,7 +270,15 @@ function rewardCard() {
     const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; form.showTrial(); changed(); } });
     return make("div", { className: "scorer" },
       make("div", { className: "row" }, make("b", { text: name }), slider, number, button("Remove", () => { delete draft.scorers[name]; delete draft.texts[file]; show(); changed(); }, { ariaLabel: `remove ${name}` })),
-      file in draft.texts ? editor(name, file) : null);
+      file in draft.texts ? editor(name, file) : null,
+      make("details", { open: Boolean(scorer.kwargs) }, make("summary", { text: "arguments" }), kwargsField(name, scorer)));
+  };
+  const kwargsField = (name, scorer) => {
+    const value = typeof scorer.kwargs === "object" ? Object.entries(scorer.kwargs).map(([key, each]) => `${key}: ${JSON.stringify(each)}`).join("\n") : scorer.kwargs ?? "";
+    const wrong = make("p", { className: "wrong", role: "status" });
+    const input = make("textarea", { className: "short", value, spellcheck: false, placeholder: "KEY: VALUE, one per line", ariaLabel: `arguments of ${name}`, oninput: (event) => { scorer.kwargs = event.target.value; changed(); } });
+    form.boxes.set(`reward.scorers.${name}.kwargs`, { input, wrong, box: null });
+    return make("div", {}, input, wrong);
   };
   const choose = make("select", { ariaLabel: "scorer to add" }, make("option", { value: "", text: "own function" }), menu.scorers.map((name) => make("option", { value: name, text: name })));
   const add = () => {

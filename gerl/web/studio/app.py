@@ -73,7 +73,7 @@ class Studio:
         notes = self.store.values.get("notes", {})
         for run in runs:
             run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
-        drafts_ = sorted(self.store.values.get("drafts", {}))
+        drafts_ = [name for name in sorted(self.store.values.get("drafts", {})) if not (self.root / name).exists()]
         return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
 
     def next_folder(self) -> Path:
@@ -111,7 +111,11 @@ def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
         if isinstance(was, str) and was != draft.name and was in studio.store.values["drafts"]:
             removed(studio, {"name": was})
     found = drafts.check(draft, studio.root)
-    return asdict(found) | {"line": "gerl train " + " ".join(map(quoted, found.arguments))}
+    line = "gerl train " + " ".join(map(quoted, found.arguments))
+    return {k: v for k, v in vars(found).items() if k not in ("problem", "texts")} | {
+        "line": line,
+        "problem": None if found.problem is None else asdict(found.problem),
+    }
 
 
 def started(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -182,6 +186,15 @@ def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"name": draft.name}
 
 
+def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Which prompts of a draft its model truncates."""
+    found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
+    if found.problem is not None:
+        raise GerlError(found.problem.sentence)
+    path, sampling = found.values["model"]["path"], found.values["sampling"]
+    return {"truncated": studio.sampler.truncated(path, sampling, found.texts)}
+
+
 def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Sample prompts with the model of a draft, or with that of a run and a LoRA of it."""
     prompts, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
@@ -222,7 +235,7 @@ def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 POSTS: dict[str, Answer] = {
     "draft": checked, "start": started, "command": queued, "job": controlled, "note": noted, "remove": removed,
-    "copy": copied, "sample": sampled, "try": tried,
+    "copy": copied, "lengths": lengths, "sample": sampled, "try": tried,
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
+
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import Composed, compose_run
 from gerl.config import ScorerConfig, keys
@@ -59,6 +61,8 @@ class Draft:
 
     def _scorer(self, name: str, root: Path) -> dict[str, Any]:
         own = {key: value for key, value in self.scorers[name].items() if value not in ("", None)}
+        if isinstance(kwargs := own.get("kwargs"), str):
+            own["kwargs"] = _mapping(kwargs, f"reward.scorers.{name}.kwargs")
         return {"path": str(self.folder(root) / f"{name}.py"), **own} if f"{name}.py" in self.texts else own
 
     def folder(self, root: Path) -> Path:
@@ -78,6 +82,17 @@ class Draft:
     def remove(self, root: Path) -> None:
         """Remove the files of the draft."""
         shutil.rmtree(self.folder(root), ignore_errors=True)
+
+
+def _mapping(text: str, key: str) -> dict[str, Any]:
+    """Read `KEY: VALUE` lines; raises `ConfigError`."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key}: write KEY: VALUE, one per line")
+    return found
 
 
 def read_draft(given: Mapping[str, Any]) -> Draft:
@@ -114,13 +129,15 @@ class Check:
     changes: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, that of the experiment
     values: dict[str, Any] = field(default_factory=dict)  # of all keys
     facts: dict[str, Any] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)  # of all prompts, each once
 
 
 def check(draft: Draft, root: Path) -> Check:
     """Compose a draft, and read its prompts, as a run does before it loads anything."""
-    arguments = draft.arguments(root)
+    arguments: list[str] = []
     with COMPOSING:
         try:
+            arguments = draft.arguments(root)
             composed = compose_run(arguments)
             recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
         except GerlError as error:
@@ -133,7 +150,8 @@ def check(draft: Draft, root: Path) -> Check:
         check_reward(composed.config.reward, prompts)
     except GerlError as error:
         return dataclasses.replace(found, problem=Problem(str(error), key_in(str(error))))
-    return dataclasses.replace(found, facts=_facts(composed, prompts, held_out))
+    texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
+    return dataclasses.replace(found, facts=_facts(composed, prompts, held_out), texts=texts)
 
 
 def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -62,6 +62,12 @@ class Sampler:
             write_file(folder / f"{i:02}.txt", prompt)
         return found
 
+    def truncated(self, model: str, sampling: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
+        """Return a sentence for each tokenizer of the model that truncates some of the prompts."""
+        body = {"prompts": list(prompts), "sampling": dict(sampling)}
+        found: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
+        return found
+
     def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Post to a service; raises `GerlError` with its sentence if it refuses."""
         try:
