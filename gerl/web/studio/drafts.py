@@ -22,7 +22,7 @@ from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.data.sources import load
-from gerl.errors import GerlError
+from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 from gerl.rewards.checks import check_reward
 from gerl.run.settings import difference, shown_setting
