@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gerl.commandline.composition import compose_run, experiments
-from gerl.program.commands import main
 from gerl.commandline.recipes import recipe
+from gerl.program.commands import main
 from gerl.program.recipes import table
 
 

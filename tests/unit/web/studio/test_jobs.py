@@ -53,7 +53,7 @@ def test_a_job_per_gpu_and_the_first_of_the_queue_is_not_overtaken(store: Store)
     one, two, three = (jobs.add("train", ["0.3", "0"], "a run", gpus=gpus) for gpus in (1, 2, 1))
     assert [job.state for job in (one, two, three)] == ["running", "waiting", "waiting"]
     until(jobs, lambda: three.ended is not None)
-    assert (one.devices, two.devices) == (["0"], ["0", "1"]) and three.started > two.started  # type: ignore[operator]
+    assert (one.devices, two.devices) == (["0"], ["0", "1"]) and three.clock > two.clock  # type: ignore[operator]
 
 
 def test_a_job_is_stopped_or_taken_from_the_queue(store: Store) -> None:
