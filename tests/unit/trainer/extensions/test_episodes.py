@@ -13,7 +13,8 @@ from gerl.config import from_mapping
 from gerl.config.episodes import TurnConfig
 from gerl.errors import ConfigError
 from gerl.protocol import Prompt, Sample, Scores, Turn
-from gerl.trainer.extensions.episodes import Episodes, merged, request_of, returns, sheet, text_returns
+from gerl.trainer.extensions.episodes import Episodes, merged, returns, sheet, text_returns
+from gerl.trainer.turns import request_of
 
 PIXELS = np.zeros((4, 6, 3), np.uint8)
 
@@ -45,7 +46,7 @@ def test_groups_of_a_turn_start_from_one_image_and_have_noise_of_their_own() -> 
     found = episodes(next="each")
     scores = table([image(0, 0, k) for k in range(3)], [0.0, 1.0, 2.0])
     pictures = [PIXELS + k for k in range(3)]
-    prompts = found.next_prompts(1, scores, pictures, found.chosen(scores, 1))
+    prompts = found.turns.following(1, scores, pictures, found.chosen(scores, 1))
     samples = plan_samples(from_mapping({"rollout": {"n": 2}}), prompts, 1, 0)
     groups = {sample.group for sample in samples}
     assert len(groups) == 3 and {group.turn for group in groups} == {1} and {g.role for g in groups} == {"edit"}
