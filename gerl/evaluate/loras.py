@@ -122,11 +122,11 @@ def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
     """Raise `ConfigError` unless all of `given` are checkpoints of episodes as in `config`, or none is one."""
     episodes, own = {str(path): has_episodes(path) for path in given.values()}, config.episode
     for path in given.values():
-        *_, folder, role, _, _ = ("", "", *path.parts[-4:])
-        if folder == "roles" and own.is_text(role):
+        *above, role, _, _ = ("", *path.absolute().parts)
+        if above[-1:] == ["roles"] and own.is_text(role):
             raise ConfigError(
-                f"lora={path}: it is the LoRA of a language model, which samples no images; give its checkpoint "
-                f"{path.parents[3]}, whose episodes are evaluated, with roles={role}"
+                f"lora={path}: it is the LoRA of a language model, which samples no images; give its checkpoint, whose "
+                f"episodes are evaluated, with roles={role}"
             )
     if not any(episodes.values()):
         return
