@@ -86,6 +86,10 @@ def test_an_episode_trains_both_roles_with_ratio_1(edited: Any) -> None:
     assert edited.column("evaluations/images")[0] == 2 * 4 + 2 * 3  # two prompts; the best of each is edited
     assert all(key in edited.metrics[-1] for key in ("val/turn_0/reward/mean", "val/turn_1/reward/mean"))
     assert (edited.folder / "samples" / "validation_episode_000004.png").exists()
+    words = (edited.folder / "log.txt").read_text()
+    ratios = [line for line in words.splitlines() if "log ratio| is at most" in line or "the ratio is clipped" in line]
+    assert len(ratios) == 4 and [": edit: " in line for line in ratios] == [False, False, True, True]
+    assert edited.metrics[-1]["actor/edit/off_policy/clip_range"] == edited.metrics[-1]["actor/off_policy/clip_range"]
     first, last = role_lora(edited, 1, "edit"), role_lora(edited, STEPS, "edit")
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert {value.shape[0] for name, value in last.items() if "lora_A" in name} == {2}
@@ -131,6 +135,10 @@ def test_a_rewriter_learns_beside_a_painter(
     run, given, data = rewritten, written(language), workplace / "val.txt"
     assert run.column("actor/rewrite/ratio_deviation") == [0.0] * STEPS
     assert min(run.column("actor/rewrite/grad_norm")) > 0 and run.column("evaluations/images")[0] == 2 * 3 * 2 + 2 * 3
+    assert run.metrics[-1]["actor/rewrite/off_policy/clip_range"] == 0.2
+    # all texts have the same number of images, so the rewards of both have one mean; only images have other statistics
+    assert run.column("turn_0/reward/mean") == pytest.approx(run.column("reward/mean"))
+    assert run.column("reward/mean") == pytest.approx(run.column("reward/bright/mean"))
     half = train(tmp_path / "half", *given, trainer__steps=2, validation__data=data)
     resume = f"checkpoint.resume={half.folder}"
     again = train(half.folder, *given, resume, trainer__steps=STEPS, validation__data=data)

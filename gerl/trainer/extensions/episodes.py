@@ -19,6 +19,7 @@ from PIL import Image
 from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import plan_samples, plan_validation
+from gerl.algorithms.token_grpo import TokenGRPO
 from gerl.config import Config
 from gerl.config.roles import role_config
 from gerl.errors import CheckpointError
@@ -27,7 +28,7 @@ from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores
 from gerl.run.checkpoint import RunState
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
-from gerl.trainer.step import Metrics, Step, mean
+from gerl.trainer.step import Metrics, Step, mean, reward_metrics
 from gerl.trainer.turns import Turns, written
 from gerl.trainer.update import Update
 from gerl.utils.seeding import derive_seed
@@ -127,12 +128,16 @@ class Episodes(Extension):
         images = step.images[len(step.images) - len(step.round) :]
         pixels = [image for part in images for image in part.result().pixels]
         prompts = self.turns.following(number, last, pixels, self.chosen(last, step.number))
-        config, algorithm, fleet = self.of(run, self.turns.parsed[number].role)
+        name = self.turns.parsed[number].role
+        config, algorithm, fleet = self.of(run, name)
         if step.rounds == 1:
             for role in self.roles.values():
                 role.fleet.held.clear()
         samples = plan_samples(config, prompts, step.number, run.state.policy_version)
-        return run.sample_tasks(algorithm.plan(samples, first_id=len(step.tasks)), fleet)
+        tasks = algorithm.plan(samples, first_id=len(step.tasks))
+        if name in self.roles:
+            self.roles[name].calibrate(tasks[0])
+        return run.sample_tasks(tasks, fleet)
 
     def of(self, run: Run, name: str) -> tuple[Config, Algorithm, LocalFleet]:
         """Return configuration, algorithm and fleet of a role."""
@@ -161,7 +166,18 @@ class Episodes(Extension):
         assert step.rewards is not None
         step.metrics |= self.by_turn
         self.rewards = by_role(step.rewards)
+        if self.turns.writes:
+            step.metrics |= self.without_texts(step.scores)
         step.rewards = self.rewards.get(self.config.episode.own_role, subset(step.rewards, []))
+
+    def without_texts(self, scores: Scores) -> Metrics:
+        """Return the metrics of the images' rewards, and the mean reward of the texts."""
+        assert self.texts is not None
+        texts, writer = len(self.texts.samples), self.turns.parsed[0].role
+        images = [rewards.totals for name, rewards in self.rewards.items() if name != writer]
+        found = reward_metrics(part_of(scores, 0, len(scores.samples) - texts), self.config.reward)
+        found["reward/std"] = float(torch.cat(images).std(correction=0)) if images else float("nan")
+        return found | {"turn_0/reward/mean": mean(scores.totals[-texts:])}
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None
@@ -204,10 +220,11 @@ class Episodes(Extension):
         return {f"turn_{number}/reward/mean": mean(totals) for number, totals in by_turn.items()}
 
 
-def part_of(scores: Scores, start: int) -> Scores:
-    """Return the rows of `scores` from `start` on."""
-    columns = {name: values[start:] for name, values in scores.by_scorer.items()}
-    return Scores(scores.samples[start:], scores.totals[start:], columns, scores.failures[start:])
+def part_of(scores: Scores, start: int, end: int | None = None) -> Scores:
+    """Return the rows of `scores` from `start` to `end`."""
+    part = slice(start, end)
+    columns = {name: values[part] for name, values in scores.by_scorer.items()}
+    return Scores(scores.samples[part], scores.totals[part], columns, scores.failures[part])
 
 
 def by_role(rewards: Rewards) -> dict[str, Rewards]:
@@ -282,13 +299,25 @@ class Role:
     algorithm: Algorithm
     fleet: LocalFleet
     update: Update
+    calibrated: bool = False
 
     @classmethod
     def of(cls, name: str, run: Run, config: Config) -> Role:
         own, fleet = role_config(config, name), RoleFleet(run.fleet, name)
         algorithm = role_algorithm(config, name)
         update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
-        return cls(name, own, algorithm, fleet, update)
+        update.prefix = f"{name}: "
+        if rewrites := isinstance(algorithm, TokenGRPO):
+            update.clip_range = algorithm.settings.clip_low, algorithm.settings.clip_high
+        return cls(name, own, algorithm, fleet, update, calibrated=rewrites)
+
+    def calibrate(self, task: RolloutTask) -> None:
+        """Measure the numerical noise of the ratio with the first task that the role is given, and warn."""
+        if self.calibrated or not self.algorithm.needs.ratio or self.config.algorithm.cfg == "off":
+            return
+        self.calibrated = True
+        with waiting(f"measuring the numerical noise of the ratio of {self.name} on {len(task.samples)} images"):
+            self.update.calibrate(task)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, as JSON."""
