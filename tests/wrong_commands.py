@@ -41,6 +41,7 @@ EVALUATING = [
       for name, remedy in {"flux": "StableDiffusion3Pipeline.*use the model", "sd15_kohya": "StableDiffusion3Pipeline",
                            "wider": "SD3|StableDiffusion3", "no_lora": "StableDiffusion3Pipeline"}.items()),
     row("evaluate no images", "evaluate images=0 out=o", "images=0: ", "at least 1"),
+    row("evaluate roles of a run without episodes", "evaluate lora=RUN roles=draw out=o", "roles=draw: ", "remove it"),
     row("evaluate missing prompts", "evaluate prompts=zzz.txt out=o", "prompts=zzz.txt: ", "correct|did you mean", 1),
     row("evaluate a missing model", "evaluate model=./nowhere prompts=good.txt out=o", "model.path='./nowhere' ", "correct", 1),
     row("evaluate an address", "evaluate model=https://huggingface.co/owner/name prompts=good.txt out=o", "web address",

@@ -35,6 +35,7 @@ def evaluate(
     *,
     reward: training.Reward | None = None,
     images: int | None = None,
+    roles: str | Sequence[str] = "all",
     suite: str | None = None,
     suite_prompts: str | Path | None = None,
     suite_protocol: str | None = None,
@@ -46,9 +47,10 @@ def evaluate(
     """Sample the same prompts from the same noise with the base model and with each LoRA, score and compare them.
 
     The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory. `lora`: one,
-    several, or by name; a run stands for its best checkpoint. `split`: whether that is chosen on other prompts than
-    those reported. `reward`, `prompts` and `keys`: as for `gerl.train`; they replace those of the configuration. `out`:
-    output folder; None: nothing is written. `overrides`: keys as on the command line.
+    several, or by name; a run stands for its best checkpoint. `roles`: of a run with episodes, those whose LoRA is also
+    evaluated alone. `split`: whether that checkpoint is chosen on other prompts than those reported. `reward`,
+    `prompts` and `keys`: as for `gerl.train`; they replace those of the configuration. `out`: output folder; None:
+    nothing is written. `overrides`: keys as on the command line.
 
     Raises:
         GerlError: model, LoRAs, prompts or scorers are wrong, or no image has a total; finished results are
@@ -75,6 +77,7 @@ def evaluate(
             prompts=None if prompts is None else training.write_prompts(prompts, here / "prompts.jsonl"),
             out=None if out is None else Path(out).expanduser(),
             images=images,
+            roles=roles if isinstance(roles, str) else ",".join(roles) or "none",
             suite=suite,
             suite_prompts=None if suite_prompts is None else str(suite_prompts),
             suite_protocol=suite_protocol,

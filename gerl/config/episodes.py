@@ -103,6 +103,11 @@ class EpisodeConfig(Block):
         if self.is_text(acting[-1]):
             raise ConfigError(f"episode.turns: no turn samples images of the prompts of {acting[-1]}; add one")
         images = [turn for turn in self.parsed if not self.is_text(turn.role)]
+        if images[0].role != own[0]:
+            raise ConfigError(
+                f"episode.turns: {images[0].role} samples the first images and is in episode.roles, but the run's own "
+                f"role does that; give its keys to the run, and those of {own[0]} to episode.roles"
+            )
         if self.returns != "turn" and len(images) > 1 and self.next != "each":
             raise ConfigError(
                 f"episode.returns={self.returns}: with next={self.next} not every image has descendants; use next=each"
@@ -150,6 +155,10 @@ class EpisodeConfig(Block):
     def is_text(self, role: str) -> bool:
         """Whether `role` rewrites prompts."""
         return self.roles.get(role, {}).get("kind", "images") == "text"
+
+    def trains(self, role: str) -> bool:
+        """Whether some step trains `role`."""
+        return not isinstance(self.train, list | tuple) or role in self.train
 
     def trained(self, step: int) -> list[str]:
         """Return the roles that trainer step `step` (from 1) trains."""

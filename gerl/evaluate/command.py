@@ -12,7 +12,19 @@ from gerl.commandline.composition import compose_run, default_experiment
 from gerl.config import Config
 from gerl.data.sources import source_names
 from gerl.errors import ConfigError
-from gerl.evaluate.loras import BASE, COLUMNS, LORA, config_of, find_lora, name_loras
+from gerl.evaluate.loras import (
+    BASE,
+    COLUMNS,
+    LORA,
+    Variant,
+    check_episodes,
+    config_of,
+    find_lora,
+    has_episodes,
+    name_loras,
+    roles_alone,
+    variants_of,
+)
 from gerl.evaluate.selection import Selection, select
 from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
@@ -20,6 +32,7 @@ from gerl.progress import Progress
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_prompts, without_people
 from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, thresholds, with_all_active
+from gerl.trainer.turns import Turns
 
 if TYPE_CHECKING:
     from gerl.evaluate.comparison import Results, ScoredRow, SuiteResults
@@ -34,6 +47,11 @@ class Options:
     model: str | None = key("the pipeline: Hub id, folder, or signs; default: that of the configuration")
     lora: list[tuple[str | None, str]] = key(
         f"{LORA}; several: lora=A,B, or lora.NAME=A lora.OTHER=B, where NAME and OTHER label the results", []
+    )
+    roles: str = key(
+        "all, none, or names of roles, such as roles=draw,edit; for a run with episodes: whose LoRA is also evaluated "
+        "alone, without those of the others; all: of those that were trained, if there are several",
+        "all",
     )
     prompts: str | None = key(
         ".txt, .jsonl, .csv or .parquet file, the name of a built-in list, or hf:owner/name[split]; default: "
@@ -84,6 +102,14 @@ class Request:
     deviations: tuple[str, ...] = ()  # from the suite
     runs: dict[str, tuple[Path, str]] = field(default_factory=dict)  # LoRA -> its run, and which checkpoint it is
     split: bool = True
+    roles: tuple[str, ...] | None = None  # of episodes, those whose LoRA is also evaluated alone; None: no episodes
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """Return what is compared, by name."""
+        if self.roles is None:
+            return {BASE: Variant(), **{name: Variant(path) for name, path in self.loras.items()}}
+        return variants_of(self.config, self.loras, self.roles)
 
 
 @dataclass(frozen=True)
@@ -117,17 +143,21 @@ def run(request: Request) -> Evaluation:
     whole = prescribed if request.split else "split=false"
     selection = select(request.loras, {n: run for n, (run, _) in request.runs.items()}, _prompts(request), whole)
     request, prompts = replace(request, loras=selection.loras), selection.prompts
+    if request.roles is not None:
+        Turns(config).check(prompts)
     if out is not None:
         make_folder(out)
     # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.cluster import Cluster
         from gerl.evaluate.comparison import compare, joint, tasks_of
+        from gerl.evaluate.episodes import sample_episodes
         from gerl.evaluate.worker import sample
 
     tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
-    total = len(prompts) * request.images * (1 + len(request.loras))
+    variants = request.variants
+    total = len(prompts) * request.images * len(variants)
     logger.info(
         "%s; configuration: %s; %d prompts of %s; scorers: %s",
         *(
@@ -147,7 +177,11 @@ def run(request: Request) -> Evaluation:
     try:
         shown = Progress(total, disable=not config.logger.progress, unit="image")
         with logged_at(config.logger.level), machines as cluster, shown as progress:
-            for part in sample(config, request.loras, request.images, prompts, cluster):
+            if request.roles is None:
+                parts = sample(config, request.loras, request.images, prompts, cluster)
+            else:
+                parts = sample_episodes(config, variants, prompts, cluster)
+            for part in parts:
                 rows += part
                 progress.update(len(part))
                 if config.reward.on_error == "stop":
@@ -155,11 +189,25 @@ def run(request: Request) -> Evaluation:
     finally:
         if rows:
             results = compare(rows, thresholds(config.reward))
-            remarks = (*selection.remarks, *([together] if (together := joint(results)) else []))
+            remarks = (*selection.remarks, *_episodes(request), *([together] if (together := joint(results)) else []))
             found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows), remarks)
             report(request, found, selection)
     check_any_scored(rows)
     return found
+
+
+def _episodes(request: Request) -> list[str]:
+    """Say what is reported of episodes."""
+    if request.roles is None:
+        return []
+    turns = Turns(request.config)
+    first, last = turns.of_images.start, turns.of_images.stop - 1
+    said = f"Episodes of {len(turns)} turns ({', '.join(turn.role for turn in turns.parsed)})"
+    if len(turns.of_images) > 1:
+        said += f": total and scorers are of the last turn, turn_{first}/total of turn {first}"
+        said += ", and so on" if last - first > 1 else ""
+    alone = f" CHECKPOINT/{request.roles[0]} has the LoRA of {request.roles[0]} only." if request.roles else ""
+    return [f"{said}.{alone}"]
 
 
 def _prompts(request: Request) -> list[Prompt]:
@@ -204,8 +252,9 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     config, pinned, differing = _compose(options, overrides)
     if options.prompts is not None:
         config = replace(config, validation=replace(config.validation, data=options.prompts))
+    roles = _roles(options, config, files)
     changed = config.model.quantize != "none" or config.model.offload == "blocks"
-    if changed and any(path.is_dir() for path in files.values()):
+    if changed and roles is None and any(path.is_dir() for path in files.values()):
         raise ConfigError(
             f"model.quantize={config.model.quantize} and model.offload={config.model.offload}: fully fine-tuned "
             "weights replace those of the model, which must be whole; use model.quantize=none and encoders"
@@ -215,7 +264,23 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
     config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
-    return Request(config, chosen[-1], files, options.out, images, pinned, differing, runs, options.split)
+    if roles is not None:
+        config = replace(config, validation=replace(config.validation, images_per_prompt=images))
+        differing = () if pinned is None else (*differing, f"episodes of {len(config.episode.turns)} turns")
+    return Request(config, chosen[-1], files, options.out, images, pinned, differing, runs, options.split, roles)
+
+
+def _roles(options: Options, config: Config, files: dict[str, Path]) -> tuple[str, ...] | None:
+    """Return the roles whose LoRAs are also evaluated alone; None: no episodes are evaluated."""
+    check_episodes(config, files)
+    if config.episode.turns and all(map(has_episodes, files.values())):
+        alone = roles_alone(config, options.roles)
+        return alone if files else ()
+    if options.roles != "all":
+        given = next(iter(files.values()), None)
+        what = "there are no episode.turns" if given is None else f"{given} has no episodes"
+        raise ConfigError(f"roles={options.roles}: {what}; remove it, or give a checkpoint of a run with episode.turns")
+    return None
 
 
 def _check_suite(options: Options) -> None:
@@ -255,7 +320,8 @@ def report(request: Request, found: Evaluation, selection: Selection) -> None:
     from gerl.evaluate.comparison import sheets, table, text, write_files  # imports torch
 
     prompts = len({row.prompt_id for row in found.rows})
-    counts = f"{len(found.rows)} images of {prompts} prompts; the same noise for all variants"
+    what = "images" if request.roles is None else "episodes"
+    counts = f"{len(found.rows)} {what} of {prompts} prompts; the same noise for all variants"
     lines = ["", table(found.results), "", counts, *found.remarks]
     if failed := [row for row in found.rows if row.failure]:
         first = f"the first, of {failed[0].variant} for {failed[0].prompt!r}: {failed[0].failure}"
@@ -271,8 +337,11 @@ def report(request: Request, found: Evaluation, selection: Selection) -> None:
             "prompts_reported": len(selection.prompts),
             "prompts_of_the_choice": selection.aside,
             "complete": found.complete,
-            "variants": {BASE: None, **{name: str(file) for name, file in request.loras.items()}},
+            "variants": {n: None if v.path is None else str(v.path) for n, v in request.variants.items()},
         }
+        if request.roles is not None:
+            facts["turns"] = request.config.episode.turns
+            facts["roles"] = {name: list(variant.roles) for name, variant in request.variants.items()}
         if found.suite is not None:
             facts["suite"] = suite_facts(found.suite)
         above = () if found.suite is None else sheets(found.suite)

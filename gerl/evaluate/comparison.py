@@ -32,6 +32,19 @@ from gerl.utils.files import csv_text, finite, write_file
 from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
 WIDTH = 384  # maximum width of thumbnails in pixels
+REQUEST = "request"  # column of a turn with what the model was asked
+
+
+@dataclass(frozen=True)
+class TurnImage:
+    """Image of turn `number` of an episode, taken by `role`; `request`: what it was asked instead of the prompt, or "";
+    `picture`: a data URI.
+    """
+
+    number: int
+    role: str
+    request: str
+    picture: str
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class ScoredRow:
     """Image `index` of a prompt, sampled by `variant` from the noise of `seed`; `picture` is a data URI.
 
     values: column -> score; None if missing, with the reason in `failure`. given: files of the prompt's condition
-    images.
+    images. turns: of an episode, its images; the last one is that of the row.
     """
 
     prompt_id: int
@@ -51,11 +64,17 @@ class ScoredRow:
     failure: str = ""
     picture: str = ""
     given: tuple[str, ...] = ()
+    turns: tuple[TurnImage, ...] = ()
 
     @property
     def label(self) -> str:
         """Name of the image in messages."""
         return f"the image of {self.variant} for {self.prompt!r}"
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """What the turns were asked instead of the prompt, by column."""
+        return {f"turn_{turn.number}/{REQUEST}": turn.request for turn in self.turns if turn.request}
 
 
 @dataclass(frozen=True)
@@ -220,13 +239,15 @@ def write_files(
     """
     cells: list[dict[str, object]] = [
         {"prompt_id": row.prompt_id, "image": row.index, "seed": row.seed, "variant": row.variant}
-        | {"prompt": row.prompt, **row.values, "failure": row.failure}
+        | {"prompt": row.prompt, **row.requests, **row.values, "failure": row.failure}
         for row in rows
     ]
+    requests = list(dict.fromkeys(name for row in rows for name in row.requests))
+    head = [*COLUMNS[:-2], *requests, *columns(rows), COLUMNS[-1]]
     plain = {column: {v: asdict(result) for v, result in variants.items()} for column, variants in results.items()}
     summary = {**facts, "remarks": list(remarks), "confidence": CONFIDENCE, "results": finite(plain)}
     contents = {
-        "scores.csv": csv_text([*COLUMNS[:-1], *columns(rows)[1:], COLUMNS[-1]], cells),
+        "scores.csv": csv_text(head, cells),
         "summary.json": json.dumps(summary, indent=1, ensure_ascii=False) + "\n",
         "gallery.html": page(title, rows, results, sheets, remarks),
     }
@@ -284,11 +305,15 @@ def _card(by_variant: Mapping[str, ScoredRow], places: Sequence[tuple[str, str]]
         for path in base.given
     ]
     for variant, row in by_variant.items():
+        for turn in row.turns[:-1]:
+            words = f"{variant}, turn {turn.number} ({turn.role})"
+            pictures.append(Picture(turn.picture, f"{words}: {row.prompt}", words, note=turn.request))
         gain = None if variant == BASE else _value(by_variant, TOTAL, variant)
         shown, trend = "" if gain is None else show(gain, "+"), "" if not gain else "up" if gain > 0 else "down"
         alt = f"{variant}: {row.prompt}"
         scores = {label: row.values[name] for name, label in labels.items() if name in row.values}
-        pictures.append(Picture(row.picture, alt, variant, shown, trend, failure=row.failure, scores=scores))
+        asked = row.turns[-1].request if row.turns else ""
+        pictures.append(Picture(row.picture, alt, variant, shown, trend, asked, row.failure, scores))
     values = [_value(by_variant, column, variant) for column, variant in places]
     return Card(pictures, values, base.prompt, note=f"image {base.index + 1}" if base.index else "")
 

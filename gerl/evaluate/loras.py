@@ -1,14 +1,18 @@
 """Files and names of the compared LoRAs, and the columns of the results. Does not import torch."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from gerl.config import Config
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
 from gerl.rewards.total import TOTAL
-from gerl.run.checkpoint import MANIFEST, find_checkpoint, models_in
+from gerl.run.checkpoint import MANIFEST, STATE, find_checkpoint, load_checkpoint, models_in
+from gerl.run.settings import get
 from gerl.utils.files import reason
 
 BASE = "base"  # the variant without a LoRA, the reference of the others
@@ -25,8 +29,9 @@ def find_lora(source: str) -> tuple[Path, str]:
     """Return the safetensors file of a LoRA, given the file, its folder, a checkpoint, or a run (best checkpoint).
 
     The words say which checkpoint stands for a run; they are empty otherwise. For full fine-tuning, return the folder
-    with the denoisers. Raises `ConfigError` if there is no LoRA, or more than one; `CheckpointError` if the checkpoints
-    of a run are damaged; `ModelError` if the file cannot be read.
+    with the denoisers; for a checkpoint of a run with episodes, its folder. Raises `ConfigError` if there is no LoRA,
+    or more than one; `CheckpointError` if the checkpoints of a run are damaged; `ModelError` if the file cannot be
+    read.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -37,6 +42,8 @@ def find_lora(source: str) -> tuple[Path, str]:
     if (path / "checkpoints").is_dir():
         _, checkpoint, words = find_checkpoint(path)
         path = checkpoint.path
+    if has_episodes(path):
+        return path, words
     if models_in(path) and not (path / "model_index.json").is_file():  # full fine-tuning
         return path, words
     if (path / MANIFEST).is_file():
@@ -87,3 +94,82 @@ def config_of(file: Path) -> str | None:
         if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
             return str(folder / "config.yaml")
     return None
+
+
+# --- Checkpoints of runs with episodes, which have a LoRA per role
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What samples: a LoRA or checkpoint, of an episode the LoRAs of `roles` in it; without a path the base model."""
+
+    path: Path | None = None
+    roles: tuple[str, ...] = ()
+
+
+def has_episodes(path: Path) -> bool:
+    """Whether a folder is a checkpoint of a run with `episode.turns`."""
+    if not (path / MANIFEST).is_file():
+        return False
+    try:
+        state = json.loads((path / STATE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool(get(state, "settings", "episode", "turns"))
+
+
+def check_episodes(config: Config, given: Mapping[str, Path]) -> None:
+    """Raise `ConfigError` unless all of `given` are checkpoints of episodes as in `config`, or none is one."""
+    episodes, own = {str(path): has_episodes(path) for path in given.values()}, config.episode
+    for path in given.values():
+        *above, role, _, _ = ("", *path.absolute().parts)
+        if above[-1:] == ["roles"] and own.is_text(role):
+            raise ConfigError(
+                f"lora={path}: it is the LoRA of a language model, which samples no images; give its checkpoint, whose "
+                f"episodes are evaluated, with roles={role}"
+            )
+    if not any(episodes.values()):
+        return
+    first = next(path for path, found in episodes.items() if found)
+    if not own.turns:
+        raise ConfigError(
+            f"lora={first}: its run has episodes, and this configuration has no episode.turns; use that of its run, "
+            f"experiment=RUN/config.yaml, or lora={first}/lora for the LoRA of its own role"
+        )
+    if other := next((path for path, found in episodes.items() if not found), None):
+        raise ConfigError(
+            f"lora={other}: it has no episodes, which {first} has; evaluate them one by one, or {first}/lora beside it"
+        )
+    for path in given.values():
+        for role in own.roles:
+            if not (path / "roles" / role / "lora" / WEIGHTS).is_file():
+                raise ConfigError(
+                    f"lora={path}: it has no roles/{role}/lora; give a checkpoint of this configuration as the run "
+                    f"wrote it, or {path}/lora for the LoRA of {own.own_role} alone"
+                )
+        load_checkpoint(path)  # verifies its files
+
+
+def roles_alone(config: Config, given: str) -> tuple[str, ...]:
+    """Return the roles whose LoRAs are also evaluated alone, by the key `roles`. Raises `ConfigError`."""
+    own = config.episode
+    if given == "all":
+        trained = tuple(role for role in own.all_roles if own.trains(role))
+        return trained if len(trained) > 1 else ()  # that of a single one is the checkpoint's
+    if given == "none":
+        return ()
+    found = tuple(dict.fromkeys(name.strip() for name in given.split(",")))
+    if unknown := [name for name in found if name not in own.all_roles]:
+        raise ConfigError(
+            f"roles={given}: there is no role {unknown[0]!r}; use {', '.join(own.all_roles)}, or all or none"
+        )
+    return found
+
+
+def variants_of(config: Config, loras: Mapping[str, Path], alone: Sequence[str]) -> dict[str, Variant]:
+    """Return the variants of an evaluation of episodes by name: base, each checkpoint, and its roles `alone`."""
+    found = {BASE: Variant()}
+    for name, path in loras.items():
+        found[name] = Variant(path, tuple(config.episode.all_roles))
+        found |= {f"{name}/{role}": Variant(path, (role,)) for role in alone}
+    return found

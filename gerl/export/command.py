@@ -4,7 +4,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ import yaml
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
+from gerl.config import ModelConfig
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import resolve
@@ -93,6 +94,10 @@ def run(request: Request) -> list[Path]:
     base = read_config(run_dir, request.role)
     base = replace(base, path=request.model or base.path)
     check_out(request, checkpoint, base.path)
+    if base.is_text and request.format != "peft":
+        raise ConfigError(
+            f"format={request.format}: the role {base.role} is a language model, whose LoRA PEFT loads; use format=peft"
+        )
     whole = any(name.startswith("state/") for name in checkpoint.files)
     if whole and request.format in ("peft", "kohya", "hub") and request.rank is None:
         raise ConfigError(
@@ -140,7 +145,7 @@ def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict
     from gerl.model.teachers import is_fake
     from gerl.utils.tensors import unpack_tensors
 
-    tensors, role = unpack_tensors(checkpoint.read(STATE)), request.role
+    tensors, role = unpack_tensors(checkpoint.read(STATE)), base.role
     kind = f"roles/{role}/{KINDS[request.weights]}" if role else KINDS[request.weights]
     own = {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind) and not is_fake(n)}
     own = {n.replace(f".{role}.weight", ".weight"): t for n, t in own.items()}  # on a shared base it has its own name
@@ -196,9 +201,12 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
     path = run_dir / "config.yaml"
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        model = settings["model"] if role is None else model_of_role(settings, role)
+        role = None if role is None else other_role(settings, role)
+        is_text = role is not None and settings["episode"]["roles"][role].get("kind") == "text"
+        model = settings["model"] if role is None else model_of_role(settings, role, is_text)
         merged = str(model["lora"]) if model.get("merge_lora") is True else None
-        return Base(str(model["path"]), float(model["lora_alpha"]), merged, str(model.get("quantize", "none")))
+        quantised = str(model.get("quantize", "none"))
+        return Base(str(model["path"]), float(model["lora_alpha"]), merged, quantised, role, is_text)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({reason(error)}): the export needs it next to checkpoints/, for the LoRA's alpha"
@@ -209,15 +217,20 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
         ) from None
 
 
-def model_of_role(settings: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """Return the block `model` of a role in the settings of a run. Raises `ConfigError` if there is no such role."""
-    roles = settings.get("episode", {}).get("roles", {})
-    if role not in roles:
-        raise ConfigError(
-            f"role={role}: the run has {' and '.join(roles) or 'none'} besides its own; correct or remove it"
-        )
-    own = {str(k).removeprefix("model."): v for k, v in roles[role].items() if str(k).startswith("model.")}
-    return {**settings["model"], **(roles[role].get("model") or {}), **own}
+def other_role(settings: Mapping[str, Any], role: str) -> str | None:
+    """Return a role in the settings of a run, None for the run's own. Raises `ConfigError` if there is no such role."""
+    episode = settings.get("episode") or {}
+    known = list(dict.fromkeys(turn["role"] for turn in episode.get("turns") or ()))
+    if role not in known:
+        raise ConfigError(f"role={role}: the run has {' and '.join(known) or 'no roles'}; correct or remove it")
+    return role if role in (episode.get("roles") or {}) else None
+
+
+def model_of_role(settings: Mapping[str, Any], role: str, is_text: bool) -> dict[str, Any]:
+    """Return the block `model` of a role in the settings of a run: its own keys, and the run's, except for a text's."""
+    given = settings["episode"]["roles"][role]
+    own = {str(k).removeprefix("model."): v for k, v in given.items() if str(k).startswith("model.")}
+    return {**(asdict(ModelConfig()) if is_text else settings["model"]), **(given.get("model") or {}), **own}
 
 
 def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:

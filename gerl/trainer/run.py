@@ -28,7 +28,6 @@ from gerl.algorithms.planning import (
     planned_steps,
     prompt_schedule,
 )
-from gerl.algorithms.signal_checks import nearer_bound, probe_warnings
 from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
@@ -57,7 +56,6 @@ from gerl.trainer.run_folder import RunFolder, check_identity
 from gerl.trainer.step import Metrics, Step, credit_of, usable_rewards
 from gerl.trainer.update import Update
 from gerl.trainer.validation import validate
-from gerl.workers.calibration import calibrate
 from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
 from gerl.workers.roles import RoleWorker
 from gerl.workers.worker import PolicyWorker
@@ -355,19 +353,7 @@ class Run:
         samples = plan_samples(config, plan_prompts(self.schedule, self.prompts, 1), 1, self.state.policy_version)
         task = Algorithm.plan(algorithm, samples)[0]
         with waiting(f"measuring the numerical noise of the ratio on {len(task.samples)} images"):
-            ranks = range(self.cluster.ranks if config.lockstep else 1)
-            probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in ranks]
-            probe = probes[0].result()
-        logger.info("on policy |log ratio| is at most %.1e (99th percentile)", probe.log_ratio_noise)
-        if (clip := config.algorithm.clip_range(probe.dimensions)) is not None:
-            self.update.clip_range = clip
-            logger.info(
-                "the ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of %s "
-                "dimensions",
-                *(*clip, f"{probe.dimensions:,}"),
-            )
-        for sentence in probe_warnings(probe, nearer_bound(config.algorithm, probe)):
-            logger.warning("%s", sentence)
+            self.update.calibrate(task, self.cluster.ranks if config.lockstep else 1)
 
     def open_log(self, kept: int | None = None) -> None:
         """Open the log of metrics after the current step; `kept`: the last step whose row stays."""

@@ -10,7 +10,7 @@ import torch
 
 from gerl.algorithms import Algorithm, KLWeight, count_pairs
 from gerl.algorithms.core_algos import SPREAD
-from gerl.algorithms.signal_checks import ratio_limit, ratio_problem
+from gerl.algorithms.signal_checks import nearer_bound, probe_warnings, ratio_limit, ratio_problem
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepResult, UpdateStats
@@ -19,6 +19,7 @@ from gerl.run.health import ABSURD_WEIGHT
 from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import PackedTensors
+from gerl.workers.calibration import calibrate
 
 if TYPE_CHECKING:
     from gerl.workers.fleet import LocalFleet
@@ -36,9 +37,26 @@ class Update:
         self.config, self.algorithm, self.fleet, self.state = config, algorithm, fleet, state
         self.ratio_limit = ratio_limit(config.actor, half_precision)
         self.clip_range: tuple[float, float] | None = None  # of the ratio, for the latents of this model
+        self.prefix = ""  # of messages: the role, if it is another than the run's own
         self.said_spread = False
         self.noted: set[str] = set()  # sentences of workers that are already logged
         self.resets_reference: Callable[[Step], bool] = lambda step: False  # called before the last optimizer step
+
+    def calibrate(self, task: RolloutTask, ranks: int = 1) -> None:
+        """Measure the ratio's numerical noise on `task` with `ranks` in lockstep, and warn."""
+        config = self.config.algorithm
+        probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in range(ranks)]
+        probe = probes[0].result()
+        logger.info("%son policy |log ratio| is at most %.1e (99th percentile)", self.prefix, probe.log_ratio_noise)
+        self.clip_range = config.clip_range(probe.dimensions)
+        if self.clip_range is not None:
+            logger.info(
+                "%sthe ratio is clipped %.3g below and %.3g above 1: algorithm.clip_low and clip_high for latents of "
+                "%s dimensions",
+                *(self.prefix, *self.clip_range, f"{probe.dimensions:,}"),
+            )
+        for sentence in probe_warnings(probe, nearer_bound(config, probe)):
+            logger.warning("%s%s", self.prefix, sentence)
 
     def run(self, step: Step) -> Metrics:
         """Train on the credit of `step`; raises `TrainingError` for a first ratio other than 1 or NaN gradients."""
@@ -106,7 +124,7 @@ class Update:
     def _say(self, notes: Sequence[str]) -> None:
         for note in notes:
             if note not in self.noted:  # another worker may find out the same, at this step or later
-                logger.warning("%s", note)
+                logger.warning("%s%s", self.prefix, note)
                 self.noted.add(note)
 
     def spread(self, stats: UpdateStats) -> Metrics:
@@ -122,9 +140,9 @@ class Update:
         if not self.said_spread:
             self.said_spread = True
             logger.info(
-                "in the first off-policy update |log ratio| is %.2g on average and |ratio - 1| at most %.2g: %.0f %% "
+                "%sin the first off-policy update |log ratio| is %.2g on average and |ratio - 1| at most %.2g: %.0f %% "
                 "of the (sample, timestep) pairs are outside %s",
-                *(metrics["actor/off_policy/log_ratio_abs"], stats.ratio_deviation),
+                *(self.prefix, metrics["actor/off_policy/log_ratio_abs"], stats.ratio_deviation),
                 *(100 * metrics["actor/off_policy/outside_fraction"], region),
             )
         return metrics
@@ -132,19 +150,20 @@ class Update:
     def check_ratio(self, deviation: float) -> None:
         """Raise `TrainingError` if the ratio on policy is not 1; a NaN comes with a gradient that `count` skips."""
         if deviation > self.ratio_limit:
-            raise TrainingError(ratio_problem(deviation, self.ratio_limit))
+            raise TrainingError(self.prefix + ratio_problem(deviation, self.ratio_limit))
 
     def count(self, result: StepResult) -> None:
         """Count an optimizer step; raises `TrainingError` if too many were skipped or the weights are not finite."""
         self.state.policy_version += result.applied
         if result.lora_max is not None and (problem := weights_problem(result.lora_max, result.lr)):
-            raise TrainingError(problem)
+            raise TrainingError(self.prefix + problem)
         if not result.applied:
             self.state.nonfinite += 1
-            logger.warning("update skipped: its gradient is not finite (%d so far)", self.state.nonfinite)
-            if self.state.nonfinite > MAX_NONFINITE:
+            found = self.state.nonfinite
+            logger.warning("%supdate skipped: its gradient is not finite (%d so far)", self.prefix, found)
+            if found > MAX_NONFINITE:
                 raise TrainingError(
-                    f"{self.state.nonfinite} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
+                    f"{self.prefix}{found} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
 
 

@@ -66,6 +66,7 @@ def test_roles_are_trained_in_turn() -> None:
         ([{"role": "draw"}, {"role": "edit"}], {}, {}, "episode.roles"),
         (TURNS, {"edit": {}, "draw": {}}, {}, "none"),
         (TURNS, {"edit": {}, "idle": {}}, {}, "episode.roles.idle"),
+        (TURNS[::-1], {"edit": {}}, {}, "own role"),
         ([{"role": "draw", "colour": 1}], {}, {}, "role, request, images"),
         ([{"role": "a b"}], {}, {}, "role="),
         ([{"role": "draw", "request": " "}], {}, {}, "request="),

@@ -7,33 +7,29 @@ same image. Each role credits and trains its own samples.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import plan_samples, plan_validation
+from gerl.algorithms.token_grpo import TokenGRPO
 from gerl.config import Config
-from gerl.config.episodes import ASKED, TurnConfig
 from gerl.config.roles import role_config
-from gerl.config.user_files import load_module, raised_at
-from gerl.errors import CheckpointError, ConfigError
+from gerl.errors import CheckpointError
 from gerl.progress import waiting
-from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores, Turn
+from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores
 from gerl.run.checkpoint import RunState
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
-from gerl.trainer.step import Metrics, Step, mean
+from gerl.trainer.step import Metrics, Step, mean, reward_metrics
+from gerl.trainer.turns import Turns, written
 from gerl.trainer.update import Update
 from gerl.utils.seeding import derive_seed
-from gerl.web.pages import still
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.roles import RoleFleet, role_algorithm
 
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
     from gerl.trainer.extensions import HeldOut
 
 logger = logging.getLogger(__name__)
-Request = Callable[[Prompt, "np.ndarray", Mapping[str, float]], str]
 
 
 class Episodes(Extension):
@@ -56,10 +51,7 @@ class Episodes(Extension):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.turns = config.episode.parsed
-        self.requests = [
-            request_of(turn, number, config.episode.is_text(turn.role)) for number, turn in enumerate(self.turns)
-        ]
+        self.turns = Turns(config)
         self.roles: dict[str, Role] = {}
         self.kept: dict[str, Any] = {}
         self.texts: TextTurn | None = None  # of this step or validation
@@ -88,24 +80,15 @@ class Episodes(Extension):
     # --- turns of a step
 
     def prompted(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> Sequence[Prompt]:
-        first, second = self.turns[0], self.turns[min(1, len(self.turns) - 1)]
-        asked = [replace(prompt, turn=Turn(0, first.role, self.requests[0](prompt, None, {}))) for prompt in prompts]
-        if not self.writes:
+        asked = self.turns.first(prompts)
+        if not self.turns.writes:
             return asked
         self.texts = found = self.written(run, number, asked, held_out)
-        return [
-            replace(sample.prompt, turn=Turn(1, second.role, text, None, sample.index))
-            for sample, text in zip(found.samples, found.texts, strict=True)
-        ]
-
-    @property
-    def writes(self) -> bool:
-        """Whether the first turn rewrites the prompts."""
-        return self.config.episode.is_text(self.turns[0].role)
+        return self.turns.rewritten(found.samples, found.texts)
 
     def written(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> TextTurn:
         """Rewrite `prompts`; the tokens stay on the workers."""
-        role = self.roles[self.turns[0].role]
+        role = self.roles[self.turns.parsed[0].role]
         role.fleet.held.clear()
         if held_out:
             batches, tasks = plan_validation(role.config, prompts, number), list[RolloutTask]()
@@ -114,9 +97,7 @@ class Episodes(Extension):
             tasks = role.algorithm.plan(plan_samples(role.config, prompts, number, run.state.policy_version))
             batches, dispatch = [task.samples for task in tasks], role.fleet.sample(tasks)
         with waiting(f"rewriting {len(prompts)} prompts"):
-            calls = [dispatch.submit(i) for i in range(len(batches))]
-            texts = [text for call in calls for text in call.result().pixels]
-            dispatch.finish()
+            texts = written(dispatch, batches)
         return TextTurn(tasks, [sample for batch in batches for sample in batch], texts)
 
     def add_texts(self, step: Step) -> None:
@@ -129,25 +110,29 @@ class Episodes(Extension):
         step.tasks += self.texts.tasks
 
     def scored(self, run: Run, step: Step) -> PendingRollout | None:
-        number = step.rounds + self.writes  # of the next turn
+        number = step.rounds + self.turns.writes  # of the next turn
         done = sum(len(task.samples) for task in step.round)
         last = Scores()
         last.add(part_of(step.scores, len(step.scores.samples) - done))
         if number == len(self.turns):
             self.by_turn = self.metrics(step.scores)
             step.scores.totals = returns(self.config.episode.returns, step.scores)
-            if self.writes:
+            if self.turns.writes:
                 self.add_texts(step)
             return None
         images = step.images[len(step.images) - len(step.round) :]
         pixels = [image for part in images for image in part.result().pixels]
-        prompts = self.next_prompts(number, last, pixels, self.chosen(last, step.number))
-        config, algorithm, fleet = self.of(run, self.turns[number].role)
+        prompts = self.turns.following(number, last, pixels, self.chosen(last, step.number))
+        name = self.turns.parsed[number].role
+        config, algorithm, fleet = self.of(run, name)
         if step.rounds == 1:
             for role in self.roles.values():
                 role.fleet.held.clear()
         samples = plan_samples(config, prompts, step.number, run.state.policy_version)
-        return run.sample_tasks(algorithm.plan(samples, first_id=len(step.tasks)), fleet)
+        tasks = algorithm.plan(samples, first_id=len(step.tasks))
+        if name in self.roles:
+            self.roles[name].calibrate(tasks[0])
+        return run.sample_tasks(tasks, fleet)
 
     def of(self, run: Run, name: str) -> tuple[Config, Algorithm, LocalFleet]:
         """Return configuration, algorithm and fleet of a role."""
@@ -172,25 +157,22 @@ class Episodes(Extension):
                     found.append(rows[derive_seed("state", self.config.trainer.seed, step, *parts) % len(rows)])
         return found
 
-    def next_prompts(
-        self, number: int, scores: Scores, pixels: Sequence[np.ndarray], rows: Sequence[int]
-    ) -> list[Prompt]:
-        """Return the prompts of turn `number`, which start from the images `rows`."""
-        found, states = list[Prompt](), dict[int, int]()
-        for row in rows:
-            prompt = scores.samples[row].prompt
-            states[prompt.id] = states.get(prompt.id, -1) + 1
-            known = {name: v for name, values in scores.by_scorer.items() if (v := values[row]) is not None}
-            request = self.requests[number](prompt, pixels[row], known)
-            turn = Turn(number, self.turns[number].role, request, pixels[row], states[prompt.id])
-            found.append(replace(prompt, turn=turn))
-        return found
-
     def rewarded(self, run: Run, step: Step) -> None:
         assert step.rewards is not None
         step.metrics |= self.by_turn
         self.rewards = by_role(step.rewards)
+        if self.turns.writes:
+            step.metrics |= self.without_texts(step.scores)
         step.rewards = self.rewards.get(self.config.episode.own_role, subset(step.rewards, []))
+
+    def without_texts(self, scores: Scores) -> Metrics:
+        """Return the metrics of the images' rewards, and the mean reward of the texts."""
+        assert self.texts is not None
+        texts, writer = len(self.texts.samples), self.turns.parsed[0].role
+        images = [rewards.totals for name, rewards in self.rewards.items() if name != writer]
+        found = reward_metrics(part_of(scores, 0, len(scores.samples) - texts), self.config.reward)
+        found["reward/std"] = float(torch.cat(images).std(correction=0)) if images else float("nan")
+        return found | {"turn_0/reward/mean": mean(scores.totals[-texts:])}
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None
@@ -207,16 +189,16 @@ class Episodes(Extension):
     def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
         number = next((s.turn for s in scores.samples), 0) or 0
         pixels = [image for part in images for image in part.result().pixels]
-        if len(self.turns) > 1 + self.writes:
+        if len(self.turns) > 1 + self.turns.writes:
             step.metrics |= {f"val/{name}": value for name, value in self.metrics(scores).items()}
-        elif self.writes:
+        elif self.turns.writes:
             first = scores.samples[0].prompt
             logger.info("step %d: %r is rewritten as %r", step.number, first.text, first.request)
         number += 1
         if number == len(self.turns):
             return None
-        prompts = self.next_prompts(number, scores, pixels, range(len(scores.samples)))
-        config, _, fleet = self.of(run, self.turns[number].role)
+        prompts = self.turns.following(number, scores, pixels, range(len(scores.samples)))
+        config, _, fleet = self.of(run, self.turns.parsed[number].role)
         return fleet, plan_validation(config, prompts, step.number)
 
     def metrics(self, scores: Scores) -> Metrics:
@@ -227,10 +209,11 @@ class Episodes(Extension):
         return {f"turn_{number}/reward/mean": mean(totals) for number, totals in by_turn.items()}
 
 
-def part_of(scores: Scores, start: int) -> Scores:
-    """Return the rows of `scores` from `start` on."""
-    columns = {name: values[start:] for name, values in scores.by_scorer.items()}
-    return Scores(scores.samples[start:], scores.totals[start:], columns, scores.failures[start:])
+def part_of(scores: Scores, start: int, end: int | None = None) -> Scores:
+    """Return the rows of `scores` from `start` to `end`."""
+    part = slice(start, end)
+    columns = {name: values[part] for name, values in scores.by_scorer.items()}
+    return Scores(scores.samples[part], scores.totals[part], columns, scores.failures[part])
 
 
 def by_role(rewards: Rewards) -> dict[str, Rewards]:
@@ -293,57 +276,6 @@ class TextTurn:
     texts: list[str]
 
 
-# --- What the model is asked in a turn
-
-
-def request_of(
-    turn: TurnConfig, number: int, text: bool
-) -> Callable[[Prompt, np.ndarray | None, Mapping[str, float]], str]:
-    """Return the function that writes the request of a turn, "" for the prompt itself.
-
-    Raises `ConfigError` if the file or the function is missing.
-    """
-    key, request = f"episode.turns[{number}].request", turn.request
-    if request is None and text:
-        request = ASKED
-    if request is None:
-        return lambda prompt, image, scores: ""
-    path, _, name = request.rpartition(":")
-    if not path.endswith(".py"):
-        return lambda prompt, image, scores: filled(request, prompt, key)
-    function = getattr(load_module(key, path, ConfigError), name, None)
-    if not callable(function):
-        raise ConfigError(f"{key}={request}: {path} has no function {name}; correct the name")
-    parameters = inspect.signature(function).parameters
-
-    def ask(prompt: Prompt, image: np.ndarray | None, scores: Mapping[str, float]) -> str:
-        picture = None if image is None else Image.fromarray(still(image) if image.ndim == 4 else image)
-        known = {"prompt": prompt.text, "image": picture, "scores": dict(scores), "metadata": prompt.metadata}
-        try:
-            found = function(**{name: value for name, value in known.items() if name in parameters})
-        except Exception as error:  # of the user's code
-            what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
-            raise ConfigError(f"{key}={request}: it failed for the prompt {prompt.text!r:.80} with {what}") from error
-        if not isinstance(found, str) or not found.strip():
-            raise ConfigError(
-                f"{key}={request}: it returned {found!r:.80} for the prompt {prompt.text!r:.80}; return a text"
-            )
-        return found
-
-    return ask
-
-
-def filled(template: str, prompt: Prompt, key: str) -> str:
-    """Fill a template with the prompt and its columns; raises `ConfigError` for a name that is not one of them."""
-    try:
-        return template.format_map({**prompt.metadata, "prompt": prompt.text})
-    except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{key}={template!r}: {error} is not a column of the prompt {prompt.text!r:.80}, which has "
-            f"{', '.join(['prompt', *prompt.metadata])}; correct the template"
-        ) from None
-
-
 # --- Roles
 
 
@@ -356,13 +288,25 @@ class Role:
     algorithm: Algorithm
     fleet: LocalFleet
     update: Update
+    calibrated: bool = False
 
     @classmethod
     def of(cls, name: str, run: Run, config: Config) -> Role:
         own, fleet = role_config(config, name), RoleFleet(run.fleet, name)
         algorithm = role_algorithm(config, name)
         update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
-        return cls(name, own, algorithm, fleet, update)
+        update.prefix = f"{name}: "
+        if rewrites := isinstance(algorithm, TokenGRPO):
+            update.clip_range = algorithm.settings.clip_low, algorithm.settings.clip_high
+        return cls(name, own, algorithm, fleet, update, calibrated=rewrites)
+
+    def calibrate(self, task: RolloutTask) -> None:
+        """Measure the numerical noise of the ratio with the first task that the role is given, and warn."""
+        if self.calibrated or not self.algorithm.needs.ratio or self.config.algorithm.cfg == "off":
+            return
+        self.calibrated = True
+        with waiting(f"measuring the numerical noise of the ratio of {self.name} on {len(task.samples)} images"):
+            self.update.calibrate(task)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, as JSON."""

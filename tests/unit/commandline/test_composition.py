@@ -20,7 +20,7 @@ from gerl.commandline.composition import (
     shipped,
     without_options,
 )
-from gerl.config import SamplingConfig, ScorerConfig, from_mapping
+from gerl.config import SamplingConfig, ScorerConfig, from_mapping, load
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 from gerl.evaluate.command import parse as evaluation
@@ -48,6 +48,16 @@ def test_the_demo_is_what_runs_without_arguments() -> None:
 def test_every_shipped_experiment_composes(name: str) -> None:
     composed = compose_run([f"experiment={name}"])
     assert composed.experiment == name and composed.run_dir.parent == Path("outputs") / name
+
+
+def test_load_returns_the_configuration_of_a_run(tmp_path: Path) -> None:
+    assert load() == compose_run([]).config
+    assert load("sd35_medium_ocr", ["rollout.n=8"]) == compose_run(["experiment=sd35_medium_ocr", "rollout.n=8"]).config
+    written = tmp_path / "config.yaml"
+    written.write_text(compose_run(["trainer.steps=7"]).yaml())
+    assert load(written).trainer.steps == 7
+    with pytest.raises(ConfigError, match=r"rollout\.m"):
+        load(overrides=["rollout.m=8"])
 
 
 def test_overrides() -> None:

@@ -1,6 +1,5 @@
 """Turns: which images go on, what they are asked, and the reward that their ancestors get."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,8 @@ from hypothesis import strategies as st
 
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
-from gerl.config.episodes import TurnConfig
-from gerl.errors import ConfigError
 from gerl.protocol import Prompt, Sample, Scores, Turn
-from gerl.trainer.extensions.episodes import Episodes, merged, request_of, returns, text_returns
+from gerl.trainer.extensions.episodes import Episodes, merged, returns, text_returns
 
 PIXELS = np.zeros((4, 6, 3), np.uint8)
 
@@ -45,7 +42,7 @@ def test_groups_of_a_turn_start_from_one_image_and_have_noise_of_their_own() -> 
     found = episodes(next="each")
     scores = table([image(0, 0, k) for k in range(3)], [0.0, 1.0, 2.0])
     pictures = [PIXELS + k for k in range(3)]
-    prompts = found.next_prompts(1, scores, pictures, found.chosen(scores, 1))
+    prompts = found.turns.following(1, scores, pictures, found.chosen(scores, 1))
     samples = plan_samples(from_mapping({"rollout": {"n": 2}}), prompts, 1, 0)
     groups = {sample.group for sample in samples}
     assert len(groups) == 3 and {group.turn for group in groups} == {1} and {g.role for g in groups} == {"edit"}
@@ -89,29 +86,6 @@ def test_a_text_has_the_mean_reward_of_its_images() -> None:
     images = [image(0, 1, k, state) for state in range(2) for k in range(2)]
     texts = [Sample(Prompt(0, "p0"), k, 0, 1, turn=0, role="rewrite") for k in range(2)]
     assert text_returns(texts, table(images, [1.0, 2.0, 5.0, None])) == [1.5, None]
-
-
-def test_a_request_is_a_template_or_a_function(tmp_path: Path) -> None:
-    prompt = Prompt(0, "a sign", {"text": "OPEN"})
-    assert request_of(TurnConfig("edit"), 1, False)(prompt, None, {}) == ""
-    assert (
-        request_of(TurnConfig("edit", "write {text} on {prompt}"), 1, False)(prompt, None, {}) == "write OPEN on a sign"
-    )
-    assert "a sign" in request_of(TurnConfig("rewrite"), 0, True)(prompt, None, {})
-    with pytest.raises(ConfigError, match=r"colour.*prompt, text"):
-        request_of(TurnConfig("edit", "{colour}"), 1, False)(prompt, None, {})
-    file = tmp_path / "ask.py"
-    file.write_text(
-        "def ask(prompt, image, scores):\n    return f'{prompt} {image.size} {scores[\"a\"]}'\n"
-        "def nothing(prompt):\n    return None\n"
-        "def broken(metadata):\n    return metadata['x']\n"
-    )
-    assert request_of(TurnConfig("edit", f"{file}:ask"), 1, False)(prompt, PIXELS, {"a": 2.0}) == "a sign (6, 4) 2.0"
-    for name, said in (("nothing", "return a text"), ("broken", "line 6")):
-        with pytest.raises(ConfigError, match=said):
-            request_of(TurnConfig("edit", f"{file}:{name}"), 1, False)(prompt, PIXELS, {})
-    with pytest.raises(ConfigError, match="has no function missing"):
-        request_of(TurnConfig("edit", f"{file}:missing"), 1, False)
 
 
 def test_metrics_of_another_role_are_named_by_it() -> None:
