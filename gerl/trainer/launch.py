@@ -30,6 +30,7 @@ from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
 from gerl.run.validation import held_out_words, load_validations, mean
 from gerl.trainer.run_folder import RunFolder, identity
+from gerl.trainer.turns import Turns
 
 if TYPE_CHECKING:
     from gerl.cluster import Cluster
@@ -66,6 +67,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
         held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
         config, kept = keep_watched(config, folder.composed.replaced, prompts, held_out)
         check_held_out_metrics(config, held_out)
+        if config.episode.turns:
+            Turns(config).check([*prompts, *held_out])
         folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():

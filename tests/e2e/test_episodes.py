@@ -215,13 +215,20 @@ def test_the_lora_of_a_role_is_exported(edited: Any, tmp_path: Path, capsys: pyt
 
 
 def test_the_lora_of_a_language_model_is_exported_with_its_own_alpha(
-    rewritten: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rewritten: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     given = [f"run={rewritten.checkpoint(STEPS)}", "role=rewrite", f"out={tmp_path / 'out'}"]
     assert export(given) == 2 and "format=peft" in capsys.readouterr().err
     assert export([*given, "format=peft"]) == 0
+    assert "AutoModelForCausalLM.from_pretrained" in caplog.text
     found = json.loads((tmp_path / "out" / "language_model" / "adapter_config.json").read_text())
     assert (found["lora_alpha"], found["r"]) == (64, 32)  # the defaults: it has no keys of the run's model
+
+
+def test_a_template_with_a_column_that_a_prompt_lacks_is_refused(refused: Callable[..., str]) -> None:
+    turns = "episode.turns=[{role: draw}, {role: edit, request: 'make it {style}'}]"
+    said = refused(turns, EDITED[1], expect=2)
+    assert "episode.turns[1].request" in said and "style" in said and "has " in said
 
 
 # --- Evaluation of whole episodes
