@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 import uvicorn
 
 from gerl.progress import Span
+from gerl.protocol import Prompt, Sample, Scores, Turn
 from gerl.run.validation import save_validation
+from gerl.trainer.extensions.episode_images import arranged
 from gerl.trainer.extensions.timeline import append_spans
-from gerl.trainer.extensions.training_images import LiveImage, save_live
+from gerl.trainer.extensions.training_images import LiveImage, live_path, save_live, save_sheet
 from gerl.web.site import Folders, Site, build_site
 
 PROMPTS = ['a sign that reads "<img src=x onerror=alert(1)>"', "a sign that reads 12", "a red fox"]
@@ -60,6 +63,25 @@ def add_live(folder: Path, step: int) -> None:
     images = [LiveImage(g, i, 0.5 + 0.1 * i, {"ocr": 0.5 + 0.1 * i}, 2.0 * i - 1) for g in (0, 1) for i in (0, 1)]
     pixels = [np.full((16, 32, 3), 60 * k, np.uint8) for k in range(4)]
     save_live(folder, step, PROMPTS[:2], images, pixels, 4)
+
+
+def episode(step: int) -> tuple[Scores, list[np.ndarray]]:
+    """Two images of a prompt, of which the second is edited twice, on a request with HTML."""
+    pixels = [np.full((16, 32, 3), 40 * k + step, np.uint8) for k in range(4)]
+    first, second = Turn(0, "draw"), Turn(1, "edit", "<i>bolder</i>", pixels[1], 0)
+    samples = [Sample(Prompt(0, PROMPTS[0], turn=first), k, 0, step, turn=0, role="draw") for k in (0, 1)]
+    samples += [Sample(Prompt(0, PROMPTS[0], turn=second), k, 0, step, turn=1, role="edit", branch=0) for k in (0, 1)]
+    totals = [0.1, 0.5, 0.9, step / 40]
+    return Scores(samples, list(totals), {"ocr": list(totals)}, [[] for _ in samples]), pixels
+
+
+def add_episodes(folder: Path, step: int) -> None:
+    """The episodes of a step and of its validation."""
+    scores, pixels = episode(step)
+    values, shown = arranged(scores, pixels, torch.tensor([[-1.0], [1.0], [0.5], [torch.nan]]))
+    save_sheet(live_path(folder, step), shown, {"step": step, "of": len(pixels), **values})
+    values, shown = arranged(scores, pixels)
+    save_sheet(folder / "validation" / f"episode_{step:06d}.json", shown, {"step": step, **values})
 
 
 def make_run(folder: Path, steps: int = 20) -> Path:

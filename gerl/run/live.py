@@ -1,4 +1,4 @@
-"""Read the files of a live run: images of the latest steps, and the timeline of its workers."""
+"""Read the files of a live run: images of the latest steps, held-out episodes, and the timeline of its workers."""
 
 import json
 import re
@@ -9,11 +9,21 @@ from typing import Any
 from gerl.progress import DRIVER
 
 FOLDER = "live"
+EPISODES = "validation"  # has `episode_N.json` and .jpg of validations with several turns
 
 
 def live_steps(run_dir: Path) -> list[int]:
     """Return the steps with stored images, in order."""
-    names = (re.fullmatch(r"step_(\d+)\.json", path.name) for path in (run_dir / FOLDER).glob("step_*.json"))
+    return _steps(run_dir / FOLDER, "step")
+
+
+def episode_steps(run_dir: Path) -> list[int]:
+    """Return the steps with a validation whose episodes are stored, in order."""
+    return _steps(run_dir / EPISODES, "episode")
+
+
+def _steps(folder: Path, name: str) -> list[int]:
+    names = (re.fullmatch(rf"{name}_(\d+)\.json", path.name) for path in folder.glob(f"{name}_*.json"))
     return sorted(int(match[1]) for match in names if match)
 
 

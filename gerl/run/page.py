@@ -19,8 +19,8 @@ from gerl.run import session, settings
 from gerl.run.card import redact
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
+from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes, live_steps, read_spans
 from gerl.run.live import FOLDER as LIVE
-from gerl.run.live import TIMELINE, chrome_trace, lanes, live_steps, read_spans
 from gerl.run.tracking import Rows
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
 from gerl.web.pages import data_uri, encode, enlarge
@@ -208,6 +208,7 @@ class RunData:
             "explanation": settings.explanation(config),
             "names": names,
             "scorers": settings.scorers(config),
+            "roles": settings.roles(config),
             "lora": next((step for step, path in self._loras() if path.is_file()), None),
         }
 
@@ -238,10 +239,23 @@ class RunData:
 
     def live(self, step: int = -1) -> dict[str, Any]:
         """Return the images of a step, else of the latest one, and all `steps` with images; may be empty."""
-        steps = live_steps(self.folder)
-        for number in [step] * (step in steps) + steps[::-1]:
+        return self._sheet_values(f"{LIVE}/step", live_steps(self.folder), step)
+
+    def episodes(self, step: int = -1) -> dict[str, Any]:
+        """Return the held-out episodes of the `first` validation and of `step`, else of the latest one; may be empty.
+
+        `steps`: the later validations with episodes.
+        """
+        steps = episode_steps(self.folder)
+        first = self._sheet_values(f"{EPISODES}/episode", steps[:1], -1)
+        found = self._sheet_values(f"{EPISODES}/episode", steps[1:], step)
+        return {"first": first, "now": found, "steps": steps[1:]} if first else {}
+
+    def _sheet_values(self, name: str, steps: Sequence[int], step: int) -> dict[str, Any]:
+        """Return the values of the sheet of `step` if it is one of `steps`, else of the latest, with all `steps`."""
+        for number in [step] * (step in steps) + list(steps)[::-1]:
             try:
-                found = json.loads(content(self.folder, f"{LIVE}/step_{number:06d}.json") or b"")
+                found = json.loads(content(self.folder, f"{name}_{number:06d}.json") or b"")
             except ValueError:  # removed meanwhile
                 continue
             if isinstance(found, dict):
@@ -259,9 +273,10 @@ class RunData:
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
             yield int(path.name.rpartition("_")[2]), path / LORA
 
-    def sheet(self, step: int) -> tuple[bytes, str] | None:
-        """Return the sheet of a step's images and its media type; None if there is none."""
-        found = content(self.folder, f"{LIVE}/step_{step:06d}.jpg")
+    def sheet(self, step: int, held_out: bool = False) -> tuple[bytes, str] | None:
+        """Return the sheet of a step's images, or of its held-out episodes, and its media type; None: there is none."""
+        name = f"{EPISODES}/episode" if held_out else f"{LIVE}/step"
+        found = content(self.folder, f"{name}_{step:06d}.jpg")
         return None if found is None else (found, "image/jpeg")
 
     def timeline(self, steps: int) -> dict[str, Any]:
@@ -477,6 +492,7 @@ def facts(rows: Rows, config: Mapping[str, Any], planned: int | None = None) -> 
         ("model", settings.get(config, "model", "path")),
         ("algorithm", settings.get(config, "preset") or settings.get(config, "algorithm", "name")),
         ("scorers", ", ".join(map(str, scorers)) if isinstance(scorers, dict) else None),
+        ("turns", ", ".join(settings.roles(config)) or None),
         ("trained", None if lora else "all weights" if train == "full" else f"weights {train}"),
         ("LoRA rank", settings.get(config, "model", "lora_rank") if lora else None),
         ("learning rate", settings.learning_rate(config)),
@@ -508,12 +524,16 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         prompts[f"prompt/{row}"] = {**whole, "steps": held_out["steps"], "scores": scores}
     live = run.live()
     sheet = run.sheet(live["step"]) if live else None
+    episodes = run.episodes()
+    turned = [found for name in ("first", "now") if (found := episodes.get(name))]
+    sheets = {one["step"]: run.sheet(one["step"], held_out=True) for one in turned}
     answers = {
         "runs": {"runs": [{"name": run.name}], "chosen": run.name},
         "run": overview | {"names": names},
         "series": run.series(names, -1, -1, -1),
         "held_out": held_out,
         "live": live | {"steps": [live["step"]]} if sheet is not None else {},
+        "episodes": episodes | {"steps": [one["step"] for one in turned[1:]]},
         "timeline": run.timeline(SPANS),
         "warnings": run.warnings(),
         **prompts,
@@ -523,6 +543,7 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "answers": answers,
         "pictures": pictures,
         "sheet": data_uri(*sheet) if sheet is not None else "",
+        "episodes": {str(step): data_uri(*found) for step, found in sheets.items() if found is not None},
     }
 
 

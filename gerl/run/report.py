@@ -26,7 +26,7 @@ from gerl.run.card import CARD, read_sessions
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
-from gerl.run.settings import changes, planned_steps, read_config
+from gerl.run.settings import changes, planned_steps, read_config, roles
 from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
 from gerl.run.validation import BeforeAfter, estimate_gain, load_validations, mean
@@ -62,6 +62,7 @@ def write_report(run_dir: Path) -> Path:
         facts=facts(rows, config, planned_steps(run_dir, config)),
         headline=_headline(rows, compared),
         compared=compared,
+        turns=roles(config),
         warnings=[*(finding.text for finding in health.found.values()), *guarded],
         code=usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),

@@ -108,6 +108,12 @@ def scorers(config: Values) -> list[str]:
     return sorted(map(str, names), key=lambda name: get(found, name, "weight") == 0)
 
 
+def roles(config: Values) -> list[str]:
+    """Return the role of each turn of an episode; [] without turns."""
+    turns = get(config, "episode", "turns")
+    return [str(get(turn, "role")) for turn in turns] if isinstance(turns, list) else []
+
+
 def differentiates(config: Values) -> bool:
     """Whether the algorithm learns only from the gradient of the reward; False if unknown."""
     name = get(config, "algorithm", "name")

@@ -161,6 +161,7 @@ def build_routes(site: Site) -> list[Route]:
         of_run("/api/held_out", lambda run, _: run.held_out()),
         of_run("/api/prompt", lambda run, request: found_or_404(run.prompt(query_int(request, "row")))),
         of_run("/api/live", lambda run, request: run.live(query_int(request, "step"))),
+        of_run("/api/episodes", lambda run, request: run.episodes(query_int(request, "step"))),
         of_run("/api/timeline", lambda run, request: run.timeline(min(query_int(request, "steps", 3), 100))),
         of_run("/api/warnings", lambda run, _: run.warnings()),
         of_run("/api/settings", settings),
@@ -169,6 +170,7 @@ def build_routes(site: Site) -> list[Route]:
         of_run("/lora.safetensors", lora),
         of_run("/held_out", lambda run, r: _image(run.picture(query_int(r, "step"), query_int(r, "row")))),
         of_run("/sheet", lambda run, request: _image(run.sheet(query_int(request, "step")))),
+        of_run("/episodes", lambda run, request: _image(run.sheet(query_int(request, "step"), held_out=True))),
         Route("/api/events", partial(_events, site)),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]

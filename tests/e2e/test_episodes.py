@@ -22,6 +22,8 @@ import gerl
 from gerl.evaluate.command import main as evaluate
 from gerl.evaluate.comparison import ScoredRow
 from gerl.export.command import main as export
+from gerl.run import settings
+from gerl.run.page import frozen
 from gerl.run.validation import load_validation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,29 @@ def test_an_episode_trains_both_roles_with_ratio_1(edited: Any) -> None:
     assert {value.shape[0] for name, value in last.items() if "lora_A" in name} == {2}
 
 
+def starts(folder: Path, name: str) -> tuple[dict[str, Any], list[int | None]]:
+    """A sheet of episodes, and the image or text that each of its groups starts from."""
+    found = json.loads((folder / name).read_text())
+    return found, [turn[3] for turn in found["turns"]]
+
+
+def test_the_page_has_the_turns_of_an_episode(edited: Any) -> None:
+    for step in (0, 2, STEPS):
+        found, groups = starts(edited.folder, f"validation/episode_{step:06d}.json")
+        count = len(found["images"]) // 2
+        assert groups == [start for k in range(count) for start in (None, 2 * k)]
+        validation = json.loads((edited.folder / f"validation/step_{step:06d}.json").read_text())
+        assert [image[2] for image in found["images"]][1::2] == validation["rewards"]
+    found, groups = starts(edited.folder, f"live/step_{STEPS:06d}.json")
+    assert [turn[:2] for turn in found["turns"]] == [[0, "draw"], [1, "edit"]] * 2 and found["of"] == 2 * 4 + 2 * 3
+    for start, first in zip(groups[1::2], (0, 7), strict=True):
+        own = [image[2] for image in found["images"][first : first + 4]]
+        assert start is not None and own[start - first] == max(own)  # the best one is edited
+    data = frozen(edited.folder, settings.read_config(edited.folder / "config.yaml"))
+    assert sorted(data["episodes"]) == ["0", str(STEPS)] and data["answers"]["run"]["roles"] == ["draw", "edit"]
+    assert "val/turn_0/reward/mean" in data["answers"]["series"]["series"]
+
+
 def test_one_turn_equals_a_plain_run(train: Train, tmp_path: Path) -> None:
     keys = ("checkpoint.every=1", "reward.trial=false")
     plain = train(tmp_path / "plain", *keys, trainer__steps=2)
@@ -110,6 +135,8 @@ def test_a_resumed_episode_continues_bit_for_bit(edited: Any, train: Train, work
                   validation__data=workplace / "val.txt")  # fmt: skip
     state, expected = again.state(STEPS), edited.state(STEPS)
     assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+    for name in [f"validation/episode_{step:06d}.json" for step in (0, 2, STEPS)] + [f"live/step_{STEPS:06d}.json"]:
+        assert (folder / name).read_bytes() == (edited.folder / name).read_bytes()
 
 
 def test_alternating_roles_leave_the_frozen_lora_alone(train: Train, tmp_path: Path) -> None:
@@ -135,6 +162,10 @@ def test_a_rewriter_learns_beside_a_painter(
     run, given, data = rewritten, written(language), workplace / "val.txt"
     assert run.column("actor/rewrite/ratio_deviation") == [0.0] * STEPS
     assert min(run.column("actor/rewrite/grad_norm")) > 0 and run.column("evaluations/images")[0] == 2 * 3 * 2 + 2 * 3
+    for name, each in (("live/step_000002", 3), ("validation/episode_000002", 1)):
+        found, groups = starts(run.folder, f"{name}.json")
+        texts = [k for k, image in enumerate(found["images"]) if len(image) == 6]
+        assert groups.count(None) * each == len(texts) and [start for start in groups if start is not None] == texts
     assert run.metrics[-1]["actor/rewrite/off_policy/clip_range"] == 0.2
     # all texts have the same number of images, so the rewards of both have one mean; only images have other statistics
     assert run.column("turn_0/reward/mean") == pytest.approx(run.column("reward/mean"))

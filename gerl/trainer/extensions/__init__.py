@@ -39,6 +39,7 @@ EXTENSIONS = (
     "critic:Critic",
     "dynamic_sampling:DynamicSampling",
     "episodes:Episodes",
+    "episode_images:EpisodeImages",
     "training_images:TrainingImages",
     "moving_reference:MovingReference",
     "chosen_metrics:ChosenMetrics",

@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
@@ -27,12 +25,11 @@ from gerl.progress import waiting
 from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores
 from gerl.run.checkpoint import RunState
 from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run, due
+from gerl.trainer.run import Run
 from gerl.trainer.step import Metrics, Step, mean, reward_metrics
 from gerl.trainer.turns import Turns, written
 from gerl.trainer.update import Update
 from gerl.utils.seeding import derive_seed
-from gerl.web.pages import grid, still
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.roles import RoleFleet, role_algorithm
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
     from gerl.trainer.extensions import HeldOut
 
 logger = logging.getLogger(__name__)
-SHOWN = 4  # prompts of a sheet
 
 
 class Episodes(Extension):
@@ -60,7 +56,6 @@ class Episodes(Extension):
         self.kept: dict[str, Any] = {}
         self.texts: TextTurn | None = None  # of this step or validation
         self.by_turn: Metrics = {}  # of this step
-        self.shown: list[tuple[Sample, float | None, np.ndarray]] = []  # of the turns of a validation
 
     # --- roles
 
@@ -188,25 +183,19 @@ class Episodes(Extension):
             if (rewards := self.rewards.get(name)) is not None:
                 credit = role.algorithm.credit(rewards)
                 step.credit[list(rewards.rows), : credit.shape[1]] = credit
-        if step.number == 1 or due(step.number, run.config.validation.every, run.config.trainer.steps):
-            pixels = [image for part in step.images for image in part.result().pixels]
-            run.picture(step.number, "episode", sheet(step.scores, pixels))
 
     # --- turns of a validation
 
     def continued(self, run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]]) -> HeldOut | None:
         number = next((s.turn for s in scores.samples), 0) or 0
         pixels = [image for part in images for image in part.result().pixels]
-        first = number == self.turns.writes
         if len(self.turns) > 1 + self.turns.writes:
             step.metrics |= {f"val/{name}": value for name, value in self.metrics(scores).items()}
         elif self.turns.writes:
-            logger.info("step %d: %r is rewritten as %r", step.number, *said(scores.samples[0].prompt))
-        self.shown = [*([] if first else self.shown), *zip(scores.samples, scores.totals, pixels, strict=True)]
+            first = scores.samples[0].prompt
+            logger.info("step %d: %r is rewritten as %r", step.number, first.text, first.request)
         number += 1
         if number == len(self.turns):
-            samples, totals, images_of = (list(column) for column in zip(*self.shown, strict=True))
-            run.picture(step.number, "validation_episode", sheet(Scores(samples, totals), images_of))
             return None
         prompts = self.turns.following(number, scores, pixels, range(len(scores.samples)))
         config, _, fleet = self.of(run, self.turns.parsed[number].role)
@@ -381,39 +370,4 @@ def merged(known: Metrics, new: Metrics, role: str) -> Metrics:
         else:
             part, _, rest = name.partition("/")
             found[f"{part}/{role}/{rest}"] = value
-    return found
-
-
-# --- Pictures
-
-
-def sheet(scores: Scores, pixels: Sequence[np.ndarray]) -> Image.Image:
-    """Draw the episodes of the first prompts, a row per prompt: an image of each turn, and the one it started from."""
-    last = max(sample.turn or 0 for sample in scores.samples)
-    ends: dict[int, int] = {}  # prompt -> row of an image of the last turn
-    for row, sample in enumerate(scores.samples):
-        if (sample.turn or 0) == last:
-            ends.setdefault(sample.prompt.id, row)
-    chains = [chain_to(row, scores.samples, pixels) for row in list(ends.values())[:SHOWN]]
-    places = [row for chain in chains for row in chain]
-    captions = [described(scores.samples[row].prompt, scores.totals[row]) for row in places]
-    return grid([still(pixels[row]) for row in places], captions, columns=len(chains[0]))
-
-
-def described(prompt: Prompt, total: float | None) -> str:
-    """Return the caption of an image: its reward, and what the model was asked."""
-    return f"{'' if total is None else f'{total:.2f} '}{prompt.request}"
-
-
-def said(prompt: Prompt) -> tuple[str, str]:
-    """Return a prompt and what the model is asked instead."""
-    return prompt.text, prompt.request
-
-
-def chain_to(row: int, samples: Sequence[Sample], pixels: Sequence[np.ndarray]) -> list[int]:
-    """Return the rows of the images from which image `row` was made, and itself, in the order of the turns."""
-    found, prompt = [row], samples[row].prompt
-    while (turn := samples[found[0]].prompt.turn) is not None and (start := turn.image) is not None:
-        before = [r for r, s in enumerate(samples) if s.prompt.id == prompt.id and s.turn == turn.number - 1]
-        found.insert(0, next(r for r in before if np.array_equal(pixels[r], start)))
     return found

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from PIL import Image
 
+from gerl.config import Config
 from gerl.errors import GerlError
-from gerl.protocol import Group, Prompt
+from gerl.protocol import Group
 from gerl.run.live import FOLDER
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run, due
@@ -36,7 +37,11 @@ MAX_IMAGES = 64  # images
 class TrainingImages(Extension):
     """Save a sheet of the first micro-batch at each validation step, and the live images of every step."""
 
-    failed = False  # to write live images, which is logged once
+    failed = False  # to write images for the page, which is logged once
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return not config.episode.turns  # whose images belong together: `gerl.trainer.extensions.episode_images`
 
     def starting(self, run: Run) -> None:
         if not self.config.logger.live:
@@ -47,10 +52,19 @@ class TrainingImages(Extension):
             first = len(step.tasks[0].samples)
             sheet = training_sheet(step.scores.samples[:first], step.images[0].result().pixels, step.scores.totals)
             run.picture(step.number, "train", sheet)
-        if not self.config.logger.live:
-            return
+        if self.config.logger.live:
+            with self.saving():
+                self.save_live(run, step)
+
+    def save_live(self, run: Run, step: Step) -> None:
+        """Save the live images of a step."""
+        save_live_images(run, step)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Log the first failure to write images for the page; the run continues."""
         try:
-            save_live_images(run, step)
+            yield
         except GerlError as error:
             if not self.failed:
                 logger.warning("the page of the run is incomplete: %s", error)
@@ -68,29 +82,20 @@ def save_live_images(run: Run, step: Step) -> None:
             break
     groups: dict[Group, int] = {}
     prompts, shown = list[str](), list[LiveImage]()
-    first: dict[int, int] = {}  # prompt -> its place: the turns of an episode follow each other
-    rows = list(range(min(len(pixels), len(scores.samples))))
-    for sample in scores.samples[: len(rows)]:
-        first.setdefault(sample.prompt.id, len(first))
-    rows.sort(key=lambda row: first[scores.samples[row].prompt.id])
-    for i in rows:
-        sample = scores.samples[i]
+    for i, sample in enumerate(scores.samples[: len(pixels)]):
         if sample.group not in groups:
             groups[sample.group] = len(groups)
-            prompts.append(title(sample.prompt))
-        known = step.credit[i][~torch.isnan(step.credit[i])]
-        advantage = float(known.mean()) if len(known) else None
+            prompts.append(sample.prompt.text)
         by_scorer = {name: values[i] for name, values in scores.by_scorer.items()}
+        advantage = mean_advantage(step.credit[i])
         shown.append(LiveImage(groups[sample.group], sample.index, scores.totals[i], by_scorer, advantage))
-    save_live(run.run_dir, step.number, prompts, shown, [pixels[i] for i in rows], len(scores.samples))
+    save_live(run.run_dir, step.number, prompts, shown, pixels[: len(shown)], len(scores.samples))
 
 
-def title(prompt: Prompt) -> str:
-    """Return the heading of a group: its prompt, and in an episode its turn and what the model was asked."""
-    turn = prompt.turn
-    if turn is None:
-        return prompt.text
-    return f"{prompt.text} | turn {turn.number}, {turn.role}{': ' if turn.request else ''}{turn.request}"
+def mean_advantage(credit: torch.Tensor) -> float | None:
+    """Return the mean of the credit of a sample `[T]` over its trained timesteps; None if it is not trained."""
+    known = credit[~torch.isnan(credit)]
+    return float(known.mean()) if len(known) else None
 
 
 # --- `live/`: one sheet for each of the latest and some earlier steps, and its scores
@@ -111,6 +116,19 @@ def save_live(
     run_dir: Path, step: int, prompts: Sequence[str], images: Sequence[LiveImage], pixels: Sequence[np.ndarray], of: int
 ) -> None:
     """Write `live/step_N.json` and its sheet of `pixels`, a prompt per group; remove later and most earlier ones."""
+    shown = [[i.group, i.index, i.total, i.advantage, i.scores] for i in images]
+    path = live_path(run_dir, step)
+    save_sheet(path, pixels, {"step": step, "of": of, "prompts": list(prompts), "images": shown})
+    thin(path.parent, step)
+
+
+def live_path(run_dir: Path, step: int) -> Path:
+    """Return the JSON file of the live images of a step."""
+    return run_dir / FOLDER / f"step_{step:06d}.json"
+
+
+def save_sheet(path: Path, pixels: Sequence[np.ndarray], values: Mapping[str, Any]) -> None:
+    """Write a sheet of `pixels` beside the JSON file `path`, which has `values` and the layout of the sheet."""
     tiles = [_small(still(image) if image.ndim == 4 else image) for image in pixels]
     width, height = max(tile.width for tile in tiles), max(tile.height for tile in tiles)
     columns = min(len(tiles), math.ceil(math.sqrt(len(tiles) * height / width)))
@@ -119,19 +137,14 @@ def save_live(
         sheet.paste(tile, (i % columns * width, i // columns * height))
     buffer, exact = io.BytesIO(), max(width, height) <= EXACT
     sheet.save(buffer, "jpeg", quality=95 if exact else 85, subsampling=0 if exact else 2)
-    path = run_dir / FOLDER / f"step_{step:06d}.json"
-    shown = [[i.group, i.index, i.total, i.advantage, i.scores] for i in images]
-    values: dict[str, Any] = {"step": step, "of": of, "prompts": list(prompts), "images": shown}
-    values |= {"width": width, "height": height, "columns": columns}
     with writing(path):
         path.parent.mkdir(exist_ok=True)
     # the JSON is written last: if it exists, the sheet is complete
     write_file(path.with_suffix(".jpg"), buffer.getvalue())
-    write_file(path, json.dumps(finite(values)))
-    _thin(path.parent, step)
+    write_file(path, json.dumps(finite({**values, "width": width, "height": height, "columns": columns})))
 
 
-def _thin(folder: Path, newest: int) -> None:
+def thin(folder: Path, newest: int) -> None:
     """Keep the last `KEPT` steps and at most `MILESTONES` earlier ones; later ones precede a rollback or resume."""
     steps = sorted([int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.json")])
     earlier, spacing = [step for step in steps if step <= newest][:-KEPT], 1

@@ -91,6 +91,11 @@ function sheetAt(live) {
   return `sheet?${new URLSearchParams({ run: state.run, step: live.step, v: state.signatures.live })}`;
 }
 
+function episodesAt(found) {
+  if (FROZEN) return FROZEN.episodes[found.step];
+  return `episodes?${new URLSearchParams({ run: state.run, step: found.step, v: state.signatures.validation })}`;
+}
+
 // --- full-size images
 
 let album = []; // the images of a part of the page: [node, caption]
@@ -295,7 +300,7 @@ function tip(event, ...rows) {
 const state = {
   run: "", runs: [], signatures: {}, overview: null, series: {}, width: -1, generation: -1, heldOut: null,
   row: null, place: null, order: "most improved", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
-  liveStep: null, // the step whose training images were chosen; null: the latest
+  liveStep: null, episodeStep: null, // the steps whose training images and held-out episodes were chosen; null: the latest
 };
 let lost = false; // whether the page shows that an update failed
 const busy = new Map(); // part -> whether it has to be updated again
@@ -327,7 +332,7 @@ function wanted() {
   const { overview } = state, names = new Set(["reward/mean", "val/reward/mean", "timing/step_s"]);
   for (const name of overview.names) {
     if (/^(reward|val)\/.+\/(mean|gain|gain_low|gain_high|success_rate)$/.test(name) || /^guard\//.test(name)) names.add(name);
-    if (/^timing\/.+_s$/.test(name)) names.add(name);
+    if (/^timing\/.+_s$|^turn_\d+\/reward\/mean$/.test(name)) names.add(name);
     if (SIGNALS.some(([, other]) => other === name) || state.opened.has(name)) names.add(name);
   }
   return [...names].filter((name) => overview.names.includes(name));
@@ -489,8 +494,12 @@ const inOrder = (scores) => Object.entries(scores).sort(([a], [b]) => byWeight(a
 
 function showCurves() {
   const { names } = state.overview, parent = $("charts");
-  const scorers = [...new Set(names.map((name) => name.match(/^(?:reward|val)\/(.+)\/mean$/)?.[1]).filter((name) => name && name !== "reward"))].sort();
+  const scorers = [...new Set(names.map((name) => name.match(/^(?:reward|val)\/(.+)\/mean$/)?.[1]).filter((name) => name && name !== "reward" && !/^turn_\d+\//.test(name)))].sort();
   scorers.sort(byWeight);
+  for (const [kind, title] of [["val/", "held-out reward of each turn"], ["", "training reward of each turn"]]) {
+    const turns = state.overview.roles.map((role, i) => [i, `turn ${i}, ${role}`, `${kind}turn_${i}/reward/mean`]).filter(([, , name]) => names.includes(name));
+    if (turns.length > 1) chart(figureIn(parent, title, title), turns.map(([i, name, metric]) => ({ name, colour: COLOURS[i % 8], ...curve(metric), pale: !kind, dots: Boolean(kind) })));
+  }
   if (scorers.length > 1 || names.includes("val/reward/gain")) {
     for (const name of scorers) {
       chart(figureIn(parent, `scorer ${name}`, `score of ${name}`), [
@@ -706,27 +715,114 @@ async function showLive() {
   $("live-step").replaceChildren(...found.steps.map((step) => make("option", { value: step, text: step })));
   $("live-step").value = found.step;
   $("live-note").textContent = found.images.length < found.of ? `${found.images.length} of ${found.of}` : "";
-  const address = sheetAt(found), rows = Math.ceil(found.images.length / found.columns);
+  const tiles = tilesOf(found, sheetAt(found));
+  $("groups").classList.toggle("halves", Boolean(found.turns?.every((_, group) => membersOf(found, group).filter((i) => found.images[i][5] === undefined).length < 3)));
+  $("groups").replaceChildren(...(found.turns ? episodesOf(found).map((root) => episodeCard(found.prompts[root], [episodeOf(found, tiles, root)])) : groupCards(found, tiles)));
+}
+
+/** The tiles of a sheet: the rank and the node of each image, or of the text of a turn that writes. */
+function tilesOf(found, address, album = []) {
+  const pictures = found.images.filter(([, , , , , text]) => text === undefined).length, lines = Math.ceil(pictures / found.columns);
   const reach = Math.max(1e-9, ...found.images.map(([, , , advantage]) => Math.abs(advantage ?? 0)));
-  const groups = found.prompts.map((prompt) => ({ prompt, tiles: [] })), all = [];
-  found.images.forEach(([group, index, total, advantage, scores], i) => {
-    const column = i % found.columns, line = Math.floor(i / found.columns);
-    const caption = `${found.prompts[group]}, image ${index + 1}, reward ${score(total)}`;
-    const tileOf = () => make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, style: { "aspect-ratio": `${found.width} / ${found.height}` } }, make("img", { src: address, alt: caption, style: {
-      width: `${100 * found.columns}%`, height: `${100 * rows}%`, left: `${-100 * column}%`, top: `${-100 * line}%`,
-    } }));
-    all.push([tileOf, caption]);
-    const image = make("button", { type: "button", class: "zooms", title: "enlarge", on: { click: () => zoom(all, i) } }, tileOf());
+  const next = chosenFrom(found);
+  let place = 0;
+  return found.images.map(([group, index, total, advantage, scores, text], i) => {
     const share = Math.min(50, (50 * Math.abs(advantage ?? 0)) / reach), up = (advantage ?? 0) >= 0;
-    const meter = make("div", { class: "meter" }, make("i", { style: { left: `${up ? 50 : 50 - share}%`, width: `${share}%`, background: up ? "var(--up)" : "var(--down)" } }));
-    const each = Object.entries(scores).length > 1 ? make("div", { class: "each" }, ...inOrder(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
-    const tile = make("div", { class: "tile", title: `advantage ${advantage === null ? "none: not trained on" : number(advantage, 3)}` }, image,
-      make("div", { class: "line" }, make("b", { text: total === null ? "failed" : score(total) }), make("span", { text: advantage === null ? "" : `${advantage >= 0 ? "+" : "−"}${Math.abs(advantage).toFixed(2)}` })), meter, each);
-    groups[group].tiles.push([total ?? -Infinity, tile]);
+    const meter = found.turns && advantage === null ? null : make("div", { class: "meter" }, make("i", { style: { left: `${up ? 50 : 50 - share}%`, width: `${share}%`, background: up ? "var(--up)" : "var(--down)" } }));
+    const line = make("div", { class: "line" }, make("b", { text: total === null ? (text === undefined ? "failed" : "") : score(total) }), make("span", { text: advantage === null ? "" : `${advantage >= 0 ? "+" : "−"}${Math.abs(advantage).toFixed(2)}` }));
+    const title = found.turns && advantage === null ? undefined : `advantage ${advantage === null ? "none: not trained on" : number(advantage, 3)}`;
+    const rank = found.of === undefined ? -index : total ?? -Infinity; // held-out images keep their order
+    if (text !== undefined) return [rank, make("div", { class: "tile text", title }, make("p", { class: "wrote", text }), line, meter)];
+    const column = place % found.columns, row = Math.floor(place / found.columns), at = album.length;
+    place += 1;
+    const caption = `${found.prompts[group]}, ${found.turns ? `${turnName(found, group)}, ` : ""}image ${index + 1}, reward ${score(total)}${next.has(i) ? `, goes on to ${next.get(i)}` : ""}`;
+    const tileOf = () => make("div", { class: `image${found.width <= 128 ? " sharp" : ""}`, style: { "aspect-ratio": `${found.width} / ${found.height}` } }, make("img", { src: address, alt: caption, style: {
+      width: `${100 * found.columns}%`, height: `${100 * lines}%`, left: `${-100 * column}%`, top: `${-100 * row}%`,
+    } }));
+    const several = Object.entries(scores).length > 1;
+    album.push([tileOf, found.turns && several ? `${caption}; ${inOrder(scores).map(([name, value]) => `${name} ${score(value)}`).join(", ")}` : caption]);
+    const image = make("button", { type: "button", class: "zooms", title: "enlarge", on: { click: () => zoom(album, at) } }, tileOf());
+    const each = several && !found.turns ? make("div", { class: "each" }, ...inOrder(scores).map(([name, value]) => make("div", {}, make("span", { text: name }), make("span", { text: score(value) })))) : null;
+    return [rank, make("div", { class: `tile${next.has(i) ? " on" : ""}`, title }, image, line, meter, each)];
   });
-  const least = found.width > found.height * 1.4 ? "9rem" : "7rem";
-  $("groups").replaceChildren(...groups.filter((group) => group.tiles.length).map(({ prompt, tiles }) => make("div", { class: "group card" }, make("p", { text: prompt }),
-    make("div", { class: "tiles", style: { "--least": least } }, ...tiles.sort((a, b) => b[0] - a[0]).map(([, tile]) => tile)))));
+}
+
+const bestFirst = (tiles) => tiles.sort((a, b) => b[0] - a[0]).map(([, tile]) => tile);
+
+function groupCards(found, tiles) {
+  const least = found.width > found.height * 1.4 ? "9rem" : "7rem", groups = found.prompts.map((prompt) => ({ prompt, tiles: [] }));
+  found.images.forEach(([group], i) => groups[group].tiles.push(tiles[i]));
+  return groups.filter((group) => group.tiles.length).map((group) => make("div", { class: "group card" }, make("p", { text: group.prompt }), make("div", { class: "tiles", style: { "--least": least } }, ...bestFirst(group.tiles))));
+}
+
+// --- episodes: the turns of a prompt, each from left to right of the one it starts from
+
+const turnName = (found, group) => `turn ${found.turns[group][0]}, ${found.turns[group][1]}`;
+const membersOf = (found, group) => found.images.flatMap(([own], i) => (own === group ? [i] : []));
+const startingFrom = (found, i) => found.turns.flatMap(([, , , start], group) => (start === i ? [group] : []));
+
+/** The group of the first turn of each episode. */
+const episodesOf = (found) => startingFrom(found, null);
+
+/** The images that were chosen to go on, and the turn that starts from them; without those of groups that go on whole. */
+function chosenFrom(found) {
+  const chosen = new Map();
+  for (const [group] of (found.turns || []).entries()) {
+    const members = membersOf(found, group), on = members.filter((i) => startingFrom(found, i).length);
+    if (on.length < members.length) on.forEach((i) => chosen.set(i, turnName(found, startingFrom(found, i)[0])));
+  }
+  return chosen;
+}
+
+function episodeCard(prompt, rows) {
+  return make("div", { class: "group card" }, make("p", { text: prompt }), ...rows);
+}
+
+/** The turns of an episode whose first group is `root`; `named`: below their names and mean rewards. */
+function episodeOf(found, tiles, root, named = true) {
+  const turns = [], visit = (group) => {
+    const members = membersOf(found, group), known = (turns[found.turns[group][0]] ||= { name: turnName(found, group), totals: [] });
+    known.totals.push(...members.map((i) => found.images[i][2]).filter((total) => total !== null));
+    members.flatMap((i) => startingFrom(found, i)).forEach(visit);
+  };
+  visit(root);
+  const names = turns.map(({ name, totals }) => (totals.length > 1 ? `${name}, mean ${score(totals.reduce((a, b) => a + b, 0) / totals.length)}` : name));
+  const heads = ([name, ...later]) => turnRow([make("div", { class: "soft", text: name })], later.length ? nextTurns(later.length, [heads(later)]) : null);
+  return make("div", { class: "scroll" }, named ? make("div", { class: "names" }, heads(names)) : null, turnsOf(found, tiles, [root], turns.length));
+}
+
+const turnRow = (own, next) => make("div", { class: "episode" }, make("div", { class: "turn" }, ...own), next && make("div", { class: "arrow", "aria-hidden": "true", text: "→" }), next);
+const nextTurns = (depth, rows) => make("div", { class: "turns", style: { "--depth": depth } }, ...rows);
+
+/** Groups and those that start from their images: beside a group if one image goes on, else each beside its start. */
+function turnsOf(found, tiles, groups, depth) {
+  return nextTurns(depth, groups.flatMap((group) => {
+    const [, , request, start] = found.turns[group], members = membersOf(found, group);
+    const written = start !== null && found.images[start][5] !== undefined; // its text stands beside it
+    const asked = request && !written ? make("p", { class: "asked", text: request }) : null;
+    const after = new Map(members.map((i) => [i, startingFrom(found, i)]).filter(([, others]) => others.length));
+    const tilesIn = (chosen) => make("div", { class: `tiles${chosen.length === 1 ? " one" : found.width > found.height * 1.4 ? " wide" : ""}` }, ...bestFirst(chosen.map((i) => tiles[i])));
+    const later = (next) => (next ? turnsOf(found, tiles, next, depth - 1) : depth > 1 ? nextTurns(depth - 1, []) : null);
+    if (after.size < 2) return [turnRow([asked, tilesIn(members)].filter(Boolean), after.size ? later([...after.values()][0]) : null)];
+    const order = [...members].sort((a, b) => tiles[b][0] - tiles[a][0]);
+    return [asked, ...order.map((i) => turnRow([tilesIn([i])], later(after.get(i))))].filter(Boolean);
+  }));
+}
+
+async function showEpisodes() {
+  const run = state.run, found = await get("episodes", { run, step: state.episodeStep ?? -1 });
+  if (run !== state.run) return;
+  $("episodes").hidden = !found?.first;
+  if (!found?.first) return;
+  const sheets = [found.first, found.now].filter((sheet) => sheet?.images?.length), album = [];
+  $("episode-step").parentElement.hidden = found.steps.length < 2;
+  $("episode-step").replaceChildren(...found.steps.map((step) => make("option", { value: step, text: step })));
+  $("episode-step").value = found.now?.step;
+  $("episode-note").textContent = found.steps.length < 2 ? sheets.map((sheet) => `step ${sheet.step}`).join(" and ") : `beside step ${found.first.step}`;
+  const parts = sheets.map((sheet) => ({ sheet, tiles: tilesOf(sheet, episodesAt(sheet), album), episodes: episodesOf(sheet) }));
+  const last = parts[parts.length - 1], texts = last.episodes.map((root) => last.sheet.prompts[root]);
+  $("episode-list").replaceChildren(...texts.map((prompt, i) => episodeCard(prompt, parts.filter(({ sheet, episodes }) => sheet.prompts[episodes[i]] === prompt).map(({ sheet, tiles, episodes }, k) =>
+    make("div", { class: "at" }, make("div", { class: "soft when", text: `step ${sheet.step}` }), episodeOf(sheet, tiles, episodes[i], !k))))));
 }
 
 async function showTimeline() {
@@ -899,8 +995,9 @@ async function changedTo(signatures) {
   state.signatures = signatures;
   const work = new Map(parts.filter((part) => WORK[part]).map((part) => WORK[part]));
   if (parts.includes("metrics") || parts.includes("validation")) work.set("warnings", showWarnings);
+  if (parts.includes("validation")) work.set("episodes", showEpisodes);
   if (work.has("metrics")) work.delete("overview");
-  const order = ["overview", "metrics", "validation", "live", "timeline", "warnings", "settings", "log"];
+  const order = ["overview", "metrics", "validation", "episodes", "live", "timeline", "warnings", "settings", "log"];
   await Promise.all(order.filter((name) => work.has(name)).map((name) => once(name, work.get(name))));
 }
 
@@ -920,10 +1017,10 @@ function listen() {
 }
 
 async function open(run) {
-  Object.assign(state, { run, signatures: {}, overview: null, series: {}, width: -1, generation: -1, last: null, heldOut: null, row: null, place: null, liveStep: null, opened: new Set() });
+  Object.assign(state, { run, signatures: {}, overview: null, series: {}, width: -1, generation: -1, last: null, heldOut: null, row: null, place: null, liveStep: null, episodeStep: null, opened: new Set() });
   state.others.delete(run);
   for (const id of ["charts", "all-charts"]) $(id).replaceChildren();
-  for (const id of ["warnings", "time", "extremes", "live", "speed", "curves"]) $(id).hidden = true;
+  for (const id of ["warnings", "time", "extremes", "episodes", "live", "speed", "curves"]) $(id).hidden = true;
   pause();
   if (!FROZEN) history.replaceState(null, "", `${location.pathname}?${new URLSearchParams({ run })}`);
   showOthers();
@@ -938,6 +1035,11 @@ function begin() {
   $("next").addEventListener("click", () => step(1));
   $("slider").addEventListener("input", () => { pause(); move(Number($("slider").value)); });
   $("play").addEventListener("click", play);
+  $("episode-step").addEventListener("change", () => {
+    const steps = $("episode-step").options, chosen = Number($("episode-step").value);
+    state.episodeStep = chosen === Number(steps[steps.length - 1].value) ? null : chosen;
+    once("episodes", showEpisodes);
+  });
   $("live-step").addEventListener("change", () => {
     const steps = $("live-step").options, chosen = Number($("live-step").value);
     state.liveStep = chosen === Number(steps[steps.length - 1].value) ? null : chosen;

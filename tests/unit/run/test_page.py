@@ -2,9 +2,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+from watching import add_episodes, make_run
 
 from gerl.run import page
-from gerl.run.page import POINTS, Columns, HeldOut, encoded
+from gerl.run.page import POINTS, Columns, HeldOut, RunData, encoded, frozen
 from gerl.run.validation import save_validation
 
 
@@ -107,3 +108,32 @@ def test_of_validations_only_what_is_shown_stays_in_memory(tmp_path: Path) -> No
     rows = list(held_out.validations.values())
     assert len(rows) == 3 and not any(row.looks for row in rows)
     assert len({id(row.prompts) for row in rows}) == len({id(row.ids) for row in rows}) == 1
+
+
+def test_the_episodes_of_the_first_validation_and_of_a_later_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    data = RunData("run", run)
+    assert data.episodes() == {} and "turns" not in data.live()  # as in a folder from before there were any
+    add_episodes(run, 10)  # a run that was resumed: step 0 has none
+    found = data.episodes()
+    assert (found["first"]["step"], found["now"], found["steps"]) == (10, {}, [])
+    add_episodes(run, 20)
+    add_episodes(run, 30)
+    assert data.episodes()["now"]["step"] == 30 and data.episodes()["steps"] == [20, 30]
+    assert [data.episodes(20)[name]["step"] for name in ("first", "now")] == [10, 20]
+    assert [turn[1:3] for turn in data.live()["turns"]] == [["draw", ""], ["edit", "<i>bolder</i>"]]
+    (run / "validation" / "episode_000030.json").write_text("{")
+    assert data.episodes()["now"]["step"] == 20
+    assert data.sheet(20, held_out=True) is not None and data.sheet(15, held_out=True) is None
+
+
+def test_the_report_has_the_first_and_the_last_episodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert frozen(run, ("", {}))["answers"]["episodes"] == {"steps": []}
+    for step in (0, 10, 20):
+        add_episodes(run, step)
+    found = frozen(run, ("", {"episode": {"turns": [{"role": "draw"}, {"role": "edit"}]}}))
+    episodes, overview = found["answers"]["episodes"], found["answers"]["run"]
+    assert [episodes[name]["step"] for name in ("first", "now")] == [0, 20] and episodes["steps"] == [20]
+    assert sorted(found["episodes"]) == ["0", "20"] and found["episodes"]["0"].startswith("data:image/jpeg")
+    assert overview["roles"] == ["draw", "edit"] and ("turns", "draw, edit") in overview["facts"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
+from watching import PROMPTS, add_episodes, add_live, add_rows, add_validation, make_run, serving
 
 from gerl.run.checkpoint import RunLock
 from gerl.run.report import write_report
@@ -213,6 +213,39 @@ def test_images_open_and_arrow_keys_turn_to_others(page: Any, tmp_path: Path) ->
             page.locator("#lora").click()
         assert download.value.path().read_bytes() == b"weights"
         assert download.value.suggested_filename == "gerl-one-step20.safetensors"
+
+
+def test_an_episode_is_a_row_of_its_turns(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    for step in (0, 10, 20):
+        add_episodes(run, step)
+    text_of_an_edit = "<i>bolder</i>"  # as text
+    with serving(tmp_path / "outputs") as (url, _):
+        for address in (url, write_report(run).as_uri()):
+            page.goto(address)
+            shows(page, 20)
+            live = page.locator("#groups .group")
+            sync_api.expect(live).to_have_count(1)
+            assert live.locator(".turn > .soft").all_inner_texts() == [
+                "turn 0, draw, mean 0.300",
+                "turn 1, edit, mean 0.700",
+            ]
+            assert (
+                live.locator(".asked").all_inner_texts() == [text_of_an_edit] and page.locator("#page i i").count() == 0
+            )
+            assert live.locator(".tile").count() == 4 and live.locator(".tile.on").count() == 1
+            alt = live.locator(".tile.on img").get_attribute("alt")
+            assert alt.startswith(PROMPTS[0]) and "turn 0, draw" in alt and "goes on to turn 1, edit" in alt
+            first, second = (live.locator(".tile img").nth(i).bounding_box() for i in (0, 3))
+            assert first["x"] < second["x"]
+            rows = page.locator("#episode-list .at")
+            assert rows.locator("> .soft").all_inner_texts() == ["step 0", "step 20"]
+            if address == url:
+                page.select_option("#episode-step", "10")
+                text(page, "#episode-list .at:nth-of-type(2) > .soft", "step 10")
+            rows.first.locator(".zooms").first.click()
+            sync_api.expect(page.locator("#zoom-note")).to_contain_text("turn 0, draw")
+            page.keyboard.press("Escape")
 
 
 def test_ticks_have_as_many_digits_as_tell_them_apart(page: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import requests
 from PIL import Image
-from watching import PROMPTS, add_live, add_rows, add_validation, make_run, serving
+from watching import PROMPTS, add_episodes, add_live, add_rows, add_validation, make_run, serving
 
 from gerl.run.checkpoint import RunLock
 from gerl.run.session import asked
@@ -72,6 +72,21 @@ def test_curves_come_whole_and_then_only_what_is_new(url: str) -> None:
     shape = {name: whole[name] for name in ("width", "generation")}
     new = get(url, "api/series", names="reward/mean", since=19, **shape).json()
     assert not new["reset"] and new["series"]["reward/mean"]["x"] == [19, 20]
+
+
+def test_held_out_episodes_and_their_sheets(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "signs" / "one")
+    for step in (0, 10, 20):
+        add_episodes(run, step)
+    with serving(tmp_path / "outputs") as (address, _):
+        found = get(address, "api/episodes").json()
+        assert found["now"]["step"] == 20 and found["steps"] == [10, 20] and found["first"]["columns"] == 2
+        assert get(address, "api/episodes", step=10).json()["now"]["step"] == 10
+        sheet = get(address, "episodes", step=10)
+        assert Image.open(io.BytesIO(sheet.content)).size == (64, 32) and "immutable" in sheet.headers["cache-control"]
+        for query in ({"step": 11}, {}, {"step": "../step_000010"}):
+            assert get(address, "episodes", **query).status_code == 404
+        assert get(address, "api/episodes", run="signs/two").status_code == 404
 
 
 def test_held_out_prompts_through_time_with_their_pictures(url: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
 from gerl.protocol import Prompt, Sample, Scores, Turn
-from gerl.trainer.extensions.episodes import Episodes, merged, returns, sheet, text_returns
+from gerl.trainer.extensions.episodes import Episodes, merged, returns, text_returns
 
 PIXELS = np.zeros((4, 6, 3), np.uint8)
 
@@ -92,12 +92,3 @@ def test_metrics_of_another_role_are_named_by_it() -> None:
     own = {"actor/loss": 1.0, "evaluations/forward": 4.0, "gpu/memory_gb": 2.0}
     found = merged(own, {"actor/loss": 5.0, "evaluations/forward": 3.0, "gpu/memory_gb": 1.0}, "edit")
     assert found == {"actor/loss": 1.0, "actor/edit/loss": 5.0, "evaluations/forward": 7.0, "gpu/memory_gb": 2.0}
-
-
-def test_the_sheet_shows_each_image_beside_the_one_it_was_made_from() -> None:
-    bright, dark = np.full((8, 8, 3), 250, np.uint8), np.full((8, 8, 3), 5, np.uint8)
-    turn = Turn(1, "edit", "brighter", bright, 0)
-    edited = Sample(Prompt(0, "p", turn=turn), 0, 0, 1, turn=1, role="edit", branch=0)
-    samples = [image(0, 0, 0), image(0, 0, 1), edited]
-    found = np.asarray(sheet(Scores(samples, [0.1, 0.2, 0.3]), [dark, bright, bright - 100]))
-    assert (found == 250).any() and (found == 150).any() and not (found == 5).all(-1).any()
