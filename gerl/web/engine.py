@@ -20,7 +20,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -180,61 +180,51 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
 
     from gerl.web.server import bearer, is_token
 
-    def refused(status: int, sentence: str) -> Response:
-        return JSONResponse({"error": sentence}, status)
-
-    def admitted(request: HttpRequest) -> bool:
-        return token is None or is_token(bearer(request.headers), token)
-
     async def health(request: HttpRequest) -> Response:
         return JSONResponse({"pipeline": type(engine.pipe).__name__, "lora": engine.lora})
 
-    async def lora(request: HttpRequest) -> Response:
+    async def lora(request: HttpRequest) -> dict[str, Any]:
         name, body = request.path_params["name"], await request.body()
-        if not admitted(request):
-            return refused(401, "send the token as a bearer token")
         if not NAME.fullmatch(name):
-            return refused(400, "a LoRA is named by letters, digits and _ - .")
+            raise GerlError("a LoRA is named by letters, digits and _ - .")
         try:
             if request.headers.get("content-type", "").startswith("application/json"):
                 body = Path(json.loads(body)["path"]).read_bytes()
             await run_in_threadpool(engine.load, name, body)
         except (GerlError, OSError, ValueError, KeyError, TypeError) as error:
-            return refused(400, f"the LoRA {name} cannot be loaded: {error}")
-        return JSONResponse({"lora": name})
+            raise GerlError(f"the LoRA {name} cannot be loaded: {error}") from error
+        return {"lora": name}
 
-    async def generate(request: HttpRequest) -> Response:
-        if not admitted(request):
-            return refused(401, "send the token as a bearer token")
-        try:
-            body = json.loads(await request.body())
-            prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
-            call, name, scale = dict(body.get("call") or {}), body.get("lora"), float(body.get("scale", 1.0))
-            if "sampling" in body:
-                call |= engine.arguments(dict(body["sampling"]), prompts)
-            if len(prompts) != len(seeds) or not prompts:
-                return refused(400, "send as many seeds as prompts, at least one")
-            images = await run_in_threadpool(engine.generate, prompts, seeds, call, name, scale)
-        except UnknownLora as error:
-            return refused(409, str(error))
-        except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            return refused(400, f"{type(error).__name__}: {error}")
-        return JSONResponse({"lora": name, "images": images})
+    async def generate(request: HttpRequest) -> dict[str, Any]:
+        body = json.loads(await request.body())
+        prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
+        call, name, scale = dict(body.get("call") or {}), body.get("lora"), float(body.get("scale", 1.0))
+        if "sampling" in body:
+            call |= engine.arguments(dict(body["sampling"]), prompts)
+        if len(prompts) != len(seeds) or not prompts:
+            raise GerlError("send as many seeds as prompts, at least one")
+        return {"lora": name, "images": await run_in_threadpool(engine.generate, prompts, seeds, call, name, scale)}
 
-    async def tokens(request: HttpRequest) -> Response:
-        if not admitted(request):
-            return refused(401, "send the token as a bearer token")
-        try:
-            body = json.loads(await request.body())
-            prompts, sampling = list(map(str, body["prompts"])), dict(body.get("sampling") or {})
-            found = await run_in_threadpool(engine.truncated, sampling, prompts)
-        except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            return refused(400, f"{type(error).__name__}: {error}")
-        return JSONResponse({"truncated": found})
+    async def tokens(request: HttpRequest) -> dict[str, Any]:
+        body = json.loads(await request.body())
+        prompts, sampling = list(map(str, body["prompts"])), dict(body.get("sampling") or {})
+        return {"truncated": await run_in_threadpool(engine.truncated, sampling, prompts)}
 
-    posted = {"/tokens": tokens, "/lora/{name}": lora, "/generate": generate}
-    routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
-    return Starlette(routes=[Route("/health", health), *routes])
+    def posted(path: str, work: Callable[[HttpRequest], Awaitable[dict[str, Any]]]) -> Route:
+        async def endpoint(request: HttpRequest) -> Response:
+            if token is not None and not is_token(bearer(request.headers), token):
+                return JSONResponse({"error": "send the token as a bearer token"}, 401)
+            try:
+                return JSONResponse(await work(request))
+            except GerlError as error:
+                return JSONResponse({"error": str(error)}, 409 if isinstance(error, UnknownLora) else 400)
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    answers = {"/lora/{name}": lora, "/generate": generate, "/tokens": tokens}
+    return Starlette(routes=[Route("/health", health), *(posted(path, work) for path, work in answers.items())])
 
 
 def serve(options: Options, stop: threading.Event) -> None:

@@ -136,10 +136,16 @@ async function job() {
       make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
       commandBlock(found.line),
       found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
-      make("h3", { text: "Log" }), make("pre", { text: found.log || "nothing yet", tabIndex: 0 }));
+      found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 })] : null,
+      make("h3", { text: "Log" }), make("pre", { tabIndex: 0 }, linked(found.log || "nothing yet")));
     if (found.state === "running") setTimeout(() => guarded(show), 1000);
   };
   follow(show);
+}
+
+// A text whose local addresses are links, such as the page on which people vote.
+function linked(text) {
+  return text.split(/(http:\/\/(?:localhost|127\.0\.0\.1):\d+\S*)/).map((part, i) => (i % 2 ? make("a", { href: part, text: part, target: "_blank", rel: "noreferrer" }) : part));
 }
 
 // --- A new run
@@ -169,7 +175,7 @@ async function newRun() {
   await verify(Boolean(name));
 }
 
-const freshDraft = () => ({ name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
+const freshDraft = () => ({ votes: false, name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
 
 const card = (title, ...children) => make("section", { className: "card", ariaLabel: title }, make("h2", { text: title }), ...children);
 
@@ -314,7 +320,8 @@ function rewardCard() {
     form.showTrial();
   };
   show();
-  return card("Reward", list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"),
+  const votes = make("input", { type: "checkbox", checked: Boolean(draft.votes), onchange: (event) => { draft.votes = event.target.checked; changed(); } });
+  return card("Reward", make("label", { className: "row" }, votes, "People vote on the images while it trains; the job shows the address of their page"), list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"),
     make("p", { className: "row" }, button("Try it on the pictures", attempt)), trial);
 }
 
@@ -356,7 +363,16 @@ function editor(name, file) {
 function algorithmCard() {
   const { draft, menu } = form;
   const presets = [["", "that of the recipe"], ...menu.presets.map((name) => [name, name])];
-  return card("Algorithm", choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), SECTIONS[3][1].map(keyField));
+  const situations = make("select", { id: "situation", onchange: (event) => {
+    const chosen = menu.situations[Number(event.target.value)];
+    if (!chosen) return;
+    draft.keys.algorithm = chosen.preset;
+    document.getElementById("field-algorithm").value = chosen.preset;
+    note.textContent = chosen.why;
+    changed();
+  } }, make("option", { value: "", text: "choose a preset by situation" }), menu.situations.map(({ situation }, i) => make("option", { value: i, text: situation })));
+  const note = make("p", { className: "soft" });
+  return card("Algorithm", make("div", { className: "field" }, make("label", { htmlFor: "situation", text: "Situation" }), situations), note, choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), SECTIONS[3][1].map(keyField));
 }
 
 function hardwareCard() {
@@ -516,9 +532,11 @@ function tryCard(run, loras) {
 
 function evaluateCard(loras) {
   const prompts = make("input", { id: "evaluate-prompts", placeholder: "the held-out prompts of the run" });
+  const others = make("input", { id: "evaluate-others", placeholder: "folders or files, separated by commas", spellcheck: false });
   const most = make("input", { id: "evaluate-most", type: "number", min: 1, placeholder: "all" });
   const start = async () => {
     const folders = chosen(loras).map((input) => [`step_${input.dataset.step}`, input.value]);
+    folders.push(...others.value.split(",").map((path) => path.trim()).filter(Boolean).map((path, i) => [`other_${i + 1}`, path]));
     if (!folders.length) throw new Error("choose at least one checkpoint");
     const given = [...folders.map(([name, folder]) => `lora.${name}=${folder}`), ...(prompts.value ? [`prompts=${prompts.value}`] : []), ...(most.value ? [`validation.max_prompts=${most.value}`] : []), "out={out}"];
     const { job: number } = await command("evaluate", given, "evaluation");
@@ -526,19 +544,29 @@ function evaluateCard(loras) {
   };
   return card("Evaluate", make("p", { className: "soft", text: "The chosen checkpoints beside the base model, from the same noise, with intervals." }),
     make("div", { className: "field" }, make("label", { htmlFor: "evaluate-prompts", text: "Prompts" }), prompts),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-others", text: "Other LoRAs" }), others),
     make("div", { className: "field" }, make("label", { htmlFor: "evaluate-most", text: "At most" }), most),
     make("p", { className: "row" }, button("Evaluate", start)));
 }
 
 function exportCard(run, loras) {
   const format = make("select", { id: "format" });
-  const start = async () => {
+  const push = make("input", { id: "push", placeholder: "owner/name", spellcheck: false });
+  const start = async (more) => {
     const [first] = chosen(loras).slice(-1);
     if (!first) throw new Error("choose a checkpoint");
-    const { job: number } = await command("export", [`run=${first.value}`, `format=${format.value}`, "out={out}/lora"], "export");
+    const { job: number } = await command("export", [`run=${first.value}`, ...more], "export");
     location.href = `/job?job=${number}`;
   };
-  return card("Export", make("div", { className: "field" }, make("label", { htmlFor: "format", text: "Format" }), format), make("p", { className: "row" }, button("Export", start)));
+  const upload = async () => {
+    if (!push.value.trim()) throw new Error("name the repository, owner/name");
+    await start(["format=hub", `push=${push.value.trim()}`]);
+  };
+  return card("Export", make("div", { className: "field" }, make("label", { htmlFor: "format", text: "Format" }), format),
+    make("p", { className: "row" }, button("Export", () => start([`format=${format.value}`, "out={out}/lora"]))),
+    make("p", { className: "soft", text: "The format hub writes a repository with its card, which the job shows: look at it before you upload it." }),
+    make("div", { className: "field" }, make("label", { htmlFor: "push", text: "Repository" }), push),
+    make("p", { className: "row" }, button("Upload", upload)));
 }
 
 guarded({ home, job, new: newRun, compare }[page]);

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import yaml
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -111,7 +112,7 @@ def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
         if isinstance(was, str) and was != draft.name and was in studio.store.values["drafts"]:
             removed(studio, {"name": was})
     found = drafts.check(draft, studio.root)
-    line = "gerl train " + " ".join(map(quoted, found.arguments))
+    line = " ".join(["gerl", draft.command, *map(quoted, found.arguments)])
     return {k: v for k, v in vars(found).items() if k not in ("problem", "texts")} | {
         "line": line,
         "problem": None if found.problem is None else asdict(found.problem),
@@ -129,7 +130,7 @@ def started(studio: Studio, given: Mapping[str, Any]) -> Any:
     gpus = given.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
-    job = studio.jobs.add("train", found.arguments, draft.name, gpus, run=draft.name)
+    job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
     return {"job": job.id}
 
 
@@ -254,6 +255,7 @@ def menu() -> dict[str, Any]:
         "scorers": list(SCORERS),
         "keys": described(names),
         "gpus": list(GPUS),
+        "situations": yaml.safe_load((ASSETS / "situations.yaml").read_text(encoding="utf-8")),
         "hardware": hardware(),
     }
 
@@ -279,8 +281,9 @@ def log_of(studio: Studio, request: Request) -> Any:
     job = studio.jobs.get(query_int(request, "job"))
     folder = studio.jobs.folder(job)
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
+    card = folder / "lora" / "README.md"
     said = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
-    return said | {"files": files}
+    return said | {"files": files, "card": card.read_text(encoding="utf-8") if card.is_file() else ""}
 
 
 def scores_of(studio: Studio, request: Request) -> Any:

@@ -46,6 +46,12 @@ class Draft:
     keys: dict[str, str] = field(default_factory=dict)
     scorers: dict[str, dict[str, Any]] = field(default_factory=dict)  # empty: those of the experiment
     texts: dict[str, str] = field(default_factory=dict)  # file -> content
+    votes: bool = False  # people are the reward
+
+    @property
+    def command(self) -> str:
+        """The command of gerl that trains it."""
+        return "vote" if self.votes else "train"
 
     def arguments(self, root: Path) -> list[str]:
         """Return the arguments of `gerl train`; `root`: the folder of the runs."""
@@ -108,7 +114,8 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
     if wrong := [name for name in parts[1] if not re.fullmatch(r"\w+", name)]:
         raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
     keys_ = {str(key): str(value) for key, value in parts[0].items()}
-    return Draft(name, keys_, dict(parts[1]), {str(file): str(text) for file, text in texts.items()})
+    texts = {str(file): str(text) for file, text in texts.items()}
+    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True)
 
 
 @dataclass(frozen=True)

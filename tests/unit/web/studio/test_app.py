@@ -191,6 +191,21 @@ def test_a_token_is_asked_for_everywhere(tmp_path: Path) -> None:
         assert post(url, "draft", draft("a")).status_code == 401
 
 
+def test_a_run_on_which_people_vote_is_another_command(opened: tuple[str, Studio]) -> None:
+    found = post(opened[0], "draft", draft("votes") | {"votes": True}).json()
+    assert found["problem"] is None and found["line"].startswith("gerl vote experiment=signs ")
+
+
+def test_the_menu_has_recipes_presets_and_situations(opened: tuple[str, Studio]) -> None:
+    menu = requests.get(f"{opened[0]}/api/menu", timeout=60).json()
+    assert {"signs", "plain"} <= {recipe["name"] for recipe in menu["recipes"]}
+    advice = (Path(__file__).parents[4] / "docs" / "choose_an_algorithm.md").read_text(encoding="utf-8")
+    for row in menu["situations"]:
+        assert row["preset"] in menu["presets"] and f"`{row['preset']}`" in advice
+    assert menu["keys"]["model.train"]["choices"] == [] or "lora" in menu["keys"]["model.train"]["choices"]
+    assert menu["keys"]["trainer.steps"]["help"] and menu["keys"]["logger.level"]["choices"] == ["info", "debug"]
+
+
 def test_pages_are_told_of_changes(opened: tuple[str, Studio]) -> None:
     url, _ = opened
     with requests.get(f"{url}/api/news", stream=True, timeout=10) as stream:
