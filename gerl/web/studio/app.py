@@ -125,8 +125,6 @@ def started(studio: Studio, given: Mapping[str, Any]) -> Any:
     found = drafts.check(draft, studio.root)
     if found.problem is not None:
         raise GerlError(found.problem.sentence)
-    if (studio.root / draft.name).exists():
-        raise GerlError(f"there is a run {draft.name} already: give this one another name")
     gpus = given.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")

@@ -151,6 +151,9 @@ def check(draft: Draft, root: Path) -> Check:
             return Check(arguments, Problem(str(error), key_in(str(error))))
     values = settings_of(composed.config)
     changes = changes_to(settings_of(recipe.config), values)
+    if composed.run_dir.exists():
+        sentence = f"there is a run {draft.name} already: give this one another name"
+        return Check(arguments, Problem(sentence, "name"), composed.yaml(), changes, values)
     found = Check(arguments, None, composed.yaml(), changes, values)
     try:
         prompts, held_out = _prompts(composed, "data.train"), _prompts(composed, "validation.data")
