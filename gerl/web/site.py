@@ -119,7 +119,7 @@ class Site:
 def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
     """Build the ASGI application and its `Site`, which ends the streams."""
     site = Site(folders)
-    gate = Middleware(Gate, admit=partial(admit, token, BODY), local=token is None)
+    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
     return Starlette(routes=build_routes(site), middleware=[gate], exception_handlers=REFUSALS), site
 
 
@@ -183,21 +183,18 @@ async def _failed(status: int, _: Request, error: Exception) -> Response:
 REFUSALS = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
 
 
-def admit(token: str | None, most: int, request: Request) -> Visit | Response:
-    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page.
-
-    `most`: bytes of a body.
-    """
+def _admit(token: str | None, request: Request) -> Visit | Response:
+    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page."""
     path, headers = request.scope["path"], {}
     given = [request.cookies.get(COOKIE), bearer(request.headers)]
     if request.method == "GET" and path == "/" and "token" in request.query_params:
         given.append(request.query_params["token"])
         headers = {"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"}
     if token is None:
-        return Visit(path, most)
+        return Visit(path, BODY)
     if not any(is_token(each, token) for each in given):
         return refused(401, "open the page with the address that the command printed: it has the token")
-    return Visit(path, most, headers=headers)
+    return Visit(path, BODY, headers=headers)
 
 
 def query_int(request: Request, name: str, default: int = -1) -> int:

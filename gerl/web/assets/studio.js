@@ -569,4 +569,17 @@ function exportCard(run, loras) {
     make("p", { className: "row" }, button("Upload", upload)));
 }
 
-guarded({ home, job, new: newRun, compare }[page]);
+// --- A token is asked for
+
+async function login() {
+  const token = make("input", { type: "password", id: "token", autocomplete: "current-password" });
+  const enter = async () => {
+    await send("login", { token: token.value });
+    location.reload();
+  };
+  main.append(make("h1", { text: "gerl studio" }), make("form", { className: "card", onsubmit: (event) => { event.preventDefault(); guarded(enter); } },
+    make("div", { className: "field" }, make("label", { htmlFor: "token", text: "Token" }), token, make("span", { className: "soft", text: "the command that started the studio printed it" })),
+    make("button", { type: "submit", className: "first", text: "Open" })));
+}
+
+guarded({ home, job, login, new: newRun, compare }[page]);

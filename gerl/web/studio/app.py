@@ -1,5 +1,6 @@
 """The studio's server: its pages, what they ask for as JSON, and the live page of each run below `/watch/`."""
 
+import asyncio
 import json
 import logging
 import shlex
@@ -30,7 +31,7 @@ from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
 from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, refused
-from gerl.web.site import REFUSALS, Folders, Site, admit, build_routes, query_int
+from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Draft, described, read_draft
 from gerl.web.studio.jobs import FOLDER, Jobs, Store, as_rows
@@ -44,6 +45,7 @@ ALIVE = 15.0  # seconds of silence after which a stream sends a line
 FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
 SHOWN, MOST_FILES = (".html", ".json", ".csv", ".safetensors", ".md"), 50  # files of a job that the page offers
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
+COOKIE, PUBLIC, PAUSE = "gerl_studio", ("/studio.css", "/studio.js", "/api/login"), 0.5
 PAGES = ("home", "new", "job", "compare")
 RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
     "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
@@ -359,10 +361,33 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
         *(posted(name, answer) for name, answer in POSTS.items()),
         Route("/result/{job:int}/{file:path}", partial(result, studio)),
         Route("/api/news", partial(_news, studio)),
+        Route("/api/login", partial(_login, token), methods=["POST"]),
         Mount("/watch", routes=build_routes(studio.site)),
     ]
-    gate = Middleware(Gate, admit=partial(admit, token, BODY), local=token is None)
+    gate = Middleware(Gate, admit=partial(admitted, token), local=token is None)
     return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio
+
+
+def admitted(token: str | None, request: Request) -> Visit | Response:
+    """Admit requests with the token in a cookie or as a bearer token; a page without it asks for it."""
+    path = request.scope["path"]
+    given = [request.cookies.get(COOKIE), bearer(request.headers)]
+    if token is None or path in PUBLIC or any(is_token(each, token) for each in given):
+        return Visit(path, BODY)
+    if request.method == "GET" and path.strip("/") in ("", *PAGES):
+        return Response(render("studio.html.j2", page="login"), 401, media_type="text/html")
+    return refused(401, "open the page of the studio and give the token that the command printed")
+
+
+async def _login(token: str | None, request: Request) -> Response:
+    try:
+        given = str((await request.json())["token"])
+    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
+        return refused(400, "expected a JSON object with a token")
+    if not is_token(given, token):
+        await asyncio.sleep(PAUSE)
+        return refused(401, "this is not the token that the command printed")
+    return JSONResponse({}, headers={"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"})
 
 
 def _news(studio: Studio, request: Request) -> Response:

@@ -54,7 +54,7 @@ def serve(request: Request, stop: threading.Event) -> None:
     if request.port is not None and request.port > 65535:
         raise ConfigError(f"port={request.port}: expected a port, 0 to 65535")
     with importing():
-        require("watch", "starlette", "uvicorn")
+        require("studio", "starlette", "uvicorn")
         from gerl.web.server import serving, stop_on_signals
         from gerl.web.studio.app import build_studio
     token = request.token
@@ -67,7 +67,10 @@ def serve(request: Request, stop: threading.Event) -> None:
         stop_on_signals(stop)
         watcher = threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True)
         watcher.start()
-        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
+        logger.info("%s", "\n".join(addresses(request.host, listener, None)))
+        if token is not None:
+            logger.info("token: %s", token)
+        logger.info("Ctrl-C closes the page, not the runs")
         try:
             while not stop.wait(LOOK):
                 if not thread.is_alive():

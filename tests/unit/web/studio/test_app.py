@@ -183,12 +183,16 @@ def test_other_sites_and_other_hosts_are_refused(opened: tuple[str, Studio]) -> 
 
 def test_a_token_is_asked_for_everywhere(tmp_path: Path) -> None:
     with open_studio(tmp_path, token="secret") as (url, _):
-        for path in ("/", "/api/home", "/watch/", "/watch/api/runs", "/studio.js"):
+        for path in ("/", "/?token=secret", "/api/home", "/watch/", "/watch/api/runs", "/result/1/a.html"):
             assert requests.get(url + path, timeout=10).status_code == 401
-        session = requests.Session()
-        assert session.get(f"{url}/?token=secret", timeout=10).ok
-        assert session.get(f"{url}/api/home", timeout=10).ok and session.get(f"{url}/watch/api/runs", timeout=10).ok
         assert post(url, "draft", draft("a")).status_code == 401
+        assert post(url, "login", {"token": "wrong"}).status_code == 401 and post(url, "login", {}).status_code == 400
+        session = requests.Session()
+        answer = session.post(f"{url}/api/login", json={"token": "secret"}, timeout=10)
+        assert answer.ok and "HttpOnly" in answer.headers["set-cookie"] and "secret" not in answer.text
+        for path in ("/", "/api/home", "/watch/", "/watch/api/runs"):
+            assert session.get(url + path, timeout=10).ok
+        assert requests.get(f"{url}/api/home", headers={"Authorization": "Bearer secret"}, timeout=10).ok
 
 
 def test_a_run_on_which_people_vote_is_another_command(opened: tuple[str, Studio]) -> None:
