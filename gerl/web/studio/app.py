@@ -30,7 +30,7 @@ from gerl.run.card import hardware
 from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
 from gerl.web.pages import ASSETS, page_assets, render
-from gerl.web.server import Gate, Subscriber, refused
+from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Draft, described, read_draft
