@@ -362,7 +362,7 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
         Route("/result/{job:int}/{file:path}", partial(result, studio)),
         Route("/api/news", partial(_news, studio)),
         Route("/api/login", partial(_login, token), methods=["POST"]),
-        Mount("/watch", routes=build_routes(studio.site)),
+        Mount("/watch", routes=build_routes(studio.site, back="/")),
     ]
     gate = Middleware(Gate, admit=partial(admitted, token), local=token is None)
     return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio

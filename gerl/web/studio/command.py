@@ -78,3 +78,4 @@ def serve(request: Request, stop: threading.Event) -> None:
         finally:
             studio.closing.set()
             studio.site.closing.set()
+            studio.sampler.close()

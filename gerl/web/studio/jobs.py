@@ -30,8 +30,9 @@ LOG, EXIT = "log.txt", "exit"  # in the folder of a job
 LOOK = 0.3  # seconds between looks at the processes
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 TAIL = 20_000  # bytes of a log that are read
-# the exit code outlives the page; the shell waits for the command, which handles the signals
-SHELL = 'trap : INT TERM; "$@" > "$0/log.txt" 2>&1; echo $? > "$0/exit.part"; mv "$0/exit.part" "$0/exit"'
+# The exit code outlives the page, and no pipe or terminal of the page is held. The command handles the signals, for
+# which the shell waits.
+SHELL = 'exec > "$0/log.txt" 2>&1; trap : INT TERM; "$@"; echo $? > "$0/exit.part"; mv "$0/exit.part" "$0/exit"'
 
 
 @dataclass

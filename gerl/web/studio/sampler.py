@@ -68,6 +68,12 @@ class Sampler:
         found: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
         return found
 
+    def close(self) -> None:
+        """Stop the services, which only the page uses."""
+        for job in self.jobs.all:
+            if job.command == "serve":
+                self.jobs.stop(job)
+
     def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Post to a service; raises `GerlError` with its sentence if it refuses."""
         try:
