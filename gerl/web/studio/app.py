@@ -34,7 +34,7 @@ from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Draft, described, read_draft
-from gerl.web.studio.jobs import FOLDER, Jobs, Store, as_rows
+from gerl.web.studio.jobs import Jobs, Store, as_rows
 from gerl.web.studio.sampler import Request as Pictures
 from gerl.web.studio.sampler import Sampler
 
@@ -78,10 +78,6 @@ class Studio:
             run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
         drafts_ = [name for name in sorted(self.store.values.get("drafts", {})) if not (self.root / name).exists()]
         return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
-
-    def next_folder(self) -> Path:
-        """Return the folder of the job that is added next."""
-        return self.root / FOLDER / str(max((job.id for job in self.jobs.all), default=0) + 1)
 
     @cached_property
     def menu(self) -> dict[str, Any]:
@@ -139,8 +135,7 @@ def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
     command, arguments = given.get("command"), given.get("arguments")
     if command not in COMMANDS or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
         raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
-    filled = [argument.replace("{out}", str(studio.next_folder())) for argument in arguments]
-    job = studio.jobs.add(command, filled, str(given.get("title") or command), run=given.get("run"))
+    job = studio.jobs.add(command, arguments, str(given.get("title") or command), run=given.get("run"))
     return {"job": job.id}
 
 
@@ -230,7 +225,7 @@ def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
         raise GerlError("sample pictures first")
     kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
-    job = studio.jobs.add("score", [f"images={folder}", *kept, f"out={studio.next_folder()}"], draft.name, gpus=0)
+    job = studio.jobs.add("score", [f"images={folder}", *kept, "out={out}"], draft.name, gpus=0)
     return {"job": job.id}
 
 

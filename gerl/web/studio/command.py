@@ -65,8 +65,8 @@ def serve(request: Request, stop: threading.Event) -> None:
     studio.store.opened_at(addresses(request.host, listener, None)[0])
     with serving(app, listener, CLOSING) as thread:
         stop_on_signals(stop)
-        watcher = threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True)
-        watcher.start()
+        threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True).start()
+        threading.Thread(target=lambda: studio.menu, name="menu", daemon=True).start()  # it takes seconds
         logger.info("%s", "\n".join(addresses(request.host, listener, None)))
         if token is not None:
             logger.info("token: %s", token)

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,7 +19,7 @@ import yaml
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import Composed, compose_run
-from gerl.config import ScorerConfig, keys
+from gerl.config import DataConfig, ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.data.sources import load
@@ -180,7 +181,30 @@ def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tup
 def _prompts(composed: Composed, key: str) -> list[Prompt]:
     data, validation = composed.config.data, composed.config.validation
     given = data.train if key == "data.train" else validation.data
-    return [] if given is None else load(given, data, key)
+    if given is None:
+        return []
+    return _of_hub(Given(given, data, key)) if "hf:" in str(given) else load(given, data, key)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of `load`, compared by their text."""
+
+    given: object
+    data: DataConfig
+    key: str
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+
+@lru_cache(maxsize=8)
+def _of_hub(asked: Given) -> list[Prompt]:
+    """Read a data set of the Hub once, not at every key stroke."""
+    return load(asked.given, asked.data, asked.key)
 
 
 def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> dict[str, Any]:

@@ -124,10 +124,10 @@ class Jobs:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def add(self, command: str, arguments: Sequence[str], title: str, gpus: int = 1, run: str | None = None) -> Job:
-        """Add a job at the end of the queue."""
+        """Add a job at the end of the queue; `{out}` in an argument is its folder."""
         with self.store.lock:
-            number = max((job.id for job in self.all), default=0) + 1
-            job = Job(number, command, list(arguments), title, now(), gpus, run=run)
+            job = Job(max((job.id for job in self.all), default=0) + 1, command, [], title, now(), gpus, run=run)
+            job.arguments += [argument.replace("{out}", str(self.folder(job))) for argument in arguments]
             self.all.append(job)
             self._write()
         self.look()
