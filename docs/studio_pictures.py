@@ -94,7 +94,7 @@ def drive(page: Page, url: str, film: Film, steps: int) -> None:
     film.shoot(2)
     page.evaluate("window.scrollTo(0, 0)")
     page.wait_for_timeout(300)
-    page.locator("main").screenshot(path=PICTURES / "studio.png")
+    page.screenshot(path=PICTURES / "studio.png")
     film.shoot()
     page.click("button.first")
     page.wait_for_url(f"{url}/")
