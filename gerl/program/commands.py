@@ -51,6 +51,7 @@ COMMANDS = {
     "watch": Command(
         "gerl.web.watch", "Watch a run in a browser while it trains, and ask it to save, validate or stop."
     ),
+    "studio": Command("gerl.web.studio.command", "Start, watch, compare and export runs in a browser."),
     "serve": Command("reward_models.serve", "Serve a scorer over HTTP, for the scorer remote of a run.", WITH_LEVELS),
     "recipes": Command("gerl.program.recipes", "List the experiments that ship with gerl, or show the file of one."),
     "version": Command("gerl.program.version", "Print the versions and the hardware, as needed for a bug report."),

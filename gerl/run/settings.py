@@ -76,8 +76,11 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
     given = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
     usual, own = _flat(defaults), _flat(given)
-    found = [(key, _show(value), _show(usual[key]) if key in usual else "-") for key, value in own.items()
-             if key not in usual or value != usual[key]]  # fmt: skip
+    found = [
+        (key, shown_setting(value), shown_setting(usual[key]) if key in usual else "-")
+        for key, value in own.items()
+        if key not in usual or value != usual[key]
+    ]
     return found + [
         (f"reward.scorers.{each}", "with its defaults", "-")
         for each in get(config, "reward", "scorers") or {}
@@ -89,7 +92,7 @@ def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
     """Return (key, value, value in `other`) of the keys that differ; "-" marks a missing key."""
     own, its = _flat(config), _flat(other)
     keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
-    shown = [{key: _show(value) for key, value in values.items()} for values in (own, its)]
+    shown = [{key: shown_setting(value) for key, value in values.items()} for values in (own, its)]
     return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]
 
 
@@ -139,5 +142,6 @@ def _flat(values: Values, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _show(value: Any) -> str:
+def shown_setting(value: Any) -> str:
+    """Format a value of a configuration as in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

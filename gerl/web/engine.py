@@ -2,9 +2,12 @@
 
     GET  /health            the pipeline, and the LoRA that it has
     POST /lora/NAME         a LoRA: its safetensors file as the body, or {"path": FILE}
+    POST /tokens            {"prompts": [...], "sampling": {...}}: a sentence per tokenizer that truncates some
     POST /generate          {"prompts": [...], "seeds": [...], "call": {...}, "lora": NAME}: images as PNG in base64
 
-An answer names the LoRA that sampled its images. One request is sampled at a time.
+Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration,
+and `scale`, the strength of the LoRA. An answer names the LoRA that sampled its images. One request is sampled at a
+time.
 """
 
 from __future__ import annotations  # annotations name classes of optional packages
@@ -17,7 +20,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,11 +69,12 @@ class Engine:
     def __init__(self, pipe: DiffusionPipeline) -> None:
         self.pipe, self.lock = pipe, threading.Lock()
         self.lora: str | None = None  # name
+        self.scaling: list[tuple[Any, float]] = []  # the LoRA's layers, with their scale
 
     def load(self, name: str, content: bytes) -> None:
         """Load a LoRA in place of the one before. Raises `GerlError` if it does not fit."""
         from gerl.model.lora import adapted_layers, remove_lora
-        from gerl.model.policy import attach
+        from gerl.model.policy import adapter_name, attach
 
         with self.lock, tempfile.TemporaryDirectory() as folder:
             if name == self.lora:
@@ -82,23 +86,55 @@ class Engine:
                 if hasattr(part, "named_modules") and adapted_layers([part]):
                     remove_lora(part)
             attach(self.pipe, {name: file})
-            self.lora = name
+            self.lora, own = name, adapter_name(name)
+            parts = [part for part in self.pipe.components.values() if hasattr(part, "named_modules")]
+            self.scaling = [(layer, layer.scaling[own]) for layer in adapted_layers(parts) if own in layer.scaling]
 
-    def generate(self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None) -> list[str]:
+    def generate(
+        self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None, scale: float = 1.0
+    ) -> list[str]:
         """Sample an image per prompt; PNG in base64. Raises `GerlError` for a LoRA that is not there."""
         import numpy as np
         from PIL import Image
 
-        from gerl.model.policy import switch
+        from gerl.model.policy import adapter_name, switch
         from gerl.utils.seeding import sample_generators
 
         with self.lock:
             if lora is not None and lora != self.lora:
                 raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
             switch(self.pipe, lora)
-            found = self.pipe(prompt=prompts, generator=sample_generators(seeds), output_type="np", **call).images
+            if lora is not None:
+                for layer, own in self.scaling:
+                    layer.scaling[adapter_name(lora)] = own * scale
+            given = {"prompt": prompts} | call | {"generator": sample_generators(seeds), "output_type": "np"}
+            found = self.pipe(**given).images
         pixels = (np.asarray(found) * 255).round().astype(np.uint8)
         return [png(Image.fromarray(image)) for image in pixels]
+
+    def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
+        """Return the arguments of the pipeline for keys of the block `sampling`, as a run would call it."""
+        from pydantic import TypeAdapter, ValidationError
+
+        from gerl.config import SamplingConfig
+        from gerl.model.prompts import pipeline_call
+
+        try:
+            return pipeline_call(self.pipe, TypeAdapter(SamplingConfig).validate_python(sampling), prompts)
+        except ValidationError as error:
+            raise ConfigError(f"sampling: {error.errors()[0]['msg']}") from None
+
+    def truncated(self, sampling: dict[str, Any], prompts: list[str]) -> list[str]:
+        """Return a sentence for each tokenizer that truncates some of `prompts`."""
+        from gerl.model.denoisers import find_denoisers
+        from gerl.model.prompts import PROBE, cut_prompts, readings
+        from gerl.trainer.overlong import sentences
+        from gerl.utils.seeding import sample_generators
+
+        with self.lock:
+            call = self.arguments(sampling, [PROBE]) | {"generator": sample_generators([0])}
+            found = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
+            return sentences(cut_prompts(self.pipe, found, prompts), prompts)
 
 
 class UnknownLora(GerlError):
@@ -144,47 +180,51 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
 
     from gerl.web.server import bearer, is_token
 
-    def refused(status: int, sentence: str) -> Response:
-        return JSONResponse({"error": sentence}, status)
-
-    def admitted(request: HttpRequest) -> bool:
-        return token is None or is_token(bearer(request.headers), token)
-
     async def health(request: HttpRequest) -> Response:
         return JSONResponse({"pipeline": type(engine.pipe).__name__, "lora": engine.lora})
 
-    async def lora(request: HttpRequest) -> Response:
+    async def lora(request: HttpRequest) -> dict[str, Any]:
         name, body = request.path_params["name"], await request.body()
-        if not admitted(request):
-            return refused(401, "send the token as a bearer token")
         if not NAME.fullmatch(name):
-            return refused(400, "a LoRA is named by letters, digits and _ - .")
+            raise GerlError("a LoRA is named by letters, digits and _ - .")
         try:
             if request.headers.get("content-type", "").startswith("application/json"):
                 body = Path(json.loads(body)["path"]).read_bytes()
             await run_in_threadpool(engine.load, name, body)
         except (GerlError, OSError, ValueError, KeyError, TypeError) as error:
-            return refused(400, f"the LoRA {name} cannot be loaded: {error}")
-        return JSONResponse({"lora": name})
+            raise GerlError(f"the LoRA {name} cannot be loaded: {error}") from error
+        return {"lora": name}
 
-    async def generate(request: HttpRequest) -> Response:
-        if not admitted(request):
-            return refused(401, "send the token as a bearer token")
-        try:
-            body = json.loads(await request.body())
-            prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
-            call, name = dict(body.get("call") or {}), body.get("lora")
-            if len(prompts) != len(seeds) or not prompts:
-                return refused(400, "send as many seeds as prompts, at least one")
-            images = await run_in_threadpool(engine.generate, prompts, seeds, call, name)
-        except UnknownLora as error:
-            return refused(409, str(error))
-        except (GerlError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            return refused(400, f"{type(error).__name__}: {error}")
-        return JSONResponse({"lora": name, "images": images})
+    async def generate(request: HttpRequest) -> dict[str, Any]:
+        body = json.loads(await request.body())
+        prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
+        call, name, scale = dict(body.get("call") or {}), body.get("lora"), float(body.get("scale", 1.0))
+        if "sampling" in body:
+            call |= engine.arguments(dict(body["sampling"]), prompts)
+        if len(prompts) != len(seeds) or not prompts:
+            raise GerlError("send as many seeds as prompts, at least one")
+        return {"lora": name, "images": await run_in_threadpool(engine.generate, prompts, seeds, call, name, scale)}
 
-    routes = [Route("/health", health), Route("/lora/{name}", lora, methods=["POST"])]
-    return Starlette(routes=[*routes, Route("/generate", generate, methods=["POST"])])
+    async def tokens(request: HttpRequest) -> dict[str, Any]:
+        body = json.loads(await request.body())
+        prompts, sampling = list(map(str, body["prompts"])), dict(body.get("sampling") or {})
+        return {"truncated": await run_in_threadpool(engine.truncated, sampling, prompts)}
+
+    def posted(path: str, work: Callable[[HttpRequest], Awaitable[dict[str, Any]]]) -> Route:
+        async def endpoint(request: HttpRequest) -> Response:
+            if token is not None and not is_token(bearer(request.headers), token):
+                return JSONResponse({"error": "send the token as a bearer token"}, 401)
+            try:
+                return JSONResponse(await work(request))
+            except GerlError as error:
+                return JSONResponse({"error": str(error)}, 409 if isinstance(error, UnknownLora) else 400)
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    answers = {"/lora/{name}": lora, "/generate": generate, "/tokens": tokens}
+    return Starlette(routes=[Route("/health", health), *(posted(path, work) for path, work in answers.items())])
 
 
 def serve(options: Options, stop: threading.Event) -> None:

@@ -119,6 +119,12 @@ class Site:
 def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
     """Build the ASGI application and its `Site`, which ends the streams."""
     site = Site(folders)
+    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
+    return Starlette(routes=build_routes(site), middleware=[gate], exception_handlers=REFUSALS), site
+
+
+def build_routes(site: Site, back: str = "") -> list[Route]:
+    """Return the routes of the live page; `back`: the path of the page around it, which it then links to."""
 
     def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
         """Route that returns what `make` says of the run in the query; Starlette calls it in a thread."""
@@ -145,8 +151,8 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         return Route(path, lambda _: Response(content, media_type=media))
 
     assets = page_assets()
-    routes = [
-        asset("/", render("live.html.j2"), "text/html"),
+    return [
+        asset("/", render("live.html.j2", back=back), "text/html"),
         asset("/page.css", assets["style"], "text/css"),
         asset("/page.js", assets["script"], "text/javascript"),
         Route("/api/runs", lambda _: JSONResponse(site.runs())),
@@ -168,13 +174,13 @@ def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
         Route("/api/events", partial(_events, site)),
         Route("/api/control", partial(_control, site), methods=["POST"]),
     ]
-    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
-    refusals = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
-    return Starlette(routes=routes, middleware=[gate], exception_handlers=refusals), site
 
 
 async def _failed(status: int, _: Request, error: Exception) -> Response:
     return refused(status, str(error))
+
+
+REFUSALS = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
 
 
 def _admit(token: str | None, request: Request) -> Visit | Response:

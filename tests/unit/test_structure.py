@@ -23,7 +23,7 @@ LAYERS = (
     ("workers",),
     ("trainer",),
     ("export", "preflight", "evaluate", "score", "verify", "vote", "watch", "web"),
-    ("api",),
+    ("api", "web.studio"),
     ("program",),
     ("__init__", "__main__"),
 )
@@ -46,9 +46,9 @@ def tree(path: Path) -> ast.Module:
 
 
 def package(path: Path) -> str:
-    """The folder or file of gerl that a file is, or lies in; the pages, which runs write too, are apart."""
+    """The folder or file of gerl that a file is, or lies in; pages, which runs write too, and studio are apart."""
     inside = path.relative_to(ROOT / "gerl").with_suffix("").parts
-    return "web.pages" if inside == ("web", "pages") else inside[0]
+    return ".".join(inside[:2]) if inside[:2] in (("web", "pages"), ("web", "studio")) else inside[0]
 
 
 def is_signpost(path: Path) -> bool:

@@ -888,7 +888,9 @@ async function showRuns() {
     $("run").replaceChildren(...options.map(([value, text]) => make("option", { value, text })));
   }
   $("run").value = state.run;
-  if (!found.runs.length) tell("there is no run yet: the page shows the first one as soon as it starts");
+  const none = "there is no run yet: the page shows the first one as soon as it starts";
+  if (!found.runs.length) tell(none);
+  else if ($("message").textContent === none) tell("");
   showOthers();
 }
 

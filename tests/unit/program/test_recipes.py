@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from gerl.commandline.composition import compose_run, experiments
+from gerl.commandline.recipes import recipe
 from gerl.program.commands import main
-from gerl.program.recipes import recipe, table
+from gerl.program.recipes import table
 
 
 def test_every_experiment_has_a_row_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

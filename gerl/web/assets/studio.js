@@ -1,0 +1,585 @@
+// The pages of the studio. What they show comes from the server; what they start is a command that they show.
+
+const main = document.getElementById("main");
+const message = document.getElementById("message");
+const page = document.body.dataset.page;
+const DELAY = 350; // ms after the last key stroke before a draft is checked
+
+// --- Elements, and requests
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "text") element.textContent = value;
+    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name in element && !["list", "form", "role"].includes(name)) element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...present(children));
+  return element;
+}
+
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+const fill = (element, ...children) => element.replaceChildren(...present(children));
+
+const button = (text, action, properties = {}) => make("button", { type: "button", text, onclick: () => guarded(action), ...properties });
+
+function say(text) {
+  message.textContent = text || "";
+  message.hidden = !text;
+  if (text) message.scrollIntoView({ block: "nearest" });
+}
+
+async function guarded(action) {
+  try {
+    say("");
+    await action();
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+async function answered(request) {
+  let answer;
+  try {
+    answer = await request;
+  } catch {
+    throw new Error("the studio does not answer: start gerl studio again; its runs go on");
+  }
+  const found = await answer.json().catch(() => ({ error: `the studio answered ${answer.status}` }));
+  if (!answer.ok) throw new Error(found.error || `the studio answered ${answer.status}`);
+  return found;
+}
+
+const ask = (path, query = {}) => answered(fetch(`/api/${path}?${new URLSearchParams(query)}`));
+const send = (path, body) => answered(fetch(`/api/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }));
+
+// What changed on the server: `action` is called once at the start, and again after each change.
+function follow(action) {
+  const connection = document.getElementById("connection");
+  const stream = new EventSource("/api/news");
+  stream.onmessage = () => { connection.textContent = ""; guarded(action); };
+  stream.onerror = () => { connection.textContent = "not connected"; };
+}
+
+const copyButton = (text) => button("Copy", () => navigator.clipboard.writeText(text()), { title: "copy the command" });
+const commandBlock = (line) => make("div", {}, make("pre", { text: line, tabIndex: 0, ariaLabel: "command" }), make("div", { className: "row" }, copyButton(() => line)));
+
+// --- Runs, and the queue
+
+const KEPT = new Set(["finished", "failed", "stopped", "lost"]);
+
+async function home() {
+  const queue = make("section", { className: "card", ariaLabel: "Queue" });
+  const runs = make("section", { className: "card", ariaLabel: "Runs" });
+  main.append(make("h1", { text: "Runs" }), make("p", { className: "row" }, make("a", { href: "/new", text: "Start a new run" })), queue, runs);
+  follow(async () => {
+    const found = await ask("home");
+    const focused = document.activeElement?.dataset?.key;
+    fill(queue, make("h2", { text: "Queue" }, make("span", { className: "soft", text: found.devices[0] === "cpu" ? "one job at a time" : `${found.devices.length} GPU(s)` })), jobList(found.jobs));
+    fill(runs, make("h2", { text: "Runs" }), runList(found));
+    if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+  });
+}
+
+function jobList(jobs) {
+  const shown = [...jobs.filter((job) => !KEPT.has(job.state)), ...jobs.filter((job) => KEPT.has(job.state)).slice(0, 8)];
+  if (!shown.length) return make("p", { className: "soft", text: "Nothing was started from this page yet." });
+  return make("ul", { className: "list" }, shown.map((job) => make("li", {},
+    make("div", {},
+      make("span", { className: `tag ${job.state}`, text: job.state }), " ",
+      make("a", { href: `/job?job=${job.id}`, text: `${job.id}: ${job.command} ${job.title === job.command ? "" : job.title}` }),
+      make("div", { className: "soft mono", text: job.line })),
+    make("div", { className: "actions" },
+      job.state === "waiting" && button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` }),
+      job.state === "waiting" && button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` }),
+      !KEPT.has(job.state) && button("Stop", () => send("job", { job: job.id, action: "stop" }), { ariaLabel: `stop job ${job.id}` }),
+      job.run && make("a", { href: `/watch/?run=${encodeURIComponent(job.run)}`, text: "Watch" })))));
+}
+
+function runList({ runs, drafts }) {
+  const rows = runs.map((run) => {
+    const star = make("button", { type: "button", className: "star", text: "★", ariaPressed: String(run.star), title: "star", ariaLabel: `star of ${run.name}`, onclick: () => guarded(() => send("note", { run: run.name, note: run.note, star: !run.star })) });
+    const note = make("input", { value: run.note, placeholder: "note", ariaLabel: `note on ${run.name}`, maxLength: 2000, onchange: (event) => guarded(() => send("note", { run: run.name, note: event.target.value, star: run.star })) });
+    star.dataset.key = `star ${run.name}`;
+    note.dataset.key = `note ${run.name}`;
+    return make("li", {},
+      make("div", {}, star, make("a", { href: `/watch/?run=${encodeURIComponent(run.name)}`, text: run.name }), " ",
+        make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : run.state || "ended" }),
+        make("div", { className: "row soft" }, make("span", { text: summary(run) }), note)),
+      make("div", { className: "actions" },
+        !run.alive && button("Resume", () => command("train", [`checkpoint.resume=${run.folder}`], run.name, run.name)),
+        button("Copy and change", async () => { const draft = await send("copy", { run: run.name }); location.href = `/new?draft=${encodeURIComponent(draft.name)}`; }),
+        make("a", { href: `/compare?run=${encodeURIComponent(run.name)}`, text: "Compare, export" })));
+  });
+  const waiting = drafts.map((name) => make("li", {},
+    make("div", {}, make("a", { href: `/new?draft=${encodeURIComponent(name)}`, text: name }), " ", make("span", { className: "tag", text: "draft" })),
+    make("div", { className: "actions" }, button("Remove", () => send("remove", { name }), { ariaLabel: `remove the draft ${name}` }))));
+  if (!rows.length && !waiting.length) return make("p", { className: "soft", text: "No runs in this folder yet." });
+  return make("ul", { className: "list" }, waiting, rows);
+}
+
+const summary = (run) => [run.step !== undefined && run.step !== null && `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, run.held_out !== undefined && run.held_out !== null && `held-out reward ${run.held_out.toFixed(3)}`].filter(Boolean).join(", ");
+
+const command = (name, args, title, run) => send("command", { command: name, arguments: args, title, run });
+
+// --- A job: its log and results
+
+async function job() {
+  const number = new URLSearchParams(location.search).get("job") || "";
+  const box = make("section", { className: "card" });
+  main.append(make("h1", { text: `Job ${number}` }), box);
+  const show = async () => {
+    const found = await ask("log", { job: number });
+    fill(box, 
+      make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
+      commandBlock(found.line),
+      found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
+      found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 })] : null,
+      make("h3", { text: "Log" }), make("pre", { tabIndex: 0 }, linked(found.log || "nothing yet")));
+    if (found.state === "running") setTimeout(() => guarded(show), 1000);
+  };
+  follow(show);
+}
+
+// A text whose local addresses are links, such as the page on which people vote.
+function linked(text) {
+  return text.split(/(http:\/\/(?:localhost|127\.0\.0\.1):\d+\S*)/).map((part, i) => (i % 2 ? make("a", { href: part, text: part, target: "_blank", rel: "noreferrer" }) : part));
+}
+
+// --- A new run
+
+const SECTIONS = [
+  ["Model", ["model.path", "model.lora_rank", "sampling.height", "sampling.width", "sampling.num_inference_steps", "sampling.guidance_scale"]],
+  ["Prompts", []],
+  ["Reward", []],
+  ["Algorithm", ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"]],
+  ["Other keys", []],
+];
+
+const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map() };
+
+async function newRun() {
+  const name = new URLSearchParams(location.search).get("draft");
+  main.append(make("h1", { text: "New run" }), make("p", { className: "soft", id: "loading", text: "Loading ..." }));
+  const [menu, draft] = await Promise.all([ask("menu"), name ? ask("draft", { name }) : freshDraft()]);
+  Object.assign(form, { menu, draft });
+  document.getElementById("loading").remove();
+  const left = make("form", { onsubmit: (event) => event.preventDefault(), autocomplete: "off" });
+  const right = make("aside", { className: "side-panel card", ariaLabel: "What will be run" });
+  form.right = right;
+  left.append(card("Run", textField("name", "Name", draft.name, (value) => { draft.name = value; }, "the folder of the run, below that of all runs")), modelCard(), promptCard(), rewardCard(), algorithmCard(), hardwareCard(), otherCard());
+  main.append(make("div", { className: "two" }, left, right));
+  form.saved = name;
+  await verify(Boolean(name));
+}
+
+const freshDraft = () => ({ votes: false, name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
+
+const card = (title, ...children) => make("section", { className: "card", ariaLabel: title }, make("h2", { text: title }), ...children);
+
+function changed() {
+  clearTimeout(form.timer);
+  form.timer = setTimeout(() => guarded(() => verify()), DELAY);
+}
+
+function textField(id, label, value, set, help, properties = {}) {
+  const input = make("input", { id: `field-${id}`, value, spellcheck: false, ...properties, oninput: (event) => { set(event.target.value); changed(); } });
+  return fieldOf(id, label, input, help);
+}
+
+function choiceField(id, label, value, choices, set, help) {
+  const input = make("select", { id: `field-${id}`, onchange: (event) => { set(event.target.value); changed(); } }, choices.map(([name, text]) => make("option", { value: name, text, selected: name === value })));
+  return fieldOf(id, label, input, help);
+}
+
+function fieldOf(id, label, input, help) {
+  const wrong = make("span", { className: "wrong", id: `wrong-${id}` });
+  input.setAttribute("aria-describedby", `help-${id} wrong-${id}`);
+  const box = make("div", { className: "field" }, make("label", { htmlFor: `field-${id}`, text: label }), input, wrong, help ? make("span", { className: "soft", id: `help-${id}`, text: help }) : null);
+  form.boxes.set(id, { box, input, wrong });
+  return box;
+}
+
+function keyField(key) {
+  const { draft, menu } = form, about = menu.keys[key] || { help: "", choices: [] };
+  const set = (value) => { if (value === "") delete draft.keys[key]; else draft.keys[key] = value; };
+  if (about.choices.length) return choiceField(key, key, draft.keys[key] ?? "", [["", "as in the recipe"], ...about.choices.map((each) => [each, each])], set, about.help);
+  return textField(key, key, draft.keys[key] ?? "", set, about.help);
+}
+
+function modelCard() {
+  const { draft, menu } = form;
+  const own = draft.keys.experiment && !menu.recipes.some((recipe) => recipe.name === draft.keys.experiment) ? [[draft.keys.experiment, draft.keys.experiment]] : [];
+  const note = make("p", { className: "soft" });
+  const describe = () => { note.textContent = menu.recipes.find((recipe) => recipe.name === draft.keys.experiment)?.sentence || ""; };
+  describe();
+  const recipes = [...own, ...menu.recipes.map((recipe) => [recipe.name, `${recipe.name} (${recipe.model}, ${recipe.reward})`])];
+  const texts = make("textarea", { id: "sample-prompts", spellcheck: false, ariaLabel: "prompts to sample, one per line" });
+  const shown = make("div", {});
+  form.sampleTexts = texts;
+  const sample = async () => {
+    await verify();
+    const prompts = texts.value.split("\n").filter((text) => text.trim());
+    fill(shown, make("p", { className: "soft", role: "status", text: "Sampling ... the first time the model is loaded." }));
+    try {
+      form.pictures = await send("sample", { draft: draft.name, prompts });
+    } catch (error) {
+      fill(shown);
+      throw error;
+    }
+    fill(shown, pictureList(form.pictures));
+    form.showTrial?.();
+  };
+  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, SECTIONS[0][1].map(keyField),
+    make("details", { open: true }, make("summary", { text: "Pictures of the model" }), texts, make("p", { className: "row" }, button("Sample", sample)), shown));
+}
+
+function pictureList({ pictures, prompts }, notes = []) {
+  return make("ul", { className: "pictures" }, pictures.map((picture, i) => {
+    const image = make("img", { src: `data:image/png;base64,${picture}`, alt: prompts[i] });
+    image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth < 256));
+    return make("li", {}, image, make("div", { text: prompts[i] }), notes[i] ? make("div", { className: "soft", text: notes[i] }) : null);
+  }));
+}
+
+function promptCard() {
+  const { draft } = form;
+  const area = (file, label) => make("div", {}, make("label", { className: "soft", htmlFor: `text-${file}`, text: label }), make("textarea", { id: `text-${file}`, value: draft.texts[file] || "", spellcheck: false, oninput: (event) => { if (event.target.value.trim()) draft.texts[file] = event.target.value; else delete draft.texts[file]; changed(); } }));
+  form.promptNote = make("div", { role: "status" });
+  const cut = make("div", { role: "status" });
+  const lengths = async () => {
+    await verify();
+    fill(cut, make("p", { className: "soft", text: "Reading ... the first time the model is loaded." }));
+    const { truncated } = await send("lengths", { draft: draft.name }).catch((error) => { fill(cut); throw error; });
+    fill(cut, (truncated.length ? truncated : ["No tokenizer of the model truncates a prompt."]).map((text) => make("p", { className: truncated.length ? "wrong" : "soft", text })));
+  };
+  return card("Prompts", keyField("data.train"), area("prompts.txt", "or paste prompts, one per line"), keyField("validation.data"), area("held_out.txt", "or paste held-out prompts, one per line, which are never trained on"), form.promptNote, make("p", { className: "row" }, button("Check lengths", lengths)), cut);
+}
+
+const TEMPLATE = `def compute_score(images, prompts, metadata):
+    """One number per image, larger is better."""
+    return [image.convert("L").getextrema()[1] / 255 for image in images]
+`;
+
+function rewardCard() {
+  const list = make("div", {});
+  const { draft, menu } = form;
+  const show = () => {
+    const names = Object.keys(draft.scorers);
+    list.replaceChildren(...(names.length ? names.map(scorerRow) : [make("p", { className: "soft", text: "The scorers of the recipe. Add one to replace them." })]));
+  };
+  const scorerRow = (name) => {
+    const scorer = draft.scorers[name], file = `${name}.py`;
+    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = Number(event.target.value); slider.value = scorer.weight; form.showTrial(); changed(); } });
+    const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; form.showTrial(); changed(); } });
+    return make("div", { className: "scorer" },
+      make("div", { className: "row" }, make("b", { text: name }), slider, number, button("Remove", () => { delete draft.scorers[name]; delete draft.texts[file]; show(); changed(); }, { ariaLabel: `remove ${name}` })),
+      file in draft.texts ? editor(name, file) : null,
+      make("details", { open: Boolean(scorer.kwargs) }, make("summary", { text: "arguments" }), kwargsField(name, scorer)));
+  };
+  const kwargsField = (name, scorer) => {
+    const value = typeof scorer.kwargs === "object" ? Object.entries(scorer.kwargs).map(([key, each]) => `${key}: ${JSON.stringify(each)}`).join("\n") : scorer.kwargs ?? "";
+    const wrong = make("p", { className: "wrong", role: "status" });
+    const input = make("textarea", { className: "short", value, spellcheck: false, placeholder: "KEY: VALUE, one per line", ariaLabel: `arguments of ${name}`, oninput: (event) => { scorer.kwargs = event.target.value; changed(); } });
+    form.boxes.set(`reward.scorers.${name}.kwargs`, { input, wrong, box: null });
+    return make("div", {}, input, wrong);
+  };
+  const choose = make("select", { ariaLabel: "scorer to add" }, make("option", { value: "", text: "own function" }), menu.scorers.map((name) => make("option", { value: name, text: name })));
+  const add = () => {
+    let name = choose.value;
+    if (!name) {
+      for (name = "mine"; name in draft.scorers; ) name += "_";
+      draft.texts[`${name}.py`] = TEMPLATE;
+    }
+    draft.scorers[name] = { weight: 1 };
+    show();
+    changed();
+  };
+  const trial = make("div", { role: "status" });
+  form.showTrial = () => showTrial(trial);
+  const attempt = async () => {
+    if (!form.pictures) throw new Error("sample pictures of the model first: the reward is tried on them");
+    await verify();
+    const { job: number } = await send("try", { draft: draft.name, folder: form.pictures.folder });
+    fill(trial, make("p", { className: "soft", text: "Scoring ..." }));
+    let found;
+    do {
+      await new Promise((wake) => setTimeout(wake, 700));
+      found = await ask("scores", { job: number });
+    } while (found.state === "running" || found.state === "waiting");
+    if (found.state !== "finished") {
+      const said = found.log.trim().split("\n").findLast((line) => line.startsWith("error: ")) || "error: the reward was not tried, see its log";
+      fill(trial, make("p", { className: "wrong", text: said.slice(7) }), make("a", { href: `/job?job=${number}`, text: "log" }));
+      const name = Object.keys(draft.scorers).find((each) => said.includes(`/${each}.py`) || said.includes(` ${each}: `));
+      showProblem({ sentence: said.slice(7), key: `reward.scorers.${name}` });
+      return;
+    }
+    form.trial = found.rows;
+    form.showTrial();
+  };
+  show();
+  const votes = make("input", { type: "checkbox", checked: Boolean(draft.votes), onchange: (event) => { draft.votes = event.target.checked; changed(); } });
+  return card("Reward", make("label", { className: "row" }, votes, "People vote on the images while it trains; the job shows the address of their page"), list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"),
+    make("p", { className: "row" }, button("Try it on the pictures", attempt)), trial);
+}
+
+// The sampled pictures with their scores, the best total first, by the weights of the form.
+function showTrial(place) {
+  if (!form.trial || !form.pictures || form.trial.length !== form.pictures.pictures.length) return fill(place);
+  const weights = Object.keys(form.draft.scorers).length ? Object.fromEntries(Object.entries(form.draft.scorers).map(([name, scorer]) => [name, scorer.weight ?? 1])) : form.check?.facts.scorers || {};
+  const columns = Object.keys(form.trial[0]).filter((name) => !["image", "prompt", "total", "failure"].includes(name));
+  const total = (row) => Object.entries(weights).reduce((sum, [name, weight]) => sum + (weight ? weight * (row[name] ?? 0) : 0), 0);
+  const order = form.trial.map((row, i) => [total(row), i]).sort((a, b) => b[0] - a[0]);
+  const note = ([sum, i]) => form.trial[i].failure || `total ${sum.toFixed(3)}; ${columns.map((name) => `${name} ${form.trial[i][name]?.toFixed(3) ?? "-"}`).join(", ")}`;
+  return fill(place, pictureList({ pictures: order.map(([, i]) => form.pictures.pictures[i]), prompts: order.map(([, i]) => form.pictures.prompts[i]) }, order.map(note)));
+}
+
+function editor(name, file) {
+  const { draft } = form;
+  const lines = make("div", { className: "lines mono", ariaHidden: "true" });
+  const wrong = make("p", { className: "wrong", role: "status" });
+  const area = make("textarea", { value: draft.texts[file], spellcheck: false, ariaLabel: `function of ${name}`, wrap: "off" });
+  const number = () => {
+    const line = Number(wrong.dataset.line);
+    lines.replaceChildren(...area.value.split("\n").map((_, i) => (i + 1 === line ? make("b", { text: `${i + 1}\n` }) : `${i + 1}\n`)));
+    lines.scrollTop = area.scrollTop;
+  };
+  area.addEventListener("input", () => { draft.texts[file] = area.value; number(); changed(); });
+  area.addEventListener("scroll", () => { lines.scrollTop = area.scrollTop; });
+  area.addEventListener("keydown", (event) => {
+    if (event.key !== "Tab" || event.shiftKey || event.ctrlKey) return;
+    event.preventDefault(); // Escape, then Tab leaves the editor
+    if (area.dataset.leave) return;
+    area.setRangeText("    ", area.selectionStart, area.selectionEnd, "end");
+    area.dispatchEvent(new Event("input"));
+  });
+  form.boxes.set(`reward.scorers.${name}`, { input: area, wrong, box: null, refresh: number });
+  number();
+  return make("div", {}, make("div", { className: "editor" }, lines, area), wrong);
+}
+
+function algorithmCard() {
+  const { draft, menu } = form;
+  const presets = [["", "that of the recipe"], ...menu.presets.map((name) => [name, name])];
+  const situations = make("select", { id: "situation", onchange: (event) => {
+    const chosen = menu.situations[Number(event.target.value)];
+    if (!chosen) return;
+    draft.keys.algorithm = chosen.preset;
+    document.getElementById("field-algorithm").value = chosen.preset;
+    note.textContent = chosen.why;
+    changed();
+  } }, make("option", { value: "", text: "choose a preset by situation" }), menu.situations.map(({ situation }, i) => make("option", { value: i, text: situation })));
+  const note = make("p", { className: "soft" });
+  return card("Algorithm", make("div", { className: "field" }, make("label", { htmlFor: "situation", text: "Situation" }), situations), note, choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), SECTIONS[3][1].map(keyField));
+}
+
+function hardwareCard() {
+  const { menu, draft } = form, gpus = menu.hardware.gpus;
+  const there = gpus.length ? gpus.map((gpu) => gpu.name || JSON.stringify(gpu)).join(", ") : "no GPU";
+  const kind = make("select", { id: "gpu-kind" }, make("option", { value: "", text: "this machine, measured" }), menu.gpus.map((name) => make("option", { value: name, text: `${name}, computed` })));
+  const count = make("input", { type: "number", id: "gpu-count", min: 1, value: 1 });
+  const price = make("input", { type: "number", id: "gpu-price", min: 0, step: "any", value: 2 });
+  const result = make("div", { role: "status" });
+  const estimate = async () => {
+    await verify();
+    const named = kind.value ? [`hardware=${kind.value}`, `gpus=${count.value}`] : [];
+    const given = form.check.arguments.filter((argument) => !argument.startsWith("out="));
+    const { job: number } = await command("preflight", [...given, ...named, "out={out}/preflight.json"], draft.name);
+    let found;
+    do {
+      fill(result, make("p", { className: "soft", text: "Estimating ..." }));
+      await new Promise((wake) => setTimeout(wake, 700));
+      found = await ask("log", { job: number });
+    } while (found.state === "running" || found.state === "waiting");
+    const report = found.files.includes("preflight.json") ? await answered(fetch(`/result/${number}/preflight.json`)) : null;
+    fill(result, report ? make("p", { text: estimated(report, Number(count.value), Number(price.value)) }) : null, make("pre", { text: found.log, tabIndex: 0 }), make("p", {}, make("a", { href: `/job?job=${number}`, text: "the command and its log" })));
+  };
+  return card("Hardware", make("p", { text: `This machine: ${menu.hardware.cores} cores of ${menu.hardware.cpu}, ${menu.hardware.memory_gib} GiB, ${there}.` }),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-kind", text: "Train on" }), kind),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-count", text: "GPUs" }), count),
+    make("div", { className: "field" }, make("label", { htmlFor: "gpu-price", text: "Price per GPU and hour" }), price),
+    make("p", { className: "row" }, button("Estimate", estimate)), result);
+}
+
+// Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
+function estimated(report, gpus, price) {
+  const { steps, images } = form.check.facts;
+  const measured = report.seconds && typeof report.seconds === "object";
+  const perImage = measured ? report.run.step_seconds ?? null : report.seconds;
+  const step = measured ? images * ((report.seconds.rollout + report.seconds.update) / report.seconds.images_per_worker / (report.workers || 1)) : (perImage * images) / gpus;
+  const hours = (step * steps) / 3600;
+  const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
+  return `It ${verdict}: about ${step.toPrecision(2)} s per step without scoring, ${hours.toPrecision(2)} h for ${steps} steps${measured ? "" : `, ${(hours * gpus * price).toPrecision(2)} at this price`}.`;
+}
+
+function otherCard() {
+  const { draft, menu } = form, shown = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...SECTIONS.flatMap(([, keys]) => keys)]);
+  const list = make("div", {}, Object.keys(draft.keys).filter((key) => !shown.has(key)).map(keyField));
+  const input = make("input", { list: "all-keys", placeholder: "key", ariaLabel: "key to add", spellcheck: false });
+  const add = () => {
+    const key = input.value.trim();
+    if (!key || form.boxes.has(key)) return;
+    draft.keys[key] = "";
+    list.append(keyField(key));
+    form.boxes.get(key).input.focus();
+    input.value = "";
+  };
+  input.addEventListener("keydown", (event) => { if (event.key === "Enter") add(); });
+  return card("Other keys", list, make("datalist", { id: "all-keys" }, Object.entries(menu.keys).map(([key, about]) => make("option", { value: key, text: about.help }))), make("p", { className: "row" }, input, button("Add", add)));
+}
+
+async function verify(keep = true) {
+  const { draft } = form;
+  const found = await send("draft", { ...draft, keep, was: form.saved });
+  form.check = found;
+  if (keep) form.saved = draft.name;
+  if (keep) history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
+  showProblem(found.problem);
+  showPlan(found);
+}
+
+function showProblem(problem) {
+  for (const { input, wrong, refresh } of form.boxes.values()) {
+    wrong.textContent = "";
+    delete wrong.dataset.line;
+    input.removeAttribute("aria-invalid");
+    refresh?.();
+  }
+  const key = problem?.key || "";
+  const place = form.boxes.get(key) || form.boxes.get(key.split(".").slice(0, 3).join("."));
+  if (!place) return;
+  place.wrong.textContent = problem.sentence;
+  place.input.setAttribute("aria-invalid", "true");
+  const line = /line (\d+)/.exec(problem.sentence);
+  if (line) place.wrong.dataset.line = line[1];
+  place.refresh?.();
+}
+
+function showPlan(found) {
+  const { right, draft, menu } = form, { facts, problem } = found;
+  const gpus = menu.hardware.gpus.length;
+  const count = make("input", { type: "number", min: 1, max: Math.max(1, gpus), value: 1, ariaLabel: "GPUs" });
+  const start = button("Start", async () => { await verify(); await send("start", { name: draft.name, gpus: Number(count.value) }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
+  fill(right, 
+    make("p", { className: `status ${problem ? "bad" : "good"}`, role: "status", text: problem ? problem.sentence : "Ready to start" }),
+    make("p", { className: "row" }, start, gpus ? make("label", {}, "GPUs ", count) : null),
+    facts.steps ? make("p", { text: `${facts.algorithm} on ${facts.model}: ${facts.steps} steps of ${facts.images} images` }) : null,
+    make("h3", { text: "Command" }), commandBlock(found.line),
+    found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
+    found.changes.length ? make("table", { className: "plain changes" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
+    found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
+  if (facts.first && !form.sampleTexts.value) form.sampleTexts.value = facts.first.join("\n");
+  if (facts.prompts) form.promptNote.replaceChildren(promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out));
+  for (const [key, { box, input }] of form.boxes) {
+    if (!box) continue;
+    box.classList.toggle("changed", Boolean(draft.keys[key]));
+    const value = key.split(".").reduce((values, name) => values?.[name], found.values);
+    if ("placeholder" in input && value !== undefined && typeof value !== "object") input.placeholder = String(value);
+  }
+}
+
+function promptFacts(title, facts) {
+  const words = [`${title}: ${facts.count}`];
+  if (facts.repeated) words.push(`${facts.repeated} of them more than once, such as “${facts.twice[0]}”`);
+  if (facts.longest.length) words.push(`the longest has ${facts.longest[0].length} characters`);
+  return make("p", { className: "soft", text: `${words.join("; ")}.` });
+}
+
+// --- Compare and keep
+
+async function compare() {
+  const wanted = new URLSearchParams(location.search).get("run");
+  const { runs } = await ask("home");
+  const run = make("select", { id: "run" }, runs.map(({ name }) => make("option", { value: name, text: name, selected: name === wanted })));
+  const loras = make("fieldset", {}, make("legend", { text: "Checkpoints" }));
+  main.append(make("h1", { text: "Compare and keep" }),
+    card("Run", make("div", { className: "field" }, make("label", { htmlFor: "run", text: "Run" }), run), loras),
+    tryCard(run, loras), evaluateCard(loras), exportCard(run, loras));
+  const show = async () => {
+    const { checkpoints, formats } = await ask("checkpoints", { run: run.value });
+    fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
+    [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
+    const select = document.getElementById("format");
+    if (!select.options.length) fill(select, formats.map((name) => make("option", { value: name, text: name })));
+  };
+  run.addEventListener("change", () => guarded(show));
+  if (runs.length) await show();
+  else say("There are no runs to compare yet.");
+}
+
+const chosen = (loras) => [...loras.querySelectorAll("input:checked")];
+
+function tryCard(run, loras) {
+  const texts = make("textarea", { id: "own-prompts", value: "", spellcheck: false });
+  const strength = make("input", { type: "range", id: "strength", min: 0, max: 2, step: 0.1, value: 1 });
+  const number = make("output", { text: "1" });
+  const shown = make("div", { role: "status" });
+  strength.addEventListener("input", () => { number.textContent = strength.value; });
+  const sample = async () => {
+    const prompts = texts.value.split("\n").filter((text) => text.trim());
+    fill(shown, make("p", { className: "soft", text: "Sampling ..." }));
+    const steps = chosen(loras).map((input) => Number(input.dataset.step)).slice(-1);
+    const base = await send("sample", { run: run.value, prompts });
+    const own = await Promise.all(steps.map((step) => send("sample", { run: run.value, prompts, step, scale: Number(strength.value) })));
+    fill(shown, make("h3", { text: "Base model" }), pictureList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), pictureList(found)]));
+  };
+  strength.addEventListener("change", () => { if (shown.childElementCount) guarded(sample); });
+  return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line" }), texts,
+    make("p", { className: "row" }, make("label", { htmlFor: "strength", text: "Strength of the LoRA" }), strength, number, button("Sample", sample)), shown);
+}
+
+function evaluateCard(loras) {
+  const prompts = make("input", { id: "evaluate-prompts", placeholder: "the held-out prompts of the run" });
+  const others = make("input", { id: "evaluate-others", placeholder: "folders or files, separated by commas", spellcheck: false });
+  const most = make("input", { id: "evaluate-most", type: "number", min: 1, placeholder: "all" });
+  const start = async () => {
+    const folders = chosen(loras).map((input) => [`step_${input.dataset.step}`, input.value]);
+    folders.push(...others.value.split(",").map((path) => path.trim()).filter(Boolean).map((path, i) => [`other_${i + 1}`, path]));
+    if (!folders.length) throw new Error("choose at least one checkpoint");
+    const given = [...folders.map(([name, folder]) => `lora.${name}=${folder}`), ...(prompts.value ? [`prompts=${prompts.value}`] : []), ...(most.value ? [`validation.max_prompts=${most.value}`] : []), "out={out}"];
+    const { job: number } = await command("evaluate", given, "evaluation");
+    location.href = `/job?job=${number}`;
+  };
+  return card("Evaluate", make("p", { className: "soft", text: "The chosen checkpoints beside the base model, from the same noise, with intervals." }),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-prompts", text: "Prompts" }), prompts),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-others", text: "Other LoRAs" }), others),
+    make("div", { className: "field" }, make("label", { htmlFor: "evaluate-most", text: "At most" }), most),
+    make("p", { className: "row" }, button("Evaluate", start)));
+}
+
+function exportCard(run, loras) {
+  const format = make("select", { id: "format" });
+  const push = make("input", { id: "push", placeholder: "owner/name", spellcheck: false });
+  const start = async (more) => {
+    const [first] = chosen(loras).slice(-1);
+    if (!first) throw new Error("choose a checkpoint");
+    const { job: number } = await command("export", [`run=${first.value}`, ...more], "export");
+    location.href = `/job?job=${number}`;
+  };
+  const upload = async () => {
+    if (!push.value.trim()) throw new Error("name the repository, owner/name");
+    await start(["format=hub", `push=${push.value.trim()}`]);
+  };
+  return card("Export", make("div", { className: "field" }, make("label", { htmlFor: "format", text: "Format" }), format),
+    make("p", { className: "row" }, button("Export", () => start([`format=${format.value}`, "out={out}/lora"]))),
+    make("p", { className: "soft", text: "The format hub writes a repository with its card, which the job shows: look at it before you upload it." }),
+    make("div", { className: "field" }, make("label", { htmlFor: "push", text: "Repository" }), push),
+    make("p", { className: "row" }, button("Upload", upload)));
+}
+
+// --- A token is asked for
+
+async function login() {
+  const token = make("input", { type: "password", id: "token", autocomplete: "current-password" });
+  const enter = async () => {
+    await send("login", { token: token.value });
+    location.reload();
+  };
+  main.append(make("h1", { text: "gerl studio" }), make("form", { className: "card", onsubmit: (event) => { event.preventDefault(); guarded(enter); } },
+    make("div", { className: "field" }, make("label", { htmlFor: "token", text: "Token" }), token, make("span", { className: "soft", text: "the command that started the studio printed it" })),
+    make("button", { type: "submit", className: "first", text: "Open" })));
+}
+
+guarded({ home, job, login, new: newRun, compare }[page]);

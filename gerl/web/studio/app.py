@@ -1,0 +1,399 @@
+"""The studio's server: its pages, what they ask for as JSON, and the live page of each run below `/watch/`."""
+
+import asyncio
+import json
+import logging
+import shlex
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from gerl.commandline.composition import experiments, shipped
+from gerl.commandline.recipes import recipe
+from gerl.config import keys
+from gerl.errors import GerlError
+from gerl.export.command import Request as Export
+from gerl.preflight.sizing.hardware import GPUS
+from gerl.rewards.scorers import SCORERS
+from gerl.run.card import hardware
+from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
+from gerl.run.page import LORA
+from gerl.web.pages import ASSETS, page_assets, render
+from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
+from gerl.web.studio import drafts
+from gerl.web.studio.drafts import Draft, described, read_draft
+from gerl.web.studio.jobs import Jobs, Store, as_rows
+from gerl.web.studio.sampler import Request as Pictures
+from gerl.web.studio.sampler import Sampler
+
+logger = logging.getLogger("gerl")
+BODY = 4_000_000  # bytes of a request: prompts are pasted
+COMMANDS = ("train", "evaluate", "score", "preflight", "export", "report")  # that the page may start
+ALIVE = 15.0  # seconds of silence after which a stream sends a line
+FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
+SHOWN, MOST_FILES = (".html", ".json", ".csv", ".safetensors", ".md"), 50  # files of a job that the page offers
+SAMPLES = Path("studio", "samples")  # below the folder of the runs
+COOKIE, PUBLIC, PAUSE = "gerl_studio", ("/studio.css", "/studio.js", "/api/login"), 0.5
+PAGES = ("home", "new", "job", "compare")
+RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
+    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; img-src data:",
+}
+Answer = Callable[["Studio", Mapping[str, Any]], Any]
+
+
+class Studio:
+    """The runs, jobs and drafts of a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store = root, Store(root)
+        self.closing = threading.Event()
+        self.pages: set[Subscriber] = set()
+        self.jobs = Jobs(self.store, self.changed)
+        self.site = Site(Folders(root.resolve()))
+        self.sampler = Sampler(self.jobs)
+
+    def changed(self) -> None:
+        """Notify the pages."""
+        for page in list(self.pages):
+            page.wake()
+
+    def home(self) -> dict[str, Any]:
+        """What the first page shows: runs with their notes, jobs, drafts, and the machine."""
+        runs = self.site.runs()["runs"]
+        notes = self.store.values.get("notes", {})
+        for run in runs:
+            run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
+        drafts_ = [name for name in sorted(self.store.values.get("drafts", {})) if not (self.root / name).exists()]
+        return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
+
+    @cached_property
+    def menu(self) -> dict[str, Any]:
+        """What a run can be composed of."""
+        with drafts.COMPOSING:
+            return menu()
+
+    # --- drafts
+
+    def draft(self, name: str) -> Draft:
+        """Return a draft; raises `GerlError` if there is none of this name."""
+        known = self.store.values.get("drafts", {})
+        if name not in known:
+            raise GerlError(f"there is no draft {name!r:.100}")
+        return read_draft(known[name])
+
+    def keep(self, draft: Draft) -> None:
+        """Write a draft and its files."""
+        draft.write(self.root)
+        with self.store.changing() as values:
+            values.setdefault("drafts", {})[draft.name] = asdict(draft)
+        self.changed()
+
+
+def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Return what the composition says of the draft that is sent, and keep it; `was`: its name before."""
+    draft, was = read_draft(given), given.get("was")
+    if given.get("keep", True):
+        studio.keep(draft)
+        if isinstance(was, str) and was != draft.name and was in studio.store.values["drafts"]:
+            removed(studio, {"name": was})
+    found = drafts.check(draft, studio.root)
+    line = " ".join(["gerl", draft.command, *map(quoted, found.arguments)])
+    return {k: v for k, v in vars(found).items() if k not in ("problem", "texts")} | {
+        "line": line,
+        "problem": None if found.problem is None else asdict(found.problem),
+    }
+
+
+def started(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
+    draft = studio.draft(str(given.get("name")))
+    found = drafts.check(draft, studio.root)
+    if found.problem is not None:
+        raise GerlError(found.problem.sentence)
+    gpus = given.get("gpus", 1)
+    if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
+        raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
+    job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
+    return {"job": job.id}
+
+
+def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue another command of gerl; `{out}` in an argument is the folder of the job."""
+    command, arguments = given.get("command"), given.get("arguments")
+    if command not in COMMANDS or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
+        raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
+    job = studio.jobs.add(command, arguments, str(given.get("title") or command), run=given.get("run"))
+    return {"job": job.id}
+
+
+def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Stop a job, or move it in the queue."""
+    number, action = given.get("job"), given.get("action")
+    if type(number) is not int or action not in ("stop", "up", "down"):
+        raise GerlError("expected the number of a job, and stop, up or down")
+    job = studio.jobs.get(number)
+    if action == "stop":
+        studio.jobs.stop(job)
+    else:
+        studio.jobs.move(job, 1 if action == "down" else -1)
+    return {"state": job.state}
+
+
+def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Keep the note and the star of a run."""
+    run, note, star = given.get("run"), given.get("note", ""), given.get("star", False)
+    if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
+        raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
+    studio.site.run(run)
+    with studio.store.changing() as values:
+        values.setdefault("notes", {})[run] = {"note": note, "star": star}
+    studio.changed()
+    return {}
+
+
+def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Remove a draft."""
+    draft = studio.draft(str(given.get("name")))
+    draft.remove(studio.root)
+    with studio.store.changing() as values:
+        del values["drafts"][draft.name]
+    studio.changed()
+    return {}
+
+
+def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Make a draft with the settings of a run."""
+    run = studio.site.run(str(given.get("run")))
+    draft = drafts.from_run(run.folder, str(given.get("name") or f"{run.folder.name}-copy"))
+    studio.keep(draft)
+    return {"name": draft.name}
+
+
+def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Which prompts of a draft its model truncates."""
+    found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
+    if found.problem is not None:
+        raise GerlError(found.problem.sentence)
+    path, sampling = found.values["model"]["path"], found.values["sampling"]
+    return {"truncated": studio.sampler.truncated(path, sampling, found.texts)}
+
+
+def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Sample prompts with the model of a draft, or with that of a run and a LoRA of it."""
+    prompts, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
+    if not isinstance(prompts, list) or type(seed) is not int or not isinstance(scale, int | float):
+        raise GerlError("expected prompts, a seed and the strength of the LoRA")
+    lora: Path | None = None
+    if (name := given.get("run")) is not None:
+        run = studio.site.run(str(name))
+        _, values = run.config()
+        if (step := given.get("step")) is not None:
+            lora = run.folder / "checkpoints" / f"step_{int(step)}" / LORA
+            if not lora.is_file():
+                raise GerlError(f"{name} has no LoRA of step {step}")
+    else:
+        found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
+        if not found.values:
+            raise GerlError(found.problem.sentence if found.problem else "the draft has no values")
+        values = found.values
+    sampling = dict(values["sampling"]) | {"kernel": "ode"}
+    sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
+    texts = [str(prompt) for prompt in prompts if str(prompt).strip()]
+    request = Pictures(values["model"]["path"], texts, sampling, seed, lora, float(scale))
+    number = 1 + max((int(p.name) for p in (studio.root / SAMPLES).glob("*") if p.name.isdigit()), default=0)
+    folder = studio.root / SAMPLES / str(number)
+    pictures = studio.sampler.pictures(request, folder)
+    return {"pictures": pictures, "prompts": texts, "folder": str(folder)}
+
+
+def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
+    """Queue `gerl score` with the reward of a draft on sampled pictures."""
+    draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
+    if folder.parent != studio.root / SAMPLES or not folder.is_dir():
+        raise GerlError("sample pictures first")
+    kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
+    job = studio.jobs.add("score", [f"images={folder}", *kept, "out={out}"], draft.name, gpus=0)
+    return {"job": job.id}
+
+
+POSTS: dict[str, Answer] = {
+    "draft": checked, "start": started, "command": queued, "job": controlled, "note": noted, "remove": removed,
+    "copy": copied, "lengths": lengths, "sample": sampled, "try": tried,
+}  # fmt: skip
+
+
+def quoted(argument: str) -> str:
+    """Quote an argument for the shell, the key before its value as it is."""
+    key, equals, value = argument.partition("=")
+    return f"{key}{equals}{shlex.quote(value)}" if value else argument
+
+
+def menu() -> dict[str, Any]:
+    """What a run can be composed of: recipes, presets, scorers, and all keys with their explanations."""
+    names = [name for name, _ in keys() if ".NAME." not in name]
+    return {
+        "recipes": [recipe(name)._asdict() for name in experiments()],
+        "presets": shipped("algorithm"),
+        "scorers": list(SCORERS),
+        "keys": described(names),
+        "gpus": list(GPUS),
+        "situations": yaml.safe_load((ASSETS / "situations.yaml").read_text(encoding="utf-8")),
+        "hardware": hardware(),
+    }
+
+
+def best_step(run: Path) -> int | None:
+    """Return the step of the best checkpoint of a run, None if it cannot be told."""
+    try:
+        return find_checkpoint(run)[1].step
+    except GerlError:
+        return None
+
+
+def style() -> str:
+    """Return the style of the pages: that of the live page, and their own."""
+    return page_assets()["style"] + (ASSETS / "studio.css").read_text(encoding="utf-8")
+
+
+# --- What the pages read
+
+
+def log_of(studio: Studio, request: Request) -> Any:
+    """The log of a job, its state, and its files."""
+    job = studio.jobs.get(query_int(request, "job"))
+    folder = studio.jobs.folder(job)
+    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
+    card = folder / "lora" / "README.md"
+    said = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
+    return said | {"files": files, "card": card.read_text(encoding="utf-8") if card.is_file() else ""}
+
+
+def scores_of(studio: Studio, request: Request) -> Any:
+    """The rows that `gerl score` wrote."""
+    job = studio.jobs.get(query_int(request, "job"))
+    path = studio.jobs.folder(job) / "scores.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
+
+
+def checkpoints_of(studio: Studio, request: Request) -> Any:
+    """The checkpoints of a run, and the formats of an export."""
+    run = studio.site.run(request.query_params.get("run", ""))
+    best, rows = best_step(run.folder), []
+    for path in checkpoint_paths(run.folder / "checkpoints"):
+        step = int(path.name.rpartition("_")[2])
+        place = studio.root / run.name / path.relative_to(run.folder)
+        rows.append({"step": step, "folder": str(place), "best": step == best})
+    return {"checkpoints": rows, "formats": FORMATS}
+
+
+GETS: dict[str, Callable[[Studio, Request], Any]] = {
+    "home": lambda studio, _: studio.home(),
+    "menu": lambda studio, _: studio.menu,
+    "draft": lambda studio, request: asdict(studio.draft(request.query_params.get("name", ""))),
+    "log": log_of,
+    "scores": scores_of,
+    "checkpoints": checkpoints_of,
+}
+
+
+def result(studio: Studio, request: Request) -> Response:
+    """A file of a job."""
+    folder = studio.jobs.folder(studio.jobs.get(int(request.path_params["job"]))).resolve()
+    path = (folder / request.path_params["file"]).resolve()
+    if not path.is_relative_to(folder) or not path.is_file() or path.suffix not in SHOWN:
+        return refused(404, "there is no such file")
+    return FileResponse(path, headers=RESULT)
+
+
+# --- The server
+
+
+def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
+    """Build the ASGI application and its `Studio`."""
+    studio = Studio(root)
+
+    def page(name: str) -> Route:
+        path = "/" if name == "home" else f"/{name}"
+        return Route(path, lambda _: Response(render("studio.html.j2", page=name), media_type="text/html"))
+
+    def posted(name: str, answer: Answer) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                given = await request.json()
+            except (ValueError, RecursionError, ClientDisconnect):
+                given = None
+            if not isinstance(given, dict):
+                return refused(400, "expected a JSON object")
+            return JSONResponse(await run_in_threadpool(answer, studio, given))
+
+        return Route(f"/api/{name}", endpoint, methods=["POST"])
+
+    def read(name: str, make: Callable[[Studio, Request], Any]) -> Route:
+        def endpoint(request: Request) -> Response:  # which Starlette calls in a thread
+            return JSONResponse(make(studio, request))
+
+        return Route(f"/api/{name}", endpoint)
+
+    routes = [
+        *(page(name) for name in PAGES),
+        Route("/studio.css", lambda _: Response(style(), media_type="text/css")),
+        Route("/studio.js", lambda _: FileResponse(ASSETS / "studio.js", media_type="text/javascript")),
+        *(read(name, make) for name, make in GETS.items()),
+        *(posted(name, answer) for name, answer in POSTS.items()),
+        Route("/result/{job:int}/{file:path}", partial(result, studio)),
+        Route("/api/news", partial(_news, studio)),
+        Route("/api/login", partial(_login, token), methods=["POST"]),
+        Mount("/watch", routes=build_routes(studio.site, back="/")),
+    ]
+    gate = Middleware(Gate, admit=partial(admitted, token), local=token is None)
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio
+
+
+def admitted(token: str | None, request: Request) -> Visit | Response:
+    """Admit requests with the token in a cookie or as a bearer token; a page without it asks for it."""
+    path = request.scope["path"]
+    given = [request.cookies.get(COOKIE), bearer(request.headers)]
+    if token is None or path in PUBLIC or any(is_token(each, token) for each in given):
+        return Visit(path, BODY)
+    if request.method == "GET" and path.strip("/") in ("", *PAGES):
+        return Response(render("studio.html.j2", page="login"), 401, media_type="text/html")
+    return refused(401, "open the page of the studio and give the token that the command printed")
+
+
+async def _login(token: str | None, request: Request) -> Response:
+    try:
+        given = str((await request.json())["token"])
+    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
+        return refused(400, "expected a JSON object with a token")
+    if not is_token(given, token):
+        await asyncio.sleep(PAUSE)
+        return refused(401, "this is not the token that the command printed")
+    return JSONResponse({}, headers={"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"})
+
+
+def _news(studio: Studio, request: Request) -> Response:
+    async def stream() -> Any:
+        page = Subscriber()
+        studio.pages.add(page)
+        try:
+            yield "retry: 1000\n\ndata: {}\n\n"
+            while not studio.closing.is_set():
+                yield "data: {}\n\n" if await page.wait(ALIVE) else ": still here\n\n"
+        finally:
+            studio.pages.discard(page)
+
+    return StreamingResponse(stream(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})

@@ -1,0 +1,265 @@
+"""Drafts of runs: keys, prompts and functions typed on the page, checked as the command line checks them.
+
+A draft is what the command line would be: its arguments, and the files that they name. The page knows no rules of its
+own; what it shows of a draft is what the composition says of these arguments.
+"""
+
+import dataclasses
+import re
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from gerl.algorithms.planning import planned_steps
+from gerl.commandline.composition import Composed, compose_run
+from gerl.config import DataConfig, ScorerConfig, keys
+from gerl.config.changes import settings_of
+from gerl.config.reading import flow
+from gerl.data.sources import load
+from gerl.errors import ConfigError, GerlError
+from gerl.protocol import Prompt
+from gerl.rewards.checks import check_reward
+from gerl.run.settings import difference, shown_setting
+from gerl.utils.files import write_file
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
+PROMPTS, HELD_OUT = "prompts.txt", "held_out.txt"
+FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft -> the key that names the file
+FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
+COMPOSING = threading.RLock()  # Hydra composes one at a time
+DEFAULTS = {name: shown_setting(value) for name, value in dataclasses.asdict(ScorerConfig()).items()}
+FIRST_PROMPTS = 6  # that the page offers to sample
+LONGEST = 3  # prompts that are shown of a kind
+
+
+@dataclass
+class Draft:
+    """A run that is not started: `key -> value` as typed, the scorers, and the texts of its files by name."""
+
+    name: str  # of the run's folder
+    keys: dict[str, str] = field(default_factory=dict)
+    scorers: dict[str, dict[str, Any]] = field(default_factory=dict)  # empty: those of the experiment
+    texts: dict[str, str] = field(default_factory=dict)  # file -> content
+    votes: bool = False  # people are the reward
+
+    @property
+    def command(self) -> str:
+        """The command of gerl that trains it."""
+        return "vote" if self.votes else "train"
+
+    def arguments(self, root: Path) -> list[str]:
+        """Return the arguments of `gerl train`; `root`: the folder of the runs."""
+        given = {key: value for key, value in self.keys.items() if value.strip()}
+        for file, key in FILES.items():
+            if self.texts.get(file, "").strip():
+                given.setdefault(key, flow(str(self.folder(root) / file)))
+        if self.scorers:
+            scorers = {name: self._scorer(name, root) for name in self.scorers}
+            given["reward.scorers"] = flow(scorers)
+        first = [f"{key}={given.pop(key)}" for key in FIRST if key in given]
+        return [*first, *(f"{key}={value}" for key, value in given.items()), f"out={flow(str(root / self.name))}"]
+
+    def _scorer(self, name: str, root: Path) -> dict[str, Any]:
+        own = {key: value for key, value in self.scorers[name].items() if value not in ("", None)}
+        if isinstance(kwargs := own.get("kwargs"), str):
+            own["kwargs"] = _mapping(kwargs, f"reward.scorers.{name}.kwargs")
+        return {"path": str(self.folder(root) / f"{name}.py"), **own} if f"{name}.py" in self.texts else own
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of its files."""
+        return root / "studio" / "drafts" / self.name
+
+    def write(self, root: Path) -> None:
+        """Write the files of the draft, and remove others; raises `GerlError`."""
+        folder = self.folder(root)
+        for file, text in self.texts.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / file, text if text.endswith("\n") else f"{text}\n")
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_file() and path.name not in self.texts:
+                path.unlink()
+
+    def remove(self, root: Path) -> None:
+        """Remove the files of the draft."""
+        shutil.rmtree(self.folder(root), ignore_errors=True)
+
+
+def _mapping(text: str, key: str) -> dict[str, Any]:
+    """Read `KEY: VALUE` lines; raises `ConfigError`."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key}: write KEY: VALUE, one per line")
+    return found
+
+
+def read_draft(given: Mapping[str, Any]) -> Draft:
+    """Return the draft that the page sends; raises `GerlError` for one that cannot be written."""
+    name, texts = given.get("name"), given.get("texts") or {}
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise GerlError("the name of a run has letters, digits and _ . - only, and begins with a letter or a digit")
+    parts = (given.get("keys") or {}, given.get("scorers") or {}, texts)
+    if not all(isinstance(part, dict) for part in parts) or not all(isinstance(s, dict) for s in parts[1].values()):
+        raise GerlError("keys, scorers and texts of a draft are objects")
+    if wrong := [file for file in texts if not NAME.fullmatch(str(file))]:
+        raise GerlError(f"{wrong[0]!r:.80} is no name of a file")
+    if wrong := [name for name in parts[1] if not re.fullmatch(r"\w+", name)]:
+        raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
+    keys_ = {str(key): str(value) for key, value in parts[0].items()}
+    texts = {str(file): str(text) for file, text in texts.items()}
+    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a draft cannot be trained: a sentence, and the key that it names."""
+
+    sentence: str
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the composition says of a draft."""
+
+    arguments: list[str]
+    problem: Problem | None
+    yaml: str = ""
+    changes: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, that of the experiment
+    values: dict[str, Any] = field(default_factory=dict)  # of all keys
+    facts: dict[str, Any] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)  # of all prompts, each once
+
+
+def check(draft: Draft, root: Path) -> Check:
+    """Compose a draft, and read its prompts, as a run does before it loads anything."""
+    arguments: list[str] = []
+    with COMPOSING:
+        try:
+            arguments = draft.arguments(root)
+            composed = compose_run(arguments)
+            recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
+        except GerlError as error:
+            return Check(arguments, Problem(str(error), key_in(str(error))))
+    values = settings_of(composed.config)
+    changes = changes_to(settings_of(recipe.config), values)
+    if composed.run_dir.exists():
+        sentence = f"there is a run {draft.name} already: give this one another name"
+        return Check(arguments, Problem(sentence, "name"), composed.yaml(), changes, values)
+    found = Check(arguments, None, composed.yaml(), changes, values)
+    try:
+        prompts, held_out = _prompts(composed, "data.train"), _prompts(composed, "validation.data")
+        check_reward(composed.config.reward, prompts)
+    except GerlError as error:
+        return dataclasses.replace(found, problem=Problem(str(error), key_in(str(error))))
+    texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
+    return dataclasses.replace(found, facts=_facts(composed, prompts, held_out), texts=texts)
+
+
+def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return (key, value, value of the recipe) of what differs; of a new scorer what is not a default."""
+    found = dict[str, tuple[str, str, str]]()
+    for key, value, before in difference(values, recipe):
+        _, _, scorer = key.partition("reward.scorers.")
+        name, _, inner = scorer.partition(".")
+        if scorer and name not in values["reward"]["scorers"]:
+            found[name] = f"reward.scorers.{name}", "removed", ""
+        elif not (scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)):
+            found[key] = key, value, before
+    return list(found.values())
+
+
+def _prompts(composed: Composed, key: str) -> list[Prompt]:
+    data, validation = composed.config.data, composed.config.validation
+    given = data.train if key == "data.train" else validation.data
+    if given is None:
+        return []
+    return _of_hub(Given(given, data, key)) if "hf:" in str(given) else load(given, data, key)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of `load`, compared by their text."""
+
+    given: object
+    data: DataConfig
+    key: str
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+
+@lru_cache(maxsize=8)
+def _of_hub(asked: Given) -> list[Prompt]:
+    """Read a data set of the Hub once, not at every key stroke."""
+    return load(asked.given, asked.data, asked.key)
+
+
+def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> dict[str, Any]:
+    """What a reader wants to know of a run before it starts."""
+    config = composed.config
+    return {
+        "experiment": composed.experiment,
+        "algorithm": config.algorithm.name,
+        "model": config.model.path,
+        "steps": planned_steps(config, prompts),
+        "images": config.rollout.prompts_per_step * config.rollout.n,
+        "prompts": about(prompts),
+        "held_out": about(held_out),
+        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
+        "scorers": {name: scorer.weight for name, scorer in config.reward.scorers.items()},
+    }
+
+
+def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the number of prompts, those that are there twice, and the longest."""
+    counts = Counter(prompt.text for prompt in prompts)
+    twice = [text for text, count in counts.items() if count > 1]
+    longest = sorted(counts, key=len, reverse=True)[:LONGEST]
+    return {"count": len(prompts), "twice": twice[:LONGEST], "repeated": len(twice), "longest": longest}
+
+
+def key_in(sentence: str) -> str:
+    """Return the key that an error names at its start, "" if none."""
+    match = re.match(r"[+~]*([a-z]\w*(?:\.\w+)*)(?==|: )", sentence)
+    return match[1] if match else ""
+
+
+# --- What the page shows of a key
+
+
+def described(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return for each key its explanation, and which values it has: bool, int, float, str, list, or its choices."""
+    known: dict[str, Any] = dict(keys())
+    found = {}
+    for name in names:
+        f = known[name]
+        choices = ["true", "false"] if f.type is bool else _choices(f.type)
+        found[name] = {"help": f.metadata["help"], "choices": choices, "often": f.metadata["often"]}
+    return found
+
+
+def _choices(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [str(part) for part in get_args(kind)]
+    return []
+
+
+def from_run(run: Path, name: str) -> Draft:
+    """Return a draft with the settings of a run; raises `GerlError` if it has none."""
+    config = run / "config.yaml"
+    if not config.is_file():
+        raise GerlError(f"{run} has no config.yaml to copy")
+    return read_draft({"name": name, "keys": {"experiment": str(config)}})

@@ -1,0 +1,122 @@
+"""Pictures for the studio: `gerl serve pipeline=MODEL` samples them, with a LoRA of any strength or without."""
+
+import base64
+import contextlib
+import hashlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from gerl.errors import GerlError
+from gerl.utils.files import write_file
+from gerl.web.studio.jobs import Job, Jobs
+
+MOST = 16  # pictures of a request
+LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to sample: a picture per prompt, from noise of consecutive seeds."""
+
+    model: str
+    prompts: Sequence[str]
+    sampling: Mapping[str, Any]  # the block `sampling`
+    seed: int = 0
+    lora: Path | None = None
+    scale: float = 1.0
+
+
+class Sampler:
+    """The services of the models that were asked for."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs, self.starting = jobs, threading.Lock()
+        self.session = requests.Session()
+        self.session.trust_env = False  # no proxy of the environment
+
+    def pictures(self, request: Request, folder: Path) -> list[str]:
+        """Sample the pictures and write them into `folder` with their prompts; returns them as base64 of PNG files.
+
+        Raises `GerlError` if the model cannot be loaded or the request is wrong.
+        """
+        if not 0 < len(request.prompts) <= MOST:
+            raise GerlError(f"give 1 to {MOST} prompts")
+        address = self.service(request.model)
+        body: dict[str, Any] = {"prompts": list(request.prompts), "sampling": dict(request.sampling)}
+        body |= {"seeds": [request.seed + i for i in range(len(request.prompts))], "scale": request.scale}
+        if request.lora is not None:
+            body["lora"] = name_of(request.lora)
+            self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
+        found: list[str] = self.ask(f"{address}/generate", body)["images"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, (prompt, picture) in enumerate(zip(request.prompts, found, strict=True)):
+            write_file(folder / f"{i:02}.png", base64.b64decode(picture))
+            write_file(folder / f"{i:02}.txt", prompt)
+        return found
+
+    def truncated(self, model: str, sampling: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
+        """Return a sentence for each tokenizer of the model that truncates some of the prompts."""
+        body = {"prompts": list(prompts), "sampling": dict(sampling)}
+        found: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
+        return found
+
+    def close(self) -> None:
+        """Stop the services, which only the page uses."""
+        for job in self.jobs.all:
+            if job.command == "serve":
+                self.jobs.stop(job)
+
+    def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Post to a service; raises `GerlError` with its sentence if it refuses."""
+        try:
+            answer = self.session.post(address, json=body, timeout=ANSWER)
+            found = answer.json()
+        except (requests.RequestException, ValueError) as error:
+            raise GerlError(f"the service of the model does not answer ({type(error).__name__}): try again") from None
+        if not answer.ok:
+            raise GerlError(str(found.get("error", answer.status_code)))
+        return dict(found)
+
+    def service(self, model: str) -> str:
+        """Return the address of the service of `model`, started if there is none, when it is ready."""
+        with self.starting:
+            job = next((job for job in self.jobs.all if serves(job, model)), None)
+            if job is None:
+                arguments = [f"pipeline={model}", f"port={free_port()}"]
+                job = self.jobs.add("serve", arguments, model, gpus=0)
+        address = "http://127.0.0.1:" + job.arguments[1].partition("=")[2]
+        end = time.monotonic() + LOADING
+        while job.state == "running" and time.monotonic() < end:
+            with contextlib.suppress(requests.RequestException):
+                if self.session.get(f"{address}/health", timeout=LOOK * 10).ok:
+                    return address
+            time.sleep(LOOK)
+            self.jobs.look()
+        said = self.jobs.log(job).strip().splitlines()
+        raise GerlError(said[-1].removeprefix("error: ") if said else f"{model} was not loaded")
+
+
+def serves(job: Job, model: str) -> bool:
+    """Whether a job is the service of `model`."""
+    return job.state == "running" and job.command == "serve" and job.arguments[:1] == [f"pipeline={model}"]
+
+
+def name_of(lora: Path) -> str:
+    """Return a name for a LoRA file, another one when it is written anew."""
+    status = lora.stat()
+    text = json.dumps([str(lora.resolve()), status.st_mtime_ns, status.st_size])
+    return f"studio-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,222 @@
+"""The studio's server over real HTTP: drafts, the queue, notes; whom it refuses, and what wrong input is answered."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from watching import make_run
+
+from gerl.commandline.command import listen
+from gerl.web.server import address, serving
+from gerl.web.studio.app import Studio, build_studio
+
+SLEEPS = ("sh", "-c", "sleep 60", "sh")
+
+
+@contextmanager
+def open_studio(root: Path, token: str | None = None) -> Iterator[tuple[str, Studio]]:
+    app, studio = build_studio(root, token)
+    studio.jobs.program, studio.jobs.devices = SLEEPS, ["cpu"]
+    with listen("127.0.0.1", 0) as listener, serving(app, listener, 2.0):
+        yield address(listener), studio
+        studio.closing.set()
+    for job in studio.jobs.all:
+        studio.jobs.stop(job)
+    studio.store.close()
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Studio]]:
+    root = tmp_path_factory.mktemp("work") / "outputs"
+    make_run(root / "signs" / "one")
+    with open_studio(root) as found:
+        yield found
+
+
+def post(url: str, name: str, body: Any, **headers: str) -> requests.Response:
+    return requests.post(f"{url}/api/{name}", json=body, headers=headers, timeout=30)
+
+
+def draft(name: str, scorers: dict[str, Any] | None = None, texts: dict[str, str] | None = None, **keys: str) -> Any:
+    given = {"experiment": "signs", **{key.replace("__", "."): value for key, value in keys.items()}}
+    return {"name": name, "keys": given, "scorers": scorers or {}, "texts": texts or {}}
+
+
+def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    texts = {
+        "prompts.txt": 'a red sign that reads "A"\na red sign that reads "A"',
+        "mine.py": "def compute_score(images): ...",
+    }
+    found = post(url, "draft", draft("first", {"mine": {"weight": 0.5}}, texts, trainer__steps="3")).json()
+    folder = studio.root / "studio" / "drafts" / "first"
+    assert found["problem"] is None and (folder / "mine.py").read_text() == texts["mine.py"] + "\n"
+    scorers = f"reward.scorers={{mine: {{path: {folder / 'mine.py'}, weight: 0.5}}}}"
+    prompts = f"data.train={folder / 'prompts.txt'}"
+    assert found["arguments"] == [
+        "experiment=signs",
+        "trainer.steps=3",
+        prompts,
+        scorers,
+        f"out={studio.root / 'first'}",
+    ]
+    assert found["facts"]["prompts"] | {"longest": 0} == {
+        "count": 2, "repeated": 1, "twice": ['a red sign that reads "A"'], "longest": 0
+    }  # fmt: skip
+    assert ["trainer.steps", "3", "76"] in found["changes"] and ["reward.scorers.ocr", "removed", ""] in found[
+        "changes"
+    ]
+    kept = requests.get(f"{url}/api/draft", params={"name": "first"}, timeout=10).json()
+    assert kept["texts"] == texts and kept["scorers"] == {"mine": {"weight": 0.5}}
+
+
+WRONG = [
+    (draft("a", rollout__n="x"), "rollout.n"),
+    (draft("a", rollout__m="4"), "rollout.m"),
+    (draft("a", data__train="nowhere.txt"), "data.train"),
+    (draft("a", algorithm="grpo"), "algorithm"),
+    (draft("a", {"mine": {}}, {"mine.py": "def compute_score(images:"}), "reward.scorers.mine.path"),
+    (draft("a", {"vlm_judge": {"kwargs": "no mapping"}}), "reward.scorers.vlm_judge.kwargs"),
+]
+
+
+@pytest.mark.parametrize(("given", "key"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_wrong_input_is_answered_beside_its_field(opened: tuple[str, Studio], given: Any, key: str) -> None:
+    url, _ = opened
+    found = post(url, "draft", given)
+    assert found.status_code == 200 and found.json()["problem"]["key"] == key
+    assert post(url, "start", {"name": "a"}).json()["error"] == found.json()["problem"]["sentence"]
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "a" * 81])
+def test_a_name_that_is_no_folder_is_refused(opened: tuple[str, Studio], name: str) -> None:
+    assert post(opened[0], "draft", draft(name)).status_code == 409
+    assert post(opened[0], "draft", draft("a", texts={name: "text"})).status_code == 409
+
+
+def test_a_renamed_draft_is_one_draft(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    post(url, "draft", draft("old", texts={"prompts.txt": "a fox"}))
+    post(url, "draft", draft("new", texts={"prompts.txt": "a fox"}) | {"was": "old"})
+    assert "old" not in studio.store.values["drafts"] and "new" in studio.store.values["drafts"]
+    assert not (studio.root / "studio" / "drafts" / "old").exists()
+    assert post(url, "remove", {"name": "new"}).ok and "new" not in studio.store.values["drafts"]
+
+
+def test_a_run_is_queued_stopped_and_cannot_be_started_twice(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    post(url, "draft", draft("run", trainer__steps="3"))
+    number = post(url, "start", {"name": "run", "gpus": 1}).json()["job"]
+    job = studio.jobs.get(number)
+    assert job.state == "running" and job.run == "run" and job.arguments[-1] == f"out={studio.root / 'run'}"
+    second = post(
+        url, "command", {"command": "preflight", "arguments": ["experiment=signs", "out={out}/a.json"]}
+    ).json()
+    assert studio.jobs.get(second["job"]).arguments[-1] == f"out={studio.root / 'studio' / str(second['job'])}/a.json"
+    assert requests.get(f"{url}/api/home", timeout=10).json()["jobs"][0]["state"] == "waiting"
+    assert post(url, "job", {"job": second["job"], "action": "stop"}).json()["state"] == "stopped"
+    (studio.root / "run").mkdir()
+    assert "another name" in post(url, "start", {"name": "run", "gpus": 1}).json()["error"]
+    assert post(url, "start", {"name": "run", "gpus": 9}).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("command", {"command": "sh", "arguments": []}),
+        ("command", {"command": "train", "arguments": "x"}),
+        ("job", {"job": 999, "action": "stop"}),
+        ("job", {"job": 1, "action": "kill"}),
+        ("note", {"run": "nowhere", "note": "", "star": True}),
+        ("note", {"run": "signs/one", "note": 3, "star": True}),
+        ("copy", {"run": "../.."}),
+        ("sample", {"run": "signs/one", "prompts": "x"}),
+        ("sample", {"run": "signs/one", "prompts": ["a fox"], "step": 5}),
+        ("try", {"draft": "first", "folder": "/etc"}),
+        ("draft", [1]),
+        ("draft", {"name": "a", "keys": [1]}),
+    ],
+)
+def test_a_wrong_request_is_refused_with_a_sentence(opened: tuple[str, Studio], name: str, body: Any) -> None:
+    answer = post(opened[0], name, body)
+    assert 400 <= answer.status_code < 500 and answer.json()["error"]
+
+
+def test_notes_and_stars_are_kept_and_a_run_is_copied(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    assert post(url, "note", {"run": "signs/one", "note": "good", "star": True}).ok
+    (run,) = [run for run in requests.get(f"{url}/api/home", timeout=10).json()["runs"] if run["name"] == "signs/one"]
+    assert (run["note"], run["star"]) == ("good", True)
+    assert post(url, "copy", {"run": "signs/one", "name": "again"}).json() == {"name": "again"}
+    assert studio.draft("again").keys == {"experiment": str(studio.root.resolve() / "signs" / "one" / "config.yaml")}
+
+
+def test_the_live_page_is_below_it(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    assert "page.js" in requests.get(f"{url}/watch/", timeout=10).text
+    found = requests.get(f"{url}/watch/api/run", params={"run": "signs/one"}, timeout=10)
+    assert found.ok and found.json()
+
+
+def test_files_of_a_job_cannot_leave_its_folder(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    job = studio.jobs.add("train", [], "a", gpus=0)
+    (studio.jobs.folder(job) / "gallery.html").write_text("<script></script>")
+    found = requests.get(f"{url}/result/{job.id}/gallery.html", timeout=10)
+    assert found.ok and found.headers["content-security-policy"].startswith("sandbox")
+    for path in ("..%2F..%2Fstudio.json", "log.txt", "nowhere.html"):
+        assert requests.get(f"{url}/result/{job.id}/{path}", timeout=10).status_code == 404
+
+
+def test_other_sites_and_other_hosts_are_refused(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    body = draft("foreign")
+    assert post(url, "draft", body, Origin="https://elsewhere.example").status_code == 403
+    assert post(url, "draft", body, Host="elsewhere.example").status_code == 403
+    answer = requests.post(f"{url}/api/draft", data="{}", headers={"Content-Type": "text/plain"}, timeout=10)
+    assert answer.status_code == 415 and "foreign" not in studio.store.values["drafts"]
+
+
+def test_a_token_is_asked_for_everywhere(tmp_path: Path) -> None:
+    with open_studio(tmp_path, token="secret") as (url, _):
+        for path in ("/", "/?token=secret", "/api/home", "/watch/", "/watch/api/runs", "/result/1/a.html"):
+            assert requests.get(url + path, timeout=10).status_code == 401
+        assert post(url, "draft", draft("a")).status_code == 401
+        assert post(url, "login", {"token": "wrong"}).status_code == 401 and post(url, "login", {}).status_code == 400
+        session = requests.Session()
+        answer = session.post(f"{url}/api/login", json={"token": "secret"}, timeout=10)
+        assert answer.ok and "HttpOnly" in answer.headers["set-cookie"] and "secret" not in answer.text
+        for path in ("/", "/api/home", "/watch/", "/watch/api/runs"):
+            assert session.get(url + path, timeout=10).ok
+        assert requests.get(f"{url}/api/home", headers={"Authorization": "Bearer secret"}, timeout=10).ok
+
+
+def test_a_run_on_which_people_vote_is_another_command(opened: tuple[str, Studio]) -> None:
+    found = post(opened[0], "draft", draft("votes") | {"votes": True}).json()
+    assert found["problem"] is None and found["line"].startswith("gerl vote experiment=signs ")
+
+
+def test_the_menu_has_recipes_presets_and_situations(opened: tuple[str, Studio]) -> None:
+    menu = requests.get(f"{opened[0]}/api/menu", timeout=60).json()
+    assert {"signs", "plain"} <= {recipe["name"] for recipe in menu["recipes"]}
+    advice = (Path(__file__).parents[4] / "docs" / "choose_an_algorithm.md").read_text(encoding="utf-8")
+    for row in menu["situations"]:
+        assert row["preset"] in menu["presets"] and f"`{row['preset']}`" in advice
+    assert menu["keys"]["model.train"]["choices"] == [] or "lora" in menu["keys"]["model.train"]["choices"]
+    assert menu["keys"]["trainer.steps"]["help"] and menu["keys"]["logger.level"]["choices"] == ["info", "debug"]
+
+
+def test_pages_are_told_of_changes(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    with requests.get(f"{url}/api/news", stream=True, timeout=10) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith(b"retry")
+        timer = threading.Timer(0.2, lambda: post(url, "draft", draft("told")))
+        timer.start()
+        heard = [line for _, line in zip(range(5), lines, strict=False) if line.startswith(b"data")]
+        timer.join()
+    assert len(heard) >= 2

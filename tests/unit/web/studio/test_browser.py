@@ -1,0 +1,119 @@
+"""The studio in a browser: answers beside their fields, phones, names of controls; skipped where there is no browser.
+
+It needs the package playwright and a Chromium that is installed (GERL_BROWSER names it, else one on the PATH).
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from watching import make_run
+
+from gerl.commandline.command import listen
+from gerl.web.server import address, serving
+from gerl.web.studio.app import build_studio
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+BROWSER = os.environ.get("GERL_BROWSER") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+PAGES = ("", "new", "job?job=1", "compare", "watch/?run=signs/one")
+UNNAMED = """() => [...document.querySelectorAll("button, input, select, textarea, a")]
+  .filter((e) => e.offsetParent && !(e.labels?.length || e.ariaLabel || e.textContent.trim() || e.title))
+  .map((e) => e.outerHTML)"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    root = tmp_path_factory.mktemp("work") / "outputs"
+    make_run(root / "signs" / "one")
+    app, studio = build_studio(root, None)
+    studio.jobs.program, studio.jobs.devices = ("sh", "-c", "echo http://localhost:1/; sleep 60", "sh"), ["cpu"]
+    studio.jobs.add(
+        "train", ["reward.scorers={a: {path: /a/very/long/path/without/any/space/in/it.py}}"], "<b>bold</b>"
+    )
+    with listen("127.0.0.1", 0) as listener, serving(app, listener, 2.0):
+        yield address(listener)
+        studio.closing.set()
+    for job in studio.jobs.all:
+        studio.jobs.stop(job)
+    studio.store.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A page that has raised nothing and asked no other server."""
+    size = {"width": 1280, "height": 900} if request.param == "light" else {"width": 390, "height": 844}
+    context = browser.new_context(viewport=size, color_scheme=request.param)
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    errors, asked_for = list[str](), list[str]()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda asked: asked_for.append(asked.url))
+    yield page
+    context.close()
+    assert errors == [] and all(found.startswith(("http://127.0.0.1:", "data:")) for found in asked_for)
+
+
+def test_a_wrong_value_is_answered_beside_its_field(page: Any, url: str) -> None:
+    page.goto(f"{url}/new")
+    page.wait_for_selector(".status.good")
+    page.fill("#field-name", "from-the-browser")
+    page.fill('[id="field-trainer.steps"]', "many")
+    page.wait_for_selector(".status.bad")
+    assert "integer" in page.inner_text('[id="wrong-trainer.steps"]')
+    assert page.get_attribute('[id="field-trainer.steps"]', "aria-invalid") == "true"
+    page.fill('[id="field-trainer.steps"]', "3")
+    page.click("section[aria-label=Reward] button:has-text('Add')")
+    page.fill('textarea[aria-label="function of mine"]', "def compute_score(images):\n    return [\n")
+    page.wait_for_selector(".lines b")
+    assert page.inner_text(".lines b").strip() == "2" and page.locator(".status.bad").count() == 1
+    page.fill('textarea[aria-label="function of mine"]', "def compute_score(images):\n    return [1.0] * len(images)\n")
+    page.wait_for_selector(".status.good")
+    assert "trainer.steps=3" in page.inner_text(".side-panel pre")
+    page.reload()
+    page.wait_for_selector(".status.good")
+    assert page.input_value('[id="field-trainer.steps"]') == "3" and "from-the-browser" in page.url
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_page_scrolls_sideways_and_every_control_has_a_name(page: Any, url: str, path: str) -> None:
+    page.goto(f"{url}/{path}")
+    page.wait_for_selector("main section, .sections section")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.evaluate(UNNAMED) == []
+
+
+def test_what_people_type_is_text(page: Any, url: str, tmp_path: Path) -> None:
+    page.goto(url)
+    page.wait_for_selector("section[aria-label=Queue] li")
+    assert "<b>bold</b>" in page.inner_text("section[aria-label=Queue]")
+    page.click("section[aria-label=Queue] li a")
+    page.wait_for_selector("pre a")
+    assert page.get_attribute("pre a", "href") == "http://localhost:1/"
+
+
+def test_a_star_and_a_note_are_set_with_the_keyboard(page: Any, url: str) -> None:
+    page.goto(url)
+    page.wait_for_selector(".star")
+    before = page.get_attribute(".star", "aria-pressed")
+    page.focus(".star")
+    page.keyboard.press("Enter")
+    page.wait_for_function("(before) => document.querySelector('.star').ariaPressed !== before", arg=before)
+    page.fill("input[placeholder=note]", "good")
+    page.keyboard.press("Tab")
+    page.wait_for_timeout(500)
+    page.reload()
+    page.wait_for_selector(".star")
+    assert page.input_value("input[placeholder=note]") == "good"

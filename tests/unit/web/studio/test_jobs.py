@@ -1,0 +1,95 @@
+"""The queue of the studio, with real processes: killed, stopped, and followed by another page."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gerl.errors import GerlError
+from gerl.web.studio.jobs import Jobs, Store
+
+# `COMMAND SECONDS CODE` sleeps and exits; as gerl does, it ends with 130 after an interrupt
+PROGRAM = ("sh", "-c", 'trap "exit 130" INT; echo slept; sleep $2 & wait $!; exit $3', "sh")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    found = Store(tmp_path / "runs")
+    yield found
+    found.close()
+
+
+def on_cpu(store: Store) -> Jobs:
+    jobs = Jobs(store, program=PROGRAM)
+    jobs.devices = ["cpu"]
+    return jobs
+
+
+def until(jobs: Jobs, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, [job.state for job in jobs.all]
+        jobs.look()
+        time.sleep(0.02)
+
+
+def test_jobs_run_one_after_the_other_and_tell_their_end(store: Store) -> None:
+    jobs = on_cpu(store)
+    first, second, third = (jobs.add("train", ["0.2", code], "a run") for code in ("0", "3", "0"))
+    assert [job.state for job in jobs.all] == ["running", "waiting", "waiting"]
+    jobs.move(third, -1)
+    until(jobs, lambda: third.ended is not None)
+    assert (first.state, second.state, third.state) == ("finished", "running", "finished")
+    until(jobs, lambda: second.ended is not None)
+    assert second.state == "failed" and second.code == 3 and jobs.log(first) == "slept\n"
+
+
+def test_a_job_per_gpu_and_the_first_of_the_queue_is_not_overtaken(store: Store) -> None:
+    jobs = on_cpu(store)
+    jobs.devices = ["0", "1"]
+    one, two, three = (jobs.add("train", ["0.3", "0"], "a run", gpus=gpus) for gpus in (1, 2, 1))
+    assert [job.state for job in (one, two, three)] == ["running", "waiting", "waiting"]
+    until(jobs, lambda: three.ended is not None)
+    assert (one.devices, two.devices) == (["0"], ["0", "1"]) and three.clock > two.clock  # type: ignore[operator]
+
+
+def test_a_job_is_stopped_or_taken_from_the_queue(store: Store) -> None:
+    jobs = on_cpu(store)
+    first, second = (jobs.add("train", ["60", "0"], "a run") for _ in range(2))
+    until(jobs, lambda: jobs.log(first) == "slept\n")
+    jobs.stop(second)
+    jobs.stop(first)
+    until(jobs, lambda: first.ended is not None)
+    assert (first.state, first.code, second.state, second.pid) == ("stopped", 130, "stopped", None)
+
+
+def test_another_page_follows_the_same_jobs(store: Store) -> None:
+    jobs = on_cpu(store)
+    first, second = (jobs.add("train", [seconds, "0"], "a run") for seconds in ("0.5", "60"))
+    third = jobs.add("train", ["0.1", "0"], "a run")
+    store.close()  # as the end of the process does
+    with pytest.raises(GerlError):
+        again = Store(store.root), Store(store.root)
+    again = Store(store.root)
+    try:
+        later = on_cpu(again)
+        assert [job.id for job in later.all] == [1, 2, 3]
+        until(later, lambda: later.get(2).state == "running")
+        assert later.get(1).state == "finished" and later.get(1).code == 0
+        pid = later.get(2).pid
+        assert pid is not None
+        os.killpg(pid, signal.SIGKILL)
+        until(later, lambda: later.get(3).ended is not None)
+        assert later.get(2).state == "lost" and later.get(3).state == "finished"
+    finally:
+        again.close()
+    assert (first.id, second.id, third.id) == (1, 2, 3)
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "studio.json").write_text("{")
+    with pytest.raises(GerlError, match=r"studio\.json"):
+        Store(tmp_path)
