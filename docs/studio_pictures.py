@@ -33,8 +33,8 @@ CODE = '''def compute_score(images, prompts):
 @contextmanager
 def studio(root: Path) -> Iterator[str]:
     """Run `gerl studio` on a folder; yields its address."""
-    command = [sys.executable, "-m", "gerl", "studio", f"folder={root}", "port=0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "gerl", "studio", f"folder={root.name}", "port=0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root.parent)
     assert process.stderr is not None
     match = re.match(r"http://\S+", process.stderr.readline())
     assert match is not None
