@@ -112,6 +112,7 @@ def drive(page: Page, url: str, film: Film, steps: int) -> None:
     )
     page.click("section[aria-label='Try own prompts'] button")
     page.wait_for_selector("section[aria-label='Try own prompts'] ul.pictures >> nth=1")
+    page.locator("section[aria-label='Try own prompts'] ul.pictures").last.scroll_into_view_if_needed()
     film.shoot(3)
     page.screenshot(path=PICTURES / "studio_compare.png")
     page.fill("#evaluate-most", "16")
