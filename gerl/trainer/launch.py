@@ -4,12 +4,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.algorithms.planning import planned_steps, prompt_schedule
 from gerl.commandline.command import PAGE, importing, logged_at, watching
+from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
@@ -47,28 +48,50 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
     return folder.path
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Configuration and prompts of a run. `kept`: a sentence about scorers of the experiment that stay watched."""
+
+    config: Config
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    regularising: list[Prompt]
+    kept: str
+
+
+def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
+    """Read the prompts and check what can be checked before libraries are imported that take seconds.
+
+    Raises `GerlError` for what a run would be refused for.
+    """
+    config = composed.config
+    check_trackers(config.logger)
+    resolve(config.model.path)
+    model = config.model.for_resume() if resumed else config.model
+    if model.lora is not None:
+        local_lora(model.lora)
+    with waiting("reading the prompts"):
+        with explained(composed.kept):
+            prompts = read_prompts(config, "data.train", config.data.train)
+        regularising = read_regularising(config)
+    if config.algorithm.needs.reward_gradient:
+        scorers_with_gradient(config)
+    held = config.validation
+    held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
+    config, kept = keep_watched(config, composed.replaced, prompts, held_out)
+    check_held_out_metrics(config, held_out)
+    if config.episode.turns:
+        Turns(config).check([*prompts, *held_out])
+    return Inputs(config, prompts, held_out, regularising, kept)
+
+
 @contextlib.contextmanager
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
     """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with logged_at(config.logger.level), RunLog() as log:
-        check_trackers(config.logger)
-        resolve(config.model.path)
-        model = config.model if folder.checkpoint is None else config.model.for_resume()
-        if model.lora is not None:
-            local_lora(model.lora)
-        with waiting("reading the prompts"):
-            with explained(folder.composed.kept):
-                prompts = read_prompts(config, "data.train", config.data.train)
-            regularising = read_regularising(config)
-        if config.algorithm.needs.reward_gradient:
-            scorers_with_gradient(config)
-        held = config.validation
-        held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
-        config, kept = keep_watched(config, folder.composed.replaced, prompts, held_out)
-        check_held_out_metrics(config, held_out)
-        if config.episode.turns:
-            Turns(config).check([*prompts, *held_out])
+        inputs = read_inputs(folder.composed, folder.checkpoint is not None)
+        config, prompts, held_out = inputs.config, inputs.prompts, inputs.held_out
         folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
@@ -80,6 +103,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
                 from gerl.workers.setup import check_start  # which imports them
 
+                model = config.model if folder.checkpoint is None else config.model.for_resume()
                 check_start(replace(config, model=model), machines.device)
         planned = planned_steps(config, prompts)
         of_epochs = None if config.trainer.epochs is None else planned
@@ -88,7 +112,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             logger.info("%s", described(config, folder.composed.preset))
             if of_epochs is not None:
                 logger.info("%s", epochs_words(config, prompts))
-            for sentence in filter(None, [folder.composed.kept, kept]):
+            for sentence in filter(None, [folder.composed.kept, inputs.kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):
                 logger.warning(
@@ -100,7 +124,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
             with interruption_logged(run_dir, planned):
                 with start_cluster(machines) as cluster:
-                    run = Run(config, run_dir, cluster, prompts, held_out, identity(config), regularising)
+                    run = Run(config, run_dir, cluster, prompts, held_out, identity(config), inputs.regularising)
                     run.started = start
                     with contextlib.closing(run.train(folder)) as steps:
                         yield run, steps

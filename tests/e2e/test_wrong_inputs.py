@@ -24,6 +24,8 @@ from wrong_files import FILES, LORAS
 from wrong_inputs import TABLE
 from wrong_rows import Row
 
+from gerl.web.studio.drafts import Draft, check
+
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     "train": "gerl.trainer.main_flowgrpo",
@@ -146,3 +148,32 @@ def test_as_a_real_command(row: Row, here: Path) -> None:
     ran = subprocess.run([sys.executable, "-m", module, *given], env=environment, capture_output=True, text=True)
     assert ran.returncode == row.code and ran.stdout == ""
     assert ran.stderr.startswith("error: ") and row.named in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+
+
+# --- The same on the page of the studio, where keys are typed into fields
+
+
+def is_typed(row: Row) -> bool:
+    """Whether a row is a run whose arguments are keys with values, each once, without settings of Hydra."""
+    command, *given = shlex.split(row.line)
+    keys = [argument.partition("=")[0] for argument in given]
+    plain = all(re.match(r"[A-Za-z]\S*=\S|[A-Za-z]\S*=.*\S", argument) for argument in given)
+    own = not any(key.startswith("hydra") or key in ("out", "checkpoint.resume") for key in keys)
+    # found when a worker starts, or by a network
+    later = "cluster.device=cuda" in given or "hf:" in row.line or "cluster.device=cpu" in given
+    return command == "train" and plain and own and len(set(keys)) == len(keys) and not (later or row.works)
+
+
+TYPED = [parameter for parameter in TABLE if is_typed(parameter.values[0])]
+
+
+@pytest.mark.parametrize("row", TYPED)
+def test_the_studio_answers_as_the_command_line_does(row: Row, here: Path, fill: Callable[[str], str]) -> None:
+    keys = dict(argument.split("=", 1) for argument in shlex.split(fill(row.line))[1:])
+    problem = check(Draft("draft", keys), here / "outputs").problem
+    assert problem is not None and fill(row.named) in problem.sentence and re.search(row.remedy, problem.sentence)
+    assert not (here / "outputs" / "draft").exists()
+
+
+def test_most_rows_of_runs_are_tried_in_the_studio() -> None:
+    assert len(TYPED) > 150

@@ -11,22 +11,21 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from gerl.algorithms.planning import planned_steps
+from gerl.commandline.command import with_notes
 from gerl.commandline.composition import Composed, compose_run
-from gerl.config import DataConfig, ScorerConfig, keys
+from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
-from gerl.data.sources import load
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
-from gerl.rewards.checks import check_reward
 from gerl.run.settings import difference, shown_setting
+from gerl.trainer.launch import read_inputs
 from gerl.utils.files import write_file
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
@@ -149,7 +148,7 @@ def check(draft: Draft, root: Path) -> Check:
             composed = compose_run(arguments)
             recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
         except GerlError as error:
-            return Check(arguments, Problem(str(error), key_in(str(error))))
+            return Check(arguments, problem_of(error))
     values = settings_of(composed.config)
     changes = changes_to(settings_of(recipe.config), values)
     if composed.run_dir.exists():
@@ -157,10 +156,10 @@ def check(draft: Draft, root: Path) -> Check:
         return Check(arguments, Problem(sentence, "name"), composed.yaml(), changes, values)
     found = Check(arguments, None, composed.yaml(), changes, values)
     try:
-        prompts, held_out = _prompts(composed, "data.train"), _prompts(composed, "validation.data")
-        check_reward(composed.config.reward, prompts)
+        inputs = read_inputs(composed)
     except GerlError as error:
-        return dataclasses.replace(found, problem=Problem(str(error), key_in(str(error))))
+        return dataclasses.replace(found, problem=problem_of(error))
+    prompts, held_out = inputs.prompts, inputs.held_out
     texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
     return dataclasses.replace(found, facts=_facts(composed, prompts, held_out), texts=texts)
 
@@ -176,35 +175,6 @@ def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tup
         elif not (scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)):
             found[key] = key, value, before
     return list(found.values())
-
-
-def _prompts(composed: Composed, key: str) -> list[Prompt]:
-    data, validation = composed.config.data, composed.config.validation
-    given = data.train if key == "data.train" else validation.data
-    if given is None:
-        return []
-    return _of_hub(Given(given, data, key)) if "hf:" in str(given) else load(given, data, key)
-
-
-@dataclass(frozen=True)
-class Given:
-    """Arguments of `load`, compared by their text."""
-
-    given: object
-    data: DataConfig
-    key: str
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def __eq__(self, other: object) -> bool:
-        return repr(self) == repr(other)
-
-
-@lru_cache(maxsize=8)
-def _of_hub(asked: Given) -> list[Prompt]:
-    """Read a data set of the Hub once, not at every key stroke."""
-    return load(asked.given, asked.data, asked.key)
 
 
 def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> dict[str, Any]:
@@ -229,6 +199,11 @@ def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
     twice = [text for text, count in counts.items() if count > 1]
     longest = sorted(counts, key=len, reverse=True)[:LONGEST]
     return {"count": len(prompts), "twice": twice[:LONGEST], "repeated": len(twice), "longest": longest}
+
+
+def problem_of(error: GerlError) -> Problem:
+    """Return what the command line would say of an error."""
+    return Problem(with_notes(str(error), error), key_in(str(error)))
 
 
 def key_in(sentence: str) -> str:
