@@ -27,7 +27,7 @@ class Call(Protocol):
     def worker(self) -> str: ...
 
     @property
-    def words(self) -> str: ...
+    def description(self) -> str: ...
 
     @property
     def reference(self) -> object: ...
@@ -54,12 +54,12 @@ class Timeline:
         self.running: dict[Call, tuple[What, int, float]] = {}
         self._free: dict[str, float] = {}  # worker -> end of its last call
 
-    def add(self, worker: str, what: What, start: float, words: str = "") -> None:
-        """Add a span of `worker` from `start`, a time of `time.perf_counter`, until now; `words`: for the log."""
+    def add(self, worker: str, what: What, start: float, description: str = "") -> None:
+        """Add a span of `worker` from `start`, a time of `time.perf_counter`, until now; `description`: for the log."""
         now = time.perf_counter()
         with self._lock:
             self._spans.append(Span(worker, what, self.step, self._zero + start, self._zero + now))
-        logger.debug("step %d: %s: %s: %.2f s", self.step, worker, words or what, now - start)
+        logger.debug("step %d: %s: %s: %.2f s", self.step, worker, description or what, now - start)
 
     @contextlib.contextmanager
     def span(self, what: What, *workers: str) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Timeline:
     def submitted(self, call: Call, what: What, start: float) -> None:
         """Record a call submitted at `start`; one in this process has ended by now."""
         if call.reference is None:
-            self.add(call.worker, what, start, call.words)
+            self.add(call.worker, what, start, call.description)
             return
         with self._lock:
             self.running[call] = what, self.step, start
@@ -89,7 +89,7 @@ class Timeline:
                     begun = max(start, self._free.get(call.worker, 0.0))
                     self._free[call.worker] = now
                     self._spans.append(Span(call.worker, what, step, self._zero + begun, self._zero + now))
-                    logger.debug("step %d: %s: %s: %.2f s", step, call.worker, call.words or what, now - begun)
+                    logger.debug("step %d: %s: %s: %.2f s", step, call.worker, call.description or what, now - begun)
 
     def forget(self) -> None:
         """Drop the running calls."""

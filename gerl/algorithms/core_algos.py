@@ -315,18 +315,17 @@ def guard_log_ratio(
     return (log_prob - old_log_prob.detach() + gaussian_kl(mean, old_mean, std)) * std
 
 
+# those that follow from noise levels; `discount` follows from the steps after a step
+LEVEL_WEIGHTS: tuple[StepWeighting, ...] = tuple(kind for kind in get_args(StepWeighting) if kind != "discount")
 RELATIVE_WEIGHTS: tuple[StepWeighting, ...] = ("std", "pcpo", "std2_over_jacobian")  # with mean 1 over the steps
 
 
 def step_weights(
-    kind: StepWeighting,
-    stds: Sequence[float],
-    dts: Sequence[float],
-    jacobians: Sequence[float],
-    gamma: float = 1.0,
-    left: Sequence[int] | None = None,
+    kind: StepWeighting, stds: Sequence[float], dts: Sequence[float], jacobians: Sequence[float]
 ) -> list[float]:
     """Return the weight of each timestep's loss, given its transition's std, `dt` and `J = d mean / d model output`.
+
+    `kind`: one of `LEVEL_WEIGHTS`.
 
     The gradient of a log-probability with respect to the model output is `J / std` times the sampled noise. With weight
     w a step counts as `w J / std`:
@@ -338,12 +337,11 @@ def step_weights(
     - `pcpo`: `std |dt| / |J|` over its mean: proportional to the interval (PCPO, arXiv 2509.25774).
     - `std2_over_jacobian`: `std^2 / |J|` over its mean: proportional to the noise, like the gradient of regressing the
       model output to the output that leads to the sampled latents.
-    - `discount`: `gamma**n`, where `n` timesteps are `left` after it: its return, if only the last has a reward.
 
     Raises `ValueError` if a denominator is 0.
     """
-    if kind not in get_args(StepWeighting):
-        raise ValueError(f"kind must be one of {', '.join(get_args(StepWeighting))}, got {kind!r}")
+    if kind not in LEVEL_WEIGHTS:
+        raise ValueError(f"kind must be one of {', '.join(LEVEL_WEIGHTS)}, got {kind!r}")
     weights = []
     for k, (std, dt, jacobian) in enumerate(zip(stds, dts, jacobians, strict=True)):
         above, below = {
@@ -353,7 +351,6 @@ def step_weights(
             "inverse_jacobian": (1.0, abs(jacobian)),
             "pcpo": (std * abs(dt), abs(jacobian)),
             "std2_over_jacobian": (std * std, abs(jacobian)),
-            "discount": (1.0 if left is None else gamma ** left[k], 1.0),
         }[kind]
         if below == 0:
             raise ValueError(f"{kind} weights are undefined: trained timestep {k} divides by 0")

@@ -258,20 +258,15 @@ class PolicyGradient(Algorithm):
         )  # fmt: skip
 
     def _weights(self, tape: Tape, trained: tuple[int, ...]) -> list[float]:
-        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps.
-
-        A discount counts the steps that follow in the tape, without those that compression skips.
-        """
-        kind, gamma, steps = self.settings.step_weighting, self.settings.step_discount, trained
+        """Return loss weights of the trained steps; relative weights average 1 over all trainable steps."""
+        kind, steps = self.settings.step_weighting, trained
+        if kind == "discount":  # gamma to the power of the steps that follow, without those that compression skips
+            return [self.settings.step_discount ** sum(s.rule.dt != 0 for s in tape.steps[k + 1 :]) for k in trained]
         if kind in RELATIVE_WEIGHTS:
             # steps skipped by the compression after the window have no weight
             steps = tuple([k for k in range(*self.config.sampling.steps_range) if tape.steps[k].rule.dt])
         rules = [_stochastic(self.config, tape, k) for k in steps]
-        left = None
-        if kind == "discount":
-            left = [sum(step.rule.dt != 0 for step in tape.steps[k + 1 :]) for k in steps]
-        stds, dts, jacobians = zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True)
-        weights = step_weights(kind, stds, dts, jacobians, gamma, left)
+        weights = step_weights(kind, *zip(*[(r.std, r.dt, r.jacobian) for r in rules], strict=True))
         return [weights[steps.index(k)] for k in trained]
 
 

@@ -28,8 +28,8 @@ AGAIN = "restart the command"  # remedy, as the end of a sentence
 LAST_WORDS = 15.0  # seconds to find out whether the failure of a worker was caused by the death of another
 GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
 FRAMES = 8  # shown frames of a worker's traceback
-WORD = 40  # characters of a text in the log
-POLLS = ("written",)  # calls that are repeated until something has happened, which are not logged
+MAX_TEXT = 40  # characters of a string in a debug line
+POLLS = ("written",)  # calls that poll, which are not logged
 
 
 class Pending(Generic[R]):
@@ -42,10 +42,10 @@ class Pending(Generic[R]):
         call: Callable[[], R] | None = None,
         value: R | None = None,
         hang_after: float | None = None,
-        words: str = "",
+        description: str = "",
     ) -> None:
-        """`words`: the call, for the log; empty unless it has debug lines."""
-        self.worker, self.reference, self.hang_after, self.words = worker, reference, hang_after, words
+        """`description`: of the call, for debug lines; empty without them."""
+        self.worker, self.reference, self.hang_after, self.description = worker, reference, hang_after, description
         self._value = value
         self._error: Exception | None = None
         if call is not None:
@@ -194,17 +194,17 @@ class WorkerGroup(Generic[W]):
         self, number: int, worker: W, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         label, bound = f"{self.name} {number}", getattr(worker, method.__name__, None)
-        words = ""
+        description = ""
         if logger.isEnabledFor(logging.DEBUG) and method.__name__ not in POLLS:
-            words = in_words(method, args)
-            logger.debug("%s: %s ...", label, words)
+            description = describe_call(method, args)
+            logger.debug("%s: %s ...", label, description)
         if bound is None:  # a function of the worker, not a method
             bound, args = worker.call, (method, *args)  # type: ignore[attr-defined, assignment]
         if self.remote:
             given = [a.reference if isinstance(a, Pending) and a.reference is not None else _value(a) for a in args]
             reference = bound.remote(*given, **kwargs)
-            return Pending(label, reference=reference, hang_after=self.hang_after, words=words)
-        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs), words=words)
+            return Pending(label, reference=reference, hang_after=self.hang_after, description=description)
+        return Pending(label, call=lambda: bound(*map(_value, args), **kwargs), description=description)
 
     def part(self, numbers: range) -> "WorkerGroup[W]":
         """Return a view of the present workers with these numbers."""
@@ -267,8 +267,8 @@ class WorkerGroup(Generic[W]):
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
         found = wait_all(pending, self.hang_after)
         if logger.isEnabledFor(logging.DEBUG):
-            names, words = f"{self.name} {listed(self.numbers)}", in_words(method, args)
-            logger.debug("%s: %s: %.2f s", names, words, time.perf_counter() - start)
+            names, call = f"{self.name} {listed(self.numbers)}", describe_call(method, args)
+            logger.debug("%s: %s: %.2f s", names, call, time.perf_counter() - start)
         return found
 
 
@@ -323,20 +323,20 @@ def wait_all(
     return [found[call] for call in pending]
 
 
-def in_words(method: Callable[..., object], arguments: Sequence[object]) -> str:
-    """Return a call for the log: the name, and of the arguments numbers, texts, tasks and samples."""
-    return f"{method.__name__}({', '.join(filter(None, map(_in_words, arguments)))})"
+def describe_call(method: Callable[..., object], arguments: Sequence[object]) -> str:
+    """Return the name of a method with those arguments that are numbers, strings, tasks or samples."""
+    return f"{method.__name__}({', '.join(filter(None, map(_described, arguments)))})"
 
 
 def listed(numbers: Iterable[object]) -> str:
-    """Return `1, 2, 3`."""
+    """Join values by commas."""
     return ", ".join(map(str, numbers))
 
 
-def _in_words(argument: object) -> str:
+def _described(argument: object) -> str:
     match argument:
         case RolloutTask():
-            return f"task {argument.id}: {_in_words(argument.samples)}"
+            return f"task {argument.id}: {_described(argument.samples)}"
         case [Sample(), *_]:
             prompts = dict.fromkeys(sample.prompt.id for sample in cast(Sequence[Sample], argument))
             return f"{len(argument)} image(s) of prompt {listed(prompts)}"
@@ -345,7 +345,7 @@ def _in_words(argument: object) -> str:
         case Mapping() if argument and all(isinstance(key, int) for key in argument):
             return f"task {listed(argument)}"
         case str():
-            return argument if len(argument) <= WORD else f"{argument[:WORD]}..."
+            return argument if len(argument) <= MAX_TEXT else f"{argument[:MAX_TEXT]}..."
         case int() | float():
             return f"{argument:g}" if isinstance(argument, float) else f"{argument}"
         case ray.ObjectRef():

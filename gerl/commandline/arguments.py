@@ -118,8 +118,9 @@ class Parser(Generic[T]):
         """Whether it takes an experiment."""
         return self.rest or "experiment" in self.passed
 
-    def _keys(self) -> tuple[Option, ...]:
-        return fields(self.options)  # type: ignore[arg-type]
+    def _keys(self) -> list[Option]:
+        found: tuple[Option, ...] = fields(self.options)  # type: ignore[arg-type]
+        return sorted(found, key=lambda option: option.name != self.bare)  # the bare one first, also of a subclass
 
     def _value(self, option: Option, name: str, text: str) -> object:
         if not text.strip():

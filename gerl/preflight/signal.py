@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import torch
 
 from gerl.algorithms import count_pairs
 from gerl.algorithms.base import Pooled
-from gerl.algorithms.core_algos import step_weights
+from gerl.algorithms.core_algos import LEVEL_WEIGHTS, step_weights
 from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
 from gerl.cluster import Cluster
 from gerl.config import Config
@@ -317,8 +317,8 @@ def other_weights(config: Config, facts: Sequence[StepFacts]) -> Iterator[Candid
     if weighting(config) is None:
         return
     stds, jacobians = [cast(float, f.std) for f in facts], [cast(float, f.jacobian) for f in facts]
-    for kind in get_args(StepWeighting):
-        if kind in (weighting(config), "discount"):
+    for kind in LEVEL_WEIGHTS:
+        if kind == weighting(config):
             continue
         try:
             weights = step_weights(kind, stds, [f.dt for f in facts], jacobians)

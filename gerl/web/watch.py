@@ -9,11 +9,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import PAGE, importing, is_loopback, listen, require, run_command
 from gerl.errors import ConfigError, GerlError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 logger = logging.getLogger("gerl")
 TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
@@ -22,10 +26,9 @@ CLOSING = 3.0  # seconds for requests in progress when the page is closed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Command-line options."""
+class PageOptions:
+    """Where a page is served, and to whom."""
 
-    run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
     port: int | None = key(
         f"port to listen on; 0 selects a free one; default: {PAGE}, or a free one if that is taken",
         unit="a port, 0 to 65535",
@@ -35,6 +38,13 @@ class Request:
         "the address to listen on; one that other machines can reach, such as 0.0.0.0, requires a token", "127.0.0.1"
     )
     token: str | None = key("required to open the page; default: none on this machine, otherwise a random one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(PageOptions):
+    """Command-line options."""
+
+    run: Path = key("a run folder, or a folder with runs in it", Path("outputs"))
 
 
 PARSER = Parser(
@@ -55,28 +65,44 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def serve(request: Request, stop: threading.Event) -> None:
     """Serve the page until `stop` is set; raises `GerlError` if that fails."""
-    if request.token is not None and not TOKEN.fullmatch(request.token):
+    token = checked_token(request, "watch")
+    from gerl.web.site import Folders, build_site
+
+    app, site = build_site(Folders.of(request.run), token)
+    with opened(request.host, request.port) as listener:
+        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
+        serve_app(app, listener, stop, site.closing)
+
+
+def checked_token(options: PageOptions, extra: str) -> str | None:
+    """Check the options of a page and import its packages; return its token, a random one if it needs one.
+
+    Raises `GerlError` for a wrong option, or if a package of `extra` is missing.
+    """
+    if options.token is not None and not TOKEN.fullmatch(options.token):
         raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
-    if request.port is not None and request.port > 65535:
-        raise ConfigError(f"port={request.port}: expected a port, 0 to 65535")
+    if options.port is not None and options.port > 65535:
+        raise ConfigError(f"port={options.port}: expected a port, 0 to 65535")
     with importing():
-        require("watch", "starlette", "uvicorn")
-        from gerl.web.server import serving, stop_on_signals
-        from gerl.web.site import Folders, build_site
-    folders, token = Folders.of(request.run), request.token
-    if token is None and not is_loopback(request.host):
-        token = secrets.token_urlsafe(24)
-    app, site = build_site(folders, token)
-    listener = opened(request.host, request.port)
+        require(extra, "starlette", "uvicorn")
+    if options.token is None and not is_loopback(options.host):
+        return secrets.token_urlsafe(24)
+    return options.token
+
+
+def serve_app(app: "ASGIApp", listener: socket.socket, stop: threading.Event, *closing: threading.Event) -> None:
+    """Serve `app` until `stop` is set, which signals do; then sets `closing`, which ends its event streams."""
+    from gerl.web.server import serving, stop_on_signals
+
     with serving(app, listener, CLOSING) as thread:
         stop_on_signals(stop)
-        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
         try:
             while not stop.wait(LOOK):
                 if not thread.is_alive():
                     raise GerlError("the page's server stopped: see its log")
         finally:
-            site.closing.set()
+            for event in closing:
+                event.set()
 
 
 def opened(host: str, port: int | None) -> socket.socket:

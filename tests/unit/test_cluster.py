@@ -394,8 +394,8 @@ def test_debug_lines_name_a_call_by_its_tasks_numbers_and_texts(caplog: pytest.L
     group = WorkerGroup("worker", 2, Worker, None)
     group.run(Worker.note, "quietly")
     with caplog.at_level("DEBUG", "gerl"):
-        assert group.submit(1, Worker.note, "x" * 50).words == f"note({'x' * 40}...)"
-        assert group.submit(0, Worker.written).words == ""
+        assert group.submit(1, Worker.note, "x" * 50).description == f"note({'x' * 40}...)"
+        assert group.submit(0, Worker.written).description == ""
         group.run(Worker.note, "aloud")
     found = [record.getMessage() for record in caplog.records]
     assert found[0] == f"worker 1: note({'x' * 40}...) ..." and found[1:3] == [
@@ -403,6 +403,8 @@ def test_debug_lines_name_a_call_by_its_tasks_numbers_and_texts(caplog: pytest.L
         "worker 1: note(aloud) ...",
     ]
     assert re.fullmatch(r"worker 0, 1: note\(aloud\): \d+\.\d\d s", found[3]) and len(found) == 4
-    words = worker_group.in_words(Worker.note, (task, samples, {3: None, 5: None}, [(0, 1)], 2, 0.5, None, [1.0]))
+    described = worker_group.describe_call(
+        Worker.note, (task, samples, {3: None, 5: None}, [(0, 1)], 2, 0.5, None, [1.0])
+    )
     images = "2 image(s) of prompt 4, 9"
-    assert words == f"note(task 3: {images}, {images}, task 3, 5, 1 image(s), 2, 0.5)"
+    assert described == f"note(task 3: {images}, {images}, task 3, 5, 1 image(s), 2, 0.5)"

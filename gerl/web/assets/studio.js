@@ -115,7 +115,7 @@ function runList({ runs, drafts }) {
   });
   const waiting = drafts.map((name) => make("li", {},
     make("div", {}, make("a", { href: `/new?draft=${encodeURIComponent(name)}`, text: name }), " ", make("span", { className: "tag", text: "draft" })),
-    make("div", { className: "actions" }, button("Remove", () => send("remove", { name }), { ariaLabel: `remove the draft ${name}` }))));
+    make("div", { className: "actions" }, button("Remove", async () => { if (confirm(`Remove the draft ${name} and its files?`)) await send("remove", { name }); }, { ariaLabel: `remove the draft ${name}` }))));
   if (!rows.length && !waiting.length) return make("p", { className: "soft", text: "No runs in this folder yet." });
   return make("ul", { className: "list" }, waiting, rows);
 }
@@ -150,13 +150,10 @@ function linked(text) {
 
 // --- A new run
 
-const SECTIONS = [
-  ["Model", ["model.path", "model.lora_rank", "sampling.height", "sampling.width", "sampling.num_inference_steps", "sampling.guidance_scale"]],
-  ["Prompts", []],
-  ["Reward", []],
-  ["Algorithm", ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"]],
-  ["Other keys", []],
-];
+// keys with a field of their own; all others can be added
+const MODEL = ["model.path", "model.lora_rank", "sampling.height", "sampling.width", "sampling.num_inference_steps", "sampling.guidance_scale"];
+const ALGORITHM = ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"];
+const SHOWN = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...MODEL, ...ALGORITHM]);
 
 const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map() };
 
@@ -224,23 +221,23 @@ function modelCard() {
     const prompts = texts.value.split("\n").filter((text) => text.trim());
     fill(shown, make("p", { className: "soft", role: "status", text: "Sampling ... the first time the model is loaded." }));
     try {
-      form.pictures = await send("sample", { draft: draft.name, prompts });
+      form.sampled = await send("sample", { draft: draft.name, prompts });
     } catch (error) {
       fill(shown);
       throw error;
     }
-    fill(shown, pictureList(form.pictures));
+    fill(shown, imageList(form.sampled));
     form.showTrial?.();
   };
-  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, SECTIONS[0][1].map(keyField),
-    make("details", { open: true }, make("summary", { text: "Pictures of the model" }), texts, make("p", { className: "row" }, button("Sample", sample)), shown));
+  return card("Model", choiceField("experiment", "Recipe", draft.keys.experiment, recipes, (value) => { draft.keys.experiment = value; describe(); }, ""), note, MODEL.map(keyField),
+    make("details", { open: true }, make("summary", { text: "Images of the model" }), texts, make("p", { className: "row" }, button("Sample", sample)), shown));
 }
 
-function pictureList({ pictures, prompts }, notes = []) {
-  return make("ul", { className: "pictures" }, pictures.map((picture, i) => {
-    const image = make("img", { src: `data:image/png;base64,${picture}`, alt: prompts[i] });
-    image.addEventListener("load", () => image.classList.toggle("pixels", image.naturalWidth < 256));
-    return make("li", {}, image, make("div", { text: prompts[i] }), notes[i] ? make("div", { className: "soft", text: notes[i] }) : null);
+function imageList({ images, prompts }, notes = []) {
+  return make("ul", { className: "images" }, images.map((image, i) => {
+    const shown = make("img", { src: `data:image/png;base64,${image}`, alt: prompts[i] });
+    shown.addEventListener("load", () => shown.classList.toggle("pixels", shown.naturalWidth < 256));
+    return make("li", {}, shown, make("div", { text: prompts[i] }), notes[i] ? make("div", { className: "soft", text: notes[i] }) : null);
   }));
 }
 
@@ -300,9 +297,9 @@ function rewardCard() {
   const trial = make("div", { role: "status" });
   form.showTrial = () => showTrial(trial);
   const attempt = async () => {
-    if (!form.pictures) throw new Error("sample pictures of the model first: the reward is tried on them");
+    if (!form.sampled) throw new Error("sample images of the model first: the reward is tried on them");
     await verify();
-    const { job: number } = await send("try", { draft: draft.name, folder: form.pictures.folder });
+    const { job: number } = await send("try", { draft: draft.name, folder: form.sampled.folder });
     fill(trial, make("p", { className: "soft", text: "Scoring ..." }));
     let found;
     do {
@@ -322,18 +319,18 @@ function rewardCard() {
   show();
   const votes = make("input", { type: "checkbox", checked: Boolean(draft.votes), onchange: (event) => { draft.votes = event.target.checked; changed(); } });
   return card("Reward", make("label", { className: "row" }, votes, "People vote on the images while it trains; the job shows the address of their page"), list, make("p", { className: "row" }, choose, button("Add", add)), keyField("reward.on_error"),
-    make("p", { className: "row" }, button("Try it on the pictures", attempt)), trial);
+    make("p", { className: "row" }, button("Score these images", attempt)), trial);
 }
 
-// The sampled pictures with their scores, the best total first, by the weights of the form.
+// The sampled images with their scores, by total with the current weights, best first.
 function showTrial(place) {
-  if (!form.trial || !form.pictures || form.trial.length !== form.pictures.pictures.length) return fill(place);
+  if (!form.trial || !form.sampled || form.trial.length !== form.sampled.images.length) return fill(place);
   const weights = Object.keys(form.draft.scorers).length ? Object.fromEntries(Object.entries(form.draft.scorers).map(([name, scorer]) => [name, scorer.weight ?? 1])) : form.check?.facts.scorers || {};
   const columns = Object.keys(form.trial[0]).filter((name) => !["image", "prompt", "total", "failure"].includes(name));
   const total = (row) => Object.entries(weights).reduce((sum, [name, weight]) => sum + (weight ? weight * (row[name] ?? 0) : 0), 0);
   const order = form.trial.map((row, i) => [total(row), i]).sort((a, b) => b[0] - a[0]);
   const note = ([sum, i]) => form.trial[i].failure || `total ${sum.toFixed(3)}; ${columns.map((name) => `${name} ${form.trial[i][name]?.toFixed(3) ?? "-"}`).join(", ")}`;
-  return fill(place, pictureList({ pictures: order.map(([, i]) => form.pictures.pictures[i]), prompts: order.map(([, i]) => form.pictures.prompts[i]) }, order.map(note)));
+  return fill(place, imageList({ images: order.map(([, i]) => form.sampled.images[i]), prompts: order.map(([, i]) => form.sampled.prompts[i]) }, order.map(note)));
 }
 
 function editor(name, file) {
@@ -372,7 +369,7 @@ function algorithmCard() {
     changed();
   } }, make("option", { value: "", text: "choose a preset by situation" }), menu.situations.map(({ situation }, i) => make("option", { value: i, text: situation })));
   const note = make("p", { className: "soft" });
-  return card("Algorithm", make("div", { className: "field" }, make("label", { htmlFor: "situation", text: "Situation" }), situations), note, choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), SECTIONS[3][1].map(keyField));
+  return card("Algorithm", make("div", { className: "field" }, make("label", { htmlFor: "situation", text: "Situation" }), situations), note, choiceField("algorithm", "Preset", draft.keys.algorithm ?? "", presets, (value) => { if (value) draft.keys.algorithm = value; else delete draft.keys.algorithm; }, ""), ALGORITHM.map(keyField));
 }
 
 function hardwareCard() {
@@ -407,16 +404,15 @@ function hardwareCard() {
 function estimated(report, gpus, price) {
   const { steps, images } = form.check.facts;
   const measured = report.seconds && typeof report.seconds === "object";
-  const perImage = measured ? report.run.step_seconds ?? null : report.seconds;
-  const step = measured ? images * ((report.seconds.rollout + report.seconds.update) / report.seconds.images_per_worker / (report.workers || 1)) : (perImage * images) / gpus;
+  const step = measured ? report.seconds.rollout + report.seconds.update : (report.seconds * images) / gpus;
   const hours = (step * steps) / 3600;
   const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
   return `It ${verdict}: about ${step.toPrecision(2)} s per step without scoring, ${hours.toPrecision(2)} h for ${steps} steps${measured ? "" : `, ${(hours * gpus * price).toPrecision(2)} at this price`}.`;
 }
 
 function otherCard() {
-  const { draft, menu } = form, shown = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...SECTIONS.flatMap(([, keys]) => keys)]);
-  const list = make("div", {}, Object.keys(draft.keys).filter((key) => !shown.has(key)).map(keyField));
+  const { draft, menu } = form;
+  const list = make("div", {}, Object.keys(draft.keys).filter((key) => !SHOWN.has(key)).map(keyField));
   const input = make("input", { list: "all-keys", placeholder: "key", ariaLabel: "key to add", spellcheck: false });
   const add = () => {
     const key = input.value.trim();
@@ -523,7 +519,7 @@ function tryCard(run, loras) {
     const steps = chosen(loras).map((input) => Number(input.dataset.step)).slice(-1);
     const base = await send("sample", { run: run.value, prompts });
     const own = await Promise.all(steps.map((step) => send("sample", { run: run.value, prompts, step, scale: Number(strength.value) })));
-    fill(shown, make("h3", { text: "Base model" }), pictureList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), pictureList(found)]));
+    fill(shown, make("h3", { text: "Base model" }), imageList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), imageList(found)]));
   };
   strength.addEventListener("change", () => { if (shown.childElementCount) guarded(sample); });
   return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line" }), texts,

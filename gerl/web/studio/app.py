@@ -1,4 +1,4 @@
-"""The studio's server: its pages, what they ask for as JSON, and the live page of each run below `/watch/`."""
+"""Server of the studio: pages, a JSON API, and the live pages of the runs below `/watch/`."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import logging
 import shlex
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -33,10 +33,9 @@ from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
-from gerl.web.studio.drafts import Draft, described, read_draft
+from gerl.web.studio.drafts import Check, Draft, Problem, described, read_draft
 from gerl.web.studio.jobs import Jobs, Store, as_rows
-from gerl.web.studio.sampler import Request as Pictures
-from gerl.web.studio.sampler import Sampler
+from gerl.web.studio.sampler import Sampler, SampleRequest
 
 logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
@@ -71,21 +70,34 @@ class Studio:
             page.wake()
 
     def home(self) -> dict[str, Any]:
-        """What the first page shows: runs with their notes, jobs, drafts, and the machine."""
+        """Return runs with their notes, jobs, drafts and devices."""
         runs = self.site.runs()["runs"]
         notes = self.store.values.get("notes", {})
         for run in runs:
             run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
-        drafts_ = [name for name in sorted(self.store.values.get("drafts", {})) if not (self.root / name).exists()]
-        return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": drafts_, "devices": self.jobs.devices}
+        unused = [name for name in sorted(self.store.values.get("drafts", {})) if not self.is_used(name)]
+        return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": unused, "devices": self.jobs.devices}
 
     @cached_property
     def menu(self) -> dict[str, Any]:
-        """What a run can be composed of."""
+        """Recipes, presets, scorers, keys and hardware; computed once."""
         with drafts.COMPOSING:
             return menu()
 
     # --- drafts
+
+    def is_used(self, name: str) -> bool:
+        """Whether there is a run of this name, or one in the queue: the files of its draft must not change."""
+        queued = any(job.run == name and job.state in ("waiting", "running") for job in self.jobs.all)
+        return queued or (self.root / name).exists()
+
+    def check(self, draft: Draft) -> Check:
+        """Check a draft, and that its name is free."""
+        found = drafts.check(draft, self.root)
+        if not self.is_used(draft.name):
+            return found
+        sentence = f"there is a run {draft.name} already: give this one another name"
+        return replace(found, problem=Problem(sentence, "name"))
 
     def draft(self, name: str) -> Draft:
         """Return a draft; raises `GerlError` if there is none of this name."""
@@ -95,7 +107,9 @@ class Studio:
         return read_draft(known[name])
 
     def keep(self, draft: Draft) -> None:
-        """Write a draft and its files."""
+        """Write a draft and its files, unless a run of this name uses them."""
+        if self.is_used(draft.name):
+            return
         draft.write(self.root)
         with self.store.changing() as values:
             values.setdefault("drafts", {})[draft.name] = asdict(draft)
@@ -103,24 +117,22 @@ class Studio:
 
 
 def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Return what the composition says of the draft that is sent, and keep it; `was`: its name before."""
+    """Save and check a draft; `was`: its name before."""
     draft, was = read_draft(given), given.get("was")
     if given.get("keep", True):
         studio.keep(draft)
-        if isinstance(was, str) and was != draft.name and was in studio.store.values["drafts"]:
+        known = studio.store.values.get("drafts", {})
+        if was != draft.name and was in known and not studio.is_used(str(was)):
             removed(studio, {"name": was})
-    found = drafts.check(draft, studio.root)
-    line = " ".join(["gerl", draft.command, *map(quoted, found.arguments)])
-    return {k: v for k, v in vars(found).items() if k not in ("problem", "texts")} | {
-        "line": line,
-        "problem": None if found.problem is None else asdict(found.problem),
-    }
+    found = asdict(studio.check(draft))
+    del found["texts"]
+    return found | {"line": shlex.join(["gerl", draft.command, *found["arguments"]])}
 
 
 def started(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
     draft = studio.draft(str(given.get("name")))
-    found = drafts.check(draft, studio.root)
+    found = studio.check(draft)
     if found.problem is not None:
         raise GerlError(found.problem.sentence)
     gpus = given.get("gpus", 1)
@@ -153,7 +165,7 @@ def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Keep the note and the star of a run."""
+    """Save the note and the star of a run."""
     run, note, star = given.get("run"), given.get("note", ""), given.get("star", False)
     if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
         raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
@@ -165,8 +177,10 @@ def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Remove a draft."""
+    """Remove a draft and its files."""
     draft = studio.draft(str(given.get("name")))
+    if studio.is_used(draft.name):
+        raise GerlError(f"the run {draft.name} uses the files of this draft: it stays")
     draft.remove(studio.root)
     with studio.store.changing() as values:
         del values["drafts"][draft.name]
@@ -175,7 +189,7 @@ def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Make a draft with the settings of a run."""
+    """Create a draft with the configuration of a run."""
     run = studio.site.run(str(given.get("run")))
     draft = drafts.from_run(run.folder, str(given.get("name") or f"{run.folder.name}-copy"))
     studio.keep(draft)
@@ -183,7 +197,7 @@ def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Which prompts of a draft its model truncates."""
+    """Return a sentence per tokenizer that truncates prompts of a draft."""
     found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
     if found.problem is not None:
         raise GerlError(found.problem.sentence)
@@ -192,7 +206,7 @@ def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Sample prompts with the model of a draft, or with that of a run and a LoRA of it."""
+    """Sample prompts with the model of a draft or run, with the LoRA of a checkpoint if `step` is given."""
     prompts, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
     if not isinstance(prompts, list) or type(seed) is not int or not isinstance(scale, int | float):
         raise GerlError("expected prompts, a seed and the strength of the LoRA")
@@ -212,18 +226,17 @@ def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
     sampling = dict(values["sampling"]) | {"kernel": "ode"}
     sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
     texts = [str(prompt) for prompt in prompts if str(prompt).strip()]
-    request = Pictures(values["model"]["path"], texts, sampling, seed, lora, float(scale))
+    request = SampleRequest(values["model"]["path"], texts, sampling, seed, lora, float(scale))
     number = 1 + max((int(p.name) for p in (studio.root / SAMPLES).glob("*") if p.name.isdigit()), default=0)
     folder = studio.root / SAMPLES / str(number)
-    pictures = studio.sampler.pictures(request, folder)
-    return {"pictures": pictures, "prompts": texts, "folder": str(folder)}
+    return {"images": studio.sampler.sample(request, folder), "prompts": texts, "folder": str(folder)}
 
 
 def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Queue `gerl score` with the reward of a draft on sampled pictures."""
+    """Run `gerl score` on sampled images with the reward of a draft."""
     draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
-        raise GerlError("sample pictures first")
+        raise GerlError("sample images first")
     kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
     job = studio.jobs.add("score", [f"images={folder}", *kept, "out={out}"], draft.name, gpus=0)
     return {"job": job.id}
@@ -235,14 +248,8 @@ POSTS: dict[str, Answer] = {
 }  # fmt: skip
 
 
-def quoted(argument: str) -> str:
-    """Quote an argument for the shell, the key before its value as it is."""
-    key, equals, value = argument.partition("=")
-    return f"{key}{equals}{shlex.quote(value)}" if value else argument
-
-
 def menu() -> dict[str, Any]:
-    """What a run can be composed of: recipes, presets, scorers, and all keys with their explanations."""
+    """Return recipes, presets, scorers, keys with their help, GPUs, and this machine's hardware."""
     names = [name for name, _ in keys() if ".NAME." not in name]
     return {
         "recipes": [recipe(name)._asdict() for name in experiments()],
@@ -256,7 +263,7 @@ def menu() -> dict[str, Any]:
 
 
 def best_step(run: Path) -> int | None:
-    """Return the step of the best checkpoint of a run, None if it cannot be told."""
+    """Return the step of the best checkpoint of a run; None if it has none that can be read."""
     try:
         return find_checkpoint(run)[1].step
     except GerlError:
@@ -264,15 +271,15 @@ def best_step(run: Path) -> int | None:
 
 
 def style() -> str:
-    """Return the style of the pages: that of the live page, and their own."""
+    """Return the CSS of the live page and of the studio."""
     return page_assets()["style"] + (ASSETS / "studio.css").read_text(encoding="utf-8")
 
 
-# --- What the pages read
+# --- Reading
 
 
 def log_of(studio: Studio, request: Request) -> Any:
-    """The log of a job, its state, and its files."""
+    """Return log, state, files and model card of a job."""
     job = studio.jobs.get(query_int(request, "job"))
     folder = studio.jobs.folder(job)
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
@@ -282,7 +289,7 @@ def log_of(studio: Studio, request: Request) -> Any:
 
 
 def scores_of(studio: Studio, request: Request) -> Any:
-    """The rows that `gerl score` wrote."""
+    """Return the state of a scoring job and its rows."""
     job = studio.jobs.get(query_int(request, "job"))
     path = studio.jobs.folder(job) / "scores.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -290,7 +297,7 @@ def scores_of(studio: Studio, request: Request) -> Any:
 
 
 def checkpoints_of(studio: Studio, request: Request) -> Any:
-    """The checkpoints of a run, and the formats of an export."""
+    """Return the checkpoints of a run, and the export formats."""
     run = studio.site.run(request.query_params.get("run", ""))
     best, rows = best_step(run.folder), []
     for path in checkpoint_paths(run.folder / "checkpoints"):
@@ -311,7 +318,7 @@ GETS: dict[str, Callable[[Studio, Request], Any]] = {
 
 
 def result(studio: Studio, request: Request) -> Response:
-    """A file of a job."""
+    """Answer with a file of a job."""
     folder = studio.jobs.folder(studio.jobs.get(int(request.path_params["job"]))).resolve()
     path = (folder / request.path_params["file"]).resolve()
     if not path.is_relative_to(folder) or not path.is_file() or path.suffix not in SHOWN:
@@ -364,7 +371,7 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
 
 
 def admitted(token: str | None, request: Request) -> Visit | Response:
-    """Admit requests with the token in a cookie or as a bearer token; a page without it asks for it."""
+    """Admit requests with the token in a cookie or as a bearer token; others get a page that asks for it."""
     path = request.scope["path"]
     given = [request.cookies.get(COOKIE), bearer(request.headers)]
     if token is None or path in PUBLIC or any(is_token(each, token) for each in given):

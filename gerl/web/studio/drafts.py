@@ -1,7 +1,7 @@
-"""Drafts of runs: keys, prompts and functions typed on the page, checked as the command line checks them.
+"""Drafts of runs: keys, prompts and functions typed on the page.
 
-A draft is what the command line would be: its arguments, and the files that they name. The page knows no rules of its
-own; what it shows of a draft is what the composition says of these arguments.
+A draft consists of the arguments of a command line and the files that they name. It is checked by composing these
+arguments and by the checks of a run before it starts; the page has no rules of its own.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ LONGEST = 3  # prompts that are shown of a kind
 
 @dataclass
 class Draft:
-    """A run that is not started: `key -> value` as typed, the scorers, and the texts of its files by name."""
+    """A run before it is started: values by key as typed, scorers, and the contents of its files by name."""
 
     name: str  # of the run's folder
     keys: dict[str, str] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Draft:
 
     @property
     def command(self) -> str:
-        """The command of gerl that trains it."""
+        """Name of the command that trains it."""
         return "vote" if self.votes else "train"
 
     def arguments(self, root: Path) -> list[str]:
-        """Return the arguments of `gerl train`; `root`: the folder of the runs."""
+        """Return the arguments of the command; `root`: the folder of the runs."""
         given = {key: value for key, value in self.keys.items() if value.strip()}
         for file, key in FILES.items():
             if self.texts.get(file, "").strip():
@@ -102,7 +102,7 @@ def _mapping(text: str, key: str) -> dict[str, Any]:
 
 
 def read_draft(given: Mapping[str, Any]) -> Draft:
-    """Return the draft that the page sends; raises `GerlError` for one that cannot be written."""
+    """Convert JSON sent by the page; raises `GerlError` for names that are no file names, or other types."""
     name, texts = given.get("name"), given.get("texts") or {}
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise GerlError("the name of a run has letters, digits and _ . - only, and begins with a letter or a digit")
@@ -120,7 +120,7 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a draft cannot be trained: a sentence, and the key that it names."""
+    """Reason why a draft cannot be trained, and the key that it names."""
 
     sentence: str
     key: str = ""
@@ -128,7 +128,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Check:
-    """What the composition says of a draft."""
+    """Composed configuration of a draft, or the problem with it."""
 
     arguments: list[str]
     problem: Problem | None
@@ -136,7 +136,7 @@ class Check:
     changes: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, that of the experiment
     values: dict[str, Any] = field(default_factory=dict)  # of all keys
     facts: dict[str, Any] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)  # of all prompts, each once
+    texts: list[str] = field(default_factory=list)  # distinct prompts
 
 
 def check(draft: Draft, root: Path) -> Check:
@@ -151,9 +151,6 @@ def check(draft: Draft, root: Path) -> Check:
             return Check(arguments, problem_of(error))
     values = settings_of(composed.config)
     changes = changes_to(settings_of(recipe.config), values)
-    if composed.run_dir.exists():
-        sentence = f"there is a run {draft.name} already: give this one another name"
-        return Check(arguments, Problem(sentence, "name"), composed.yaml(), changes, values)
     found = Check(arguments, None, composed.yaml(), changes, values)
     try:
         inputs = read_inputs(composed)
@@ -165,7 +162,7 @@ def check(draft: Draft, root: Path) -> Check:
 
 
 def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (key, value, value of the recipe) of what differs; of a new scorer what is not a default."""
+    """Return (key, value, value of the recipe) of all that differ, without the defaults of additional scorers."""
     found = dict[str, tuple[str, str, str]]()
     for key, value, before in difference(values, recipe):
         _, _, scorer = key.partition("reward.scorers.")
@@ -178,7 +175,7 @@ def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tup
 
 
 def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> dict[str, Any]:
-    """What a reader wants to know of a run before it starts."""
+    """Return what the page shows of a run besides its keys."""
     config = composed.config
     return {
         "experiment": composed.experiment,
@@ -194,7 +191,7 @@ def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Pro
 
 
 def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return the number of prompts, those that are there twice, and the longest."""
+    """Return the number of prompts, the repeated ones, and the longest ones."""
     counts = Counter(prompt.text for prompt in prompts)
     twice = [text for text, count in counts.items() if count > 1]
     longest = sorted(counts, key=len, reverse=True)[:LONGEST]
@@ -202,7 +199,7 @@ def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def problem_of(error: GerlError) -> Problem:
-    """Return what the command line would say of an error."""
+    """Return the message that the command line would print."""
     return Problem(with_notes(str(error), error), key_in(str(error)))
 
 
@@ -212,17 +209,17 @@ def key_in(sentence: str) -> str:
     return match[1] if match else ""
 
 
-# --- What the page shows of a key
+# --- Keys
 
 
 def described(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return for each key its explanation, and which values it has: bool, int, float, str, list, or its choices."""
+    """Return the help and the choices of each key."""
     known: dict[str, Any] = dict(keys())
     found = {}
     for name in names:
         f = known[name]
         choices = ["true", "false"] if f.type is bool else _choices(f.type)
-        found[name] = {"help": f.metadata["help"], "choices": choices, "often": f.metadata["often"]}
+        found[name] = {"help": f.metadata["help"], "choices": choices}
     return found
 
 

@@ -1,6 +1,6 @@
-"""Jobs of the studio: commands of gerl, each a process of its own that outlives the page, one after the other per GPU.
+"""The job queue of the studio: commands of gerl, run one at a time on each GPU, in processes that outlive the server.
 
-All that is known of a job is in `studio.json`, and its log and exit code are in its folder, so a page that was killed
+Jobs are recorded in `studio.json`, and their logs and exit codes in their folders, so that a server started again
 continues with the same jobs.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("gerl")
 State = Literal["waiting", "running", "finished", "failed", "stopped", "lost"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
 LOG, EXIT = "log.txt", "exit"  # in the folder of a job
-LOOK = 0.3  # seconds between looks at the processes
+LOOK = 0.3  # seconds between polls
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 TAIL = 20_000  # bytes of a log that are read
 # The exit code outlives the page, and no pipe or terminal of the page is held. The command handles the signals, for
@@ -37,21 +37,21 @@ SHELL = 'exec > "$0/log.txt" 2>&1; trap : INT TERM; "$@"; echo $? > "$0/exit.par
 
 @dataclass
 class Job:
-    """A command with its process: `gerl COMMAND ARGUMENTS`."""
+    """A command of gerl and its process."""
 
     id: int
     command: str  # train, evaluate, score, ...
     arguments: list[str]
     title: str
     created: str
-    gpus: int = 1  # that it needs, if there are any; 0: it does not wait for others
-    devices: list[str] = field(default_factory=list)  # that it has
+    gpus: int = 1  # that it uses, if the machine has any; 0: it starts at once
+    devices: list[str] = field(default_factory=list)  # assigned to it
     pid: int | None = None
     clock: int | None = None  # start of the process in clock ticks since the machine started
     started: str | None = None
     ended: str | None = None
     code: int | None = None  # None at its end: the process was killed
-    run: str | None = None  # folder of the run that it trains, below that of all runs
+    run: str | None = None  # name of the run that it trains
 
     @property
     def state(self) -> State:
@@ -68,7 +68,7 @@ class Job:
 
 
 class Store:
-    """What the studio keeps: a small JSON file, written at every change; only one studio has it open."""
+    """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it."""
 
     def __init__(self, root: Path) -> None:
         """Open the file in `root`. Raises `GerlError` if another studio has it, or it cannot be read."""
@@ -88,8 +88,8 @@ class Store:
         except (OSError, ValueError) as error:
             raise GerlError(f"{self.path} cannot be read ({error}): repair it, or move it away") from None
 
-    def opened_at(self, address: str) -> None:
-        """Say in the lock where the page is."""
+    def write_address(self, address: str) -> None:
+        """Write the address of the page into the lock file, for the message to a second server."""
         self._held.seek(0)
         self._held.truncate()
         self._held.write(address)
@@ -107,7 +107,7 @@ class Store:
 
 
 class Jobs:
-    """The jobs of a store: starts those that wait, in their order, and notices the end of those that run."""
+    """Starts the waiting jobs of a store in their order, and follows the running ones."""
 
     def __init__(
         self,
@@ -141,18 +141,18 @@ class Jobs:
         raise GerlError(f"there is no job {number}")
 
     def folder(self, job: Job) -> Path:
-        """Return the folder of its log and results."""
+        """Return the folder of the log and the results of a job."""
         return self.store.root / FOLDER / str(job.id)
 
     def log(self, job: Job) -> str:
-        """Return the end of the log."""
+        """Return the last `TAIL` bytes of the log of a job."""
         with contextlib.suppress(FileNotFoundError), (self.folder(job) / LOG).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read().decode("utf-8", "replace")
         return ""
 
     def stop(self, job: Job) -> None:
-        """Remove a waiting job from the queue, or interrupt one that runs, as Ctrl-C does."""
+        """Remove a waiting job from the queue, or send SIGINT to a running one, as Ctrl-C does."""
         with self.store.lock:
             if job.state == "waiting":
                 job.ended = now()
@@ -173,7 +173,7 @@ class Jobs:
             self._write()
 
     def look(self) -> None:
-        """Notice which processes have ended, and start those for which there is room."""
+        """Update the states of running jobs, and start waiting ones on free devices."""
         with self.store.lock:
             before = [job.state for job in self.all]
             for job in self.all:
@@ -223,7 +223,7 @@ class Jobs:
         self.changed()
 
     def watch(self, stop: threading.Event) -> None:
-        """Look after the jobs until `stop` is set; those that run then go on."""
+        """Poll the jobs until `stop` is set; running ones continue."""
         while not stop.wait(LOOK):
             self.look()
 
@@ -244,7 +244,7 @@ def is_alive(pid: int, clock: int | None) -> bool:
 
 
 def as_rows(jobs: Jobs) -> list[Mapping[str, Any]]:
-    """Return the jobs for the page, the newest first; those that wait in the order of the queue."""
+    """Return the jobs for the page: waiting ones in the order of the queue, then the others, newest first."""
     rows = [{**asdict(job), "state": job.state, "line": job.line} for job in jobs.all]
     waiting = [row for row in rows if row["state"] == "waiting"]
     return [*waiting, *reversed([row for row in rows if row["state"] != "waiting"])]

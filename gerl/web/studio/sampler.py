@@ -1,4 +1,4 @@
-"""Pictures for the studio: `gerl serve pipeline=MODEL` samples them, with a LoRA of any strength or without."""
+"""Sample images for the studio by `gerl serve pipeline=MODEL`, with or without a LoRA."""
 
 import base64
 import contextlib
@@ -18,13 +18,13 @@ from gerl.errors import GerlError
 from gerl.utils.files import write_file
 from gerl.web.studio.jobs import Job, Jobs
 
-MOST = 16  # pictures of a request
+MOST = 16  # images per request
 LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to sample: a picture per prompt, from noise of consecutive seeds."""
+class SampleRequest:
+    """Prompts to sample, one image each with consecutive seeds; `scale` multiplies the LoRA."""
 
     model: str
     prompts: Sequence[str]
@@ -35,15 +35,15 @@ class Request:
 
 
 class Sampler:
-    """The services of the models that were asked for."""
+    """Client of one service per model, which it starts on first use."""
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs, self.starting = jobs, threading.Lock()
         self.session = requests.Session()
         self.session.trust_env = False  # no proxy of the environment
 
-    def pictures(self, request: Request, folder: Path) -> list[str]:
-        """Sample the pictures and write them into `folder` with their prompts; returns them as base64 of PNG files.
+    def sample(self, request: SampleRequest, folder: Path) -> list[str]:
+        """Sample images, write them with their prompts into `folder`, and return them as PNG files in base64.
 
         Raises `GerlError` if the model cannot be loaded or the request is wrong.
         """
@@ -57,25 +57,25 @@ class Sampler:
             self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
         found: list[str] = self.ask(f"{address}/generate", body)["images"]
         folder.mkdir(parents=True, exist_ok=True)
-        for i, (prompt, picture) in enumerate(zip(request.prompts, found, strict=True)):
-            write_file(folder / f"{i:02}.png", base64.b64decode(picture))
+        for i, (prompt, image) in enumerate(zip(request.prompts, found, strict=True)):
+            write_file(folder / f"{i:02}.png", base64.b64decode(image))
             write_file(folder / f"{i:02}.txt", prompt)
         return found
 
     def truncated(self, model: str, sampling: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
-        """Return a sentence for each tokenizer of the model that truncates some of the prompts."""
+        """Return a sentence per tokenizer of the model that truncates some of the prompts."""
         body = {"prompts": list(prompts), "sampling": dict(sampling)}
         found: list[str] = self.ask(f"{self.service(model)}/tokens", body)["truncated"]
         return found
 
     def close(self) -> None:
-        """Stop the services, which only the page uses."""
+        """Stop the services."""
         for job in self.jobs.all:
             if job.command == "serve":
                 self.jobs.stop(job)
 
     def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Post to a service; raises `GerlError` with its sentence if it refuses."""
+        """Send a request to a service; raises `GerlError` with the message of its answer if it fails."""
         try:
             answer = self.session.post(address, json=body, timeout=ANSWER)
             found = answer.json()
@@ -86,7 +86,7 @@ class Sampler:
         return dict(found)
 
     def service(self, model: str) -> str:
-        """Return the address of the service of `model`, started if there is none, when it is ready."""
+        """Start the service of `model` unless it runs, wait until it is ready, and return its address."""
         with self.starting:
             job = next((job for job in self.jobs.all if serves(job, model)), None)
             if job is None:
@@ -110,7 +110,7 @@ def serves(job: Job, model: str) -> bool:
 
 
 def name_of(lora: Path) -> str:
-    """Return a name for a LoRA file, another one when it is written anew."""
+    """Return a name that depends on the path, size and modification time of a LoRA file."""
     status = lora.stat()
     text = json.dumps([str(lora.resolve()), status.st_mtime_ns, status.st_size])
     return f"studio-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -7,7 +7,7 @@ import torch
 
 from gerl.algorithms import Rewards, build_algorithm
 from gerl.algorithms.awm import log_likelihood
-from gerl.algorithms.core_algos import group_advantages, kl_divergence, step_weights
+from gerl.algorithms.core_algos import LEVEL_WEIGHTS, group_advantages, kl_divergence, step_weights
 from gerl.algorithms.planning import sde_window
 from gerl.config import Config, SamplingConfig, algorithm_config, blocks
 from gerl.engine.transitions import OdeSolver, coefficients
@@ -53,9 +53,9 @@ def scaled(std: blocks.StdKind) -> object:
             blocks.LikelihoodWeighting,
             lambda name: log_likelihood(torch.full((1, 2), 2.0), torch.zeros(1, 2), 0.6, name),
         ),
-        (blocks.StepWeighting, lambda name: step_weights(name, [0.1, 0.3], [-0.2, -0.5], [0.5, 0.7], 0.9, [1, 0])),
+        (blocks.StepWeighting, lambda name: step_weights(name, [0.1, 0.3], [-0.2, -0.5], [0.5, 0.7])),
     ],
 )
 def test_every_choice_is_treated(kind: object, treated: object) -> None:
-    names = get_args(kind)
+    names = LEVEL_WEIGHTS if kind is blocks.StepWeighting else get_args(kind)
     assert len({str(treated(name)) for name in names}) == len(names) > 1  # type: ignore[operator]

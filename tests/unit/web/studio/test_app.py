@@ -107,6 +107,21 @@ def test_a_renamed_draft_is_one_draft(opened: tuple[str, Studio]) -> None:
     assert post(url, "remove", {"name": "new"}).ok and "new" not in studio.store.values["drafts"]
 
 
+def test_the_files_of_a_run_in_the_queue_do_not_change(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    first = draft("locked", {"mine": {}}, {"mine.py": "def compute_score(images): ..."})
+    post(url, "draft", first)
+    number = post(url, "start", {"name": "locked", "gpus": 1}).json()["job"]
+    found = post(url, "draft", draft("locked", {"mine": {}}, {"mine.py": "changed"})).json()
+    assert found["problem"]["key"] == "name" and studio.draft("locked").texts == first["texts"]
+    assert post(url, "remove", {"name": "locked"}).status_code == 409
+    (studio.root / "locked").mkdir()  # as the run does
+    post(url, "job", {"job": number, "action": "stop"})
+    post(url, "draft", draft("unlocked", {"mine": {}}, {"mine.py": "changed"}) | {"was": "locked"})
+    folder = studio.root / "studio" / "drafts" / "locked"
+    assert (folder / "mine.py").read_text() == first["texts"]["mine.py"] + "\n" and studio.draft("unlocked")
+
+
 def test_a_run_is_queued_stopped_and_cannot_be_started_twice(opened: tuple[str, Studio]) -> None:
     url, studio = opened
     post(url, "draft", draft("run", trainer__steps="3"))
