@@ -38,6 +38,7 @@ MODULES = {
     "verify": "gerl.verify.command",
     "report": "gerl.run.report",
     "watch": "gerl.web.watch",
+    "studio": "gerl.web.studio.command",
     "serve": "reward_models.serve",
     "vote": "reward_models.votes.command",
     "gerl": "gerl.program.commands",

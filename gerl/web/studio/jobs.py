@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from gerl.errors import GerlError
+from gerl.errors import ConfigError, GerlError
 from gerl.run.card import hardware, now
-from gerl.utils.files import write_file
+from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
 State = Literal["waiting", "running", "finished", "failed", "stopped", "lost"]
@@ -57,7 +57,7 @@ class Job:
     def state(self) -> State:
         if self.ended is None:
             return "waiting" if self.pid is None else "running"
-        if self.pid is None or self.code in STOPPED:
+        if self.code in STOPPED or (self.pid is None and self.code is None):
             return "stopped"
         return "lost" if self.code is None else "failed" if self.code else "finished"
 
@@ -71,10 +71,13 @@ class Store:
     """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it."""
 
     def __init__(self, root: Path) -> None:
-        """Open the file in `root`. Raises `GerlError` if another studio has it, or it cannot be read."""
+        """Open the file in `root`. Raises `GerlError` if another studio has it, or it cannot be read or written."""
         self.root, self.path, self.lock = root, root / FILE, threading.RLock()
-        root.mkdir(parents=True, exist_ok=True)
-        self._held = (root / f".{FILE}.lock").open("a+")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._held = (root / f".{FILE}.lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"folder={root}: it cannot be written ({reason(error)}); choose another") from None
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,7 +89,9 @@ class Store:
         except FileNotFoundError:
             self.values = {}
         except (OSError, ValueError) as error:
-            raise GerlError(f"{self.path} cannot be read ({error}): repair it, or move it away") from None
+            raise damaged(self.path, reason(error)) from None
+        if not isinstance(self.values, dict):
+            raise damaged(self.path, "it is no JSON object")
 
     def write_address(self, address: str) -> None:
         """Write the address of the page into the lock file, for the message to a second server."""
@@ -106,6 +111,11 @@ class Store:
         self._held.close()
 
 
+def damaged(path: Path, why: str) -> GerlError:
+    """Return the error for a state that cannot be read."""
+    return GerlError(f"{path} cannot be read ({why}): repair it, or move it away")
+
+
 class Jobs:
     """Starts the waiting jobs of a store in their order, and follows the running ones."""
 
@@ -118,9 +128,13 @@ class Jobs:
         """`changed`: called after each change. `program`: before the command of a job."""
         self.store, self.changed, self.program = store, changed, program
         known = {f.name for f in fields(Job)}
-        self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
+        try:
+            self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
+        except (AttributeError, TypeError) as error:
+            raise damaged(store.path, reason(error)) from None
         gpus = hardware()["gpus"]
         self.devices = [str(number) for number in range(len(gpus))] or ["cpu"]
+        self._written = [job.state for job in self.all]  # states in the file
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def add(self, command: str, arguments: Sequence[str], title: str, gpus: int = 1, run: str | None = None) -> Job:
@@ -175,7 +189,6 @@ class Jobs:
     def look(self) -> None:
         """Update the states of running jobs, and start waiting ones on free devices."""
         with self.store.lock:
-            before = [job.state for job in self.all]
             for job in self.all:
                 if job.state == "running":
                     self._follow(job)
@@ -186,9 +199,13 @@ class Jobs:
                 needed = min(job.gpus, len(self.devices))
                 if needed > len(free):
                     break  # the first of the queue is not overtaken
-                self._start(job, free[:needed])
-                free = free[needed:]
-            if before != [job.state for job in self.all]:
+                try:
+                    self._start(job, free[:needed])
+                    free = free[needed:]
+                except OSError as error:
+                    job.ended, job.code = now(), 1
+                    logger.error("job %d cannot be started: %s", job.id, reason(error))
+            if self._written != [job.state for job in self.all]:
                 self._write()
 
     def _start(self, job: Job, devices: Sequence[str]) -> None:
@@ -220,12 +237,19 @@ class Jobs:
     def _write(self) -> None:
         with self.store.changing() as values:
             values["jobs"] = [asdict(job) for job in self.all]
+        self._written = [job.state for job in self.all]
         self.changed()
 
     def watch(self, stop: threading.Event) -> None:
         """Poll the jobs until `stop` is set; running ones continue."""
+        said = ""
         while not stop.wait(LOOK):
-            self.look()
+            try:
+                self.look()
+                said = ""
+            except GerlError as error:  # a full disk, for example; the next poll tries again
+                if said != (said := str(error)):
+                    logger.error("%s", error)
 
 
 def clock_of(pid: int) -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,7 +90,40 @@ def test_another_page_follows_the_same_jobs(store: Store) -> None:
     assert (first.id, second.id, third.id) == (1, 2, 3)
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "studio.json").write_text("{")
-    with pytest.raises(GerlError, match=r"studio\.json"):
-        Store(tmp_path)
+@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [1]}', '{"jobs": [{"id": 1}]}'])
+def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "studio.json").write_text(text)
+    with pytest.raises(GerlError, match=r"studio\.json cannot be read .*move it away"):
+        Jobs(Store(tmp_path))
+
+
+def test_a_job_that_cannot_be_started_has_failed_and_the_next_one_runs(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    (store.root / "studio").write_text("no folder")
+    jobs = on_cpu(store)
+    first = jobs.add("train", ["0.1", "0"], "a run")
+    assert first.state == "failed" and "job 1 cannot be started" in caplog.text
+    (store.root / "studio").unlink()
+    second = jobs.add("train", ["0.1", "0"], "a run")
+    until(jobs, lambda: second.ended is not None)
+    assert second.state == "finished"
+
+
+def test_a_state_that_cannot_be_written_is_said_once_and_the_queue_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs, stop = on_cpu(store), threading.Event()
+    job = jobs.add("train", ["0.3", "0"], "a run")
+    monkeypatch.setattr(store, "path", store.root / "missing" / "studio.json")
+    watcher = threading.Thread(target=jobs.watch, args=(stop,))
+    watcher.start()
+    try:
+        end = time.monotonic() + 20
+        while job.ended is None or not caplog.records:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert watcher.is_alive() and caplog.text.count("cannot be written") == 1
+    finally:
+        stop.set()
+        watcher.join()
