@@ -201,7 +201,8 @@ def steps_of(row: Row, rules: dict[str, Any], rate: float | None = None) -> int:
     """Trainer steps in which a run spends the budget, by the probe, or by the tuning runs with `rate`."""
     known = row.of("probe") if rate is None else [run for run in row.of("tune") if run["rate"] == rate]
     ends = [run["points"][-1] for run in known]  # equal images give no gradient, so that later steps cost less
-    return max(2, round(rules["evaluations"] / statistics.fmean(end[1] / end[0] for end in ends if end[0])))
+    budget = rules["tasks"][row.task].get("evaluations", rules["evaluations"])
+    return max(2, round(budget / statistics.fmean(end[1] / end[0] for end in ends if end[0])))
 
 
 def best_rate(row: Row) -> float:
