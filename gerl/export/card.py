@@ -53,6 +53,10 @@ class BaseModel:
     licence_fields: dict[str, Any]  # for the header of the card
     merged: str | None
 
+    @property
+    def licence_link(self) -> str | None:
+        return self.licence_fields.get("license_link")
+
 
 def base_model(base: Base) -> BaseModel:
     """Look up the base in its folder or on the Hub; missing facts are None, with a warning."""

@@ -105,18 +105,25 @@ def test_a_step_without_a_validation_has_no_numbers(finished: Any, tmp_path: Pat
     assert "no validation at step 2" in text and not (tmp_path / "out/pictures/after.png").exists()
 
 
-def test_the_licence_of_a_base_that_says_it(finished: Any, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"license": "other", "license_name": "my-terms", "license_link": "https://terms"}, "`my-terms` (https://terms)"),
+        ({"license": "mit"}, "under `mit`."),
+    ],
+)
+def test_the_licence_of_a_base_that_says_it(
+    finished: Any, model: Path, tmp_path: Path, fields: dict[str, str], shown: str
+) -> None:
     import shutil
 
     base = tmp_path / "base"
     shutil.copytree(model, base)
-    (base / "README.md").write_text(
-        "---\nlicense: other\nlicense_name: my-terms\nlicense_link: https://terms\n---\nIt.\n"
-    )
+    (base / "README.md").write_text(f"---\n{yaml.safe_dump(fields)}---\nIt.\n")
     assert main([f"run={finished.folder}", f"out={tmp_path / 'out'}", "format=hub", f"model={base}"]) == 0
     text = (tmp_path / "out/README.md").read_text()
     header = yaml.safe_load(text.split("---\n")[1])
-    assert (header["license"], header["license_name"]) == ("other", "my-terms") and "`my-terms` (https://terms)" in text
+    assert fields.items() <= header.items() and shown in text
 
 
 @pytest.mark.parametrize(
