@@ -5,9 +5,9 @@
     POST /tokens            {"prompts": [...], "sampling": {...}}: a sentence per tokenizer that truncates some
     POST /generate          {"prompts": [...], "seeds": [...], "call": {...}, "lora": NAME}: images as PNG in base64
 
-Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration,
-and `scale`, the strength of the LoRA. An answer names the LoRA that sampled its images. One request is sampled at a
-time.
+Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration;
+`columns`, for each prompt the condition images of its row by argument, as paths; and `scale`, the strength of the LoRA.
+Videos are animated PNG. An answer names the LoRA that sampled its images. One request is sampled at a time.
 """
 
 from __future__ import annotations  # annotations name classes of optional packages
@@ -20,16 +20,19 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, is_loopback, listen, require, run_command
 from gerl.errors import ConfigError, GerlError
+from gerl.protocol import Prompt
 
 if TYPE_CHECKING:
+    import numpy as np
     from diffusers import DiffusionPipeline
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.-]{1,100}")
 WATCH_S, CLOSING_S = 1.0, 10.0
+FRAME_MS = 62.5  # of a video, shown with 16 frames per second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +95,17 @@ class Engine:
             self.scaling = [(layer, layer.scaling[own]) for layer in adapted_layers(parts) if own in layer.scaling]
 
     def generate(
-        self, prompts: list[str], seeds: list[int], call: dict[str, Any], lora: str | None, scale: float = 1.0
+        self, calls: Sequence[dict[str, Any]], seeds: Sequence[int], lora: str | None, scale: float = 1.0
     ) -> list[str]:
-        """Sample an image per prompt; PNG in base64. Raises `GerlError` for a LoRA that is not there."""
-        import numpy as np
-        from PIL import Image
+        """Sample an image or video per prompt of `calls`, arguments of the pipeline; PNG in base64.
 
+        Raises `GerlError` for a LoRA that is not there.
+        """
         from gerl.model.policy import adapter_name, switch
         from gerl.utils.seeding import sample_generators
+        from gerl.workers.rollout import to_uint8
 
+        generators, found = iter(sample_generators(list(seeds))), list[str]()
         with self.lock:
             if lora is not None and lora != self.lora:
                 raise UnknownLora(f"there is no LoRA {lora!r}: send it to /lora/{lora}")
@@ -107,10 +113,23 @@ class Engine:
             if lora is not None:
                 for layer, own in self.scaling:
                     layer.scaling[adapter_name(lora)] = own * scale
-            given = {"prompt": prompts} | call | {"generator": sample_generators(seeds), "output_type": "np"}
-            found = self.pipe(**given).images
-        pixels = (np.asarray(found) * 255).round().astype(np.uint8)
-        return [png(Image.fromarray(image)) for image in pixels]
+            for call in calls:
+                own_noise = list(islice(generators, len(call["prompt"])))
+                found += map(png, to_uint8(self.pipe(**(call | {"generator": own_noise, "output_type": "np"}))))
+        return found
+
+    def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Return the arguments of the pipeline for a request: one call, or one per row if some have condition images."""
+        from gerl.utils.condition_images import picture_arguments
+
+        found = []
+        for part in [[row] for row in rows] if any(row.metadata for row in rows) else [rows]:
+            texts = [row.text for row in part]
+            call = {"prompt": texts} | dict(body.get("call") or {})
+            if "sampling" in body:
+                call |= self.arguments(dict(body["sampling"]), texts)
+            found.append(call | picture_arguments(self.pipe, part[0]))
+        return found
 
     def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
         """Return the arguments of the pipeline for keys of the block `sampling`, as a run would call it."""
@@ -141,10 +160,14 @@ class UnknownLora(GerlError):
     """The LoRA of a request was not sent, or has been dropped."""
 
 
-def png(image: Any) -> str:
-    """Encode an image."""
+def png(pixels: np.ndarray) -> str:
+    """Encode an image `[H, W, 3]`, or a video `[F, H, W, 3]` as an animated PNG, in base64."""
+    from PIL import Image
+
+    first, *others = map(Image.fromarray, pixels if pixels.ndim == 4 else [pixels])
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
+    animation = {"save_all": True, "append_images": others, "duration": FRAME_MS, "loop": 0} if others else {}
+    first.save(buffer, "PNG", compress_level=1, **animation)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -198,12 +221,12 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
     async def generate(request: HttpRequest) -> dict[str, Any]:
         body = json.loads(await request.body())
         prompts, seeds = list(map(str, body["prompts"])), list(map(int, body["seeds"]))
-        call, name, scale = dict(body.get("call") or {}), body.get("lora"), float(body.get("scale", 1.0))
-        if "sampling" in body:
-            call |= engine.arguments(dict(body["sampling"]), prompts)
-        if len(prompts) != len(seeds) or not prompts:
-            raise GerlError("send as many seeds as prompts, at least one")
-        return {"lora": name, "images": await run_in_threadpool(engine.generate, prompts, seeds, call, name, scale)}
+        columns = list(map(dict, body.get("columns") or [{}] * len(prompts)))
+        if not len(prompts) == len(seeds) == len(columns) or not prompts:
+            raise GerlError("send as many seeds, and columns if any, as prompts, at least one")
+        calls = engine.calls(body, [Prompt(i, *row) for i, row in enumerate(zip(prompts, columns, strict=True))])
+        name, scale = body.get("lora"), float(body.get("scale", 1.0))
+        return {"lora": name, "images": await run_in_threadpool(engine.generate, calls, seeds, name, scale)}
 
     async def tokens(request: HttpRequest) -> dict[str, Any]:
         body = json.loads(await request.body())

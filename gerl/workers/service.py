@@ -265,9 +265,12 @@ def decoded(text: object, url: str) -> Image.Image:
 
 
 def opened(content: bytes, url: str) -> Image.Image:
-    """Open an image of an answer as RGB. Raises `Refused`."""
+    """Open an image of an answer as RGB. Raises `Refused`, also for an animation."""
     try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        image = Image.open(io.BytesIO(content))
+        if getattr(image, "is_animated", False):
+            raise Refused(f"an answer of {url} is a video, and images are expected: remove {KEY}")
+        return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Refused(f"an answer of {url} has no readable image ({reason(error)})") from None
 

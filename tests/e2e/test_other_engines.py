@@ -1,21 +1,32 @@
 """Images from another process: `gerl serve pipeline=MODEL` samples, and a run trains on its images."""
 
+import base64
+import io
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
+import pytest
 import requests
+import tiny
 import torch
+import zoo.base
+import zoo.conditioned
+from PIL import Image
 
 from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
+from gerl.errors import ModelError
 from gerl.protocol import Prompt, Sample
+from gerl.utils.seeding import sample_generators
 from gerl.verify.command import main as verify
 from gerl.web.engine import Options, build_app, load_engine
 from gerl.web.server import address, serving
+from gerl.workers.service import opened
 from gerl.workers.worker import PolicyWorker
 
 Train = Callable[..., Any]
@@ -93,6 +104,41 @@ def test_wrong_requests_are_answered(model: Path) -> None:
         for thread in threads:
             thread.join()
         assert answers == [200] * 3
+
+
+def sample(url: str, *texts: str, **body: Any) -> list[Image.Image]:
+    """The images that a service samples; seeds from 1."""
+    seeds = list(range(1, len(texts) + 1))
+    answer = requests.post(f"{url}/generate", json={"prompts": texts, "seeds": seeds, **body}, timeout=60)
+    assert answer.ok, answer.text
+    return [Image.open(io.BytesIO(base64.b64decode(image))) for image in answer.json()["images"]]
+
+
+def test_a_pipeline_that_edits_is_given_the_image_of_each_row(tmp_path: Path) -> None:
+    pipe = zoo.base.as_class(tiny.flux(), diffusers.FluxKontextPipeline)
+    pipe.save_pretrained(tmp_path / "model")
+    for name, picture in zip("ab", zoo.conditioned.pictures(2), strict=True):
+        picture.save(tmp_path / f"{name}.png")
+    call = zoo.conditioned.KONTEXT | {"num_inference_steps": 2, "height": 16, "width": 16}
+    with served(tmp_path / "model") as url:
+        columns = [{"image": str(tmp_path / f"{name}.png")} for name in "aba"]
+        found = sample(url, "a fox", "a fox", "a fox", call=call, columns=columns, seeds=[1, 1, 1])
+    first, other, again = map(np.asarray, found)
+    picture = Image.open(tmp_path / "a.png")
+    own = pipe(prompt=["a fox"], image=picture, generator=sample_generators([1]), output_type="np", **call).images[0]
+    assert (first == (own * 255).round()).all() and (first == again).all() and (first != other).any()
+
+
+def test_videos_are_animations_which_a_run_refuses(tmp_path: Path, model: Path) -> None:
+    tiny.wan().save_pretrained(tmp_path / "model")
+    call = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2, "max_sequence_length": 16}
+    with served(tmp_path / "model") as url:
+        (video,) = sample(url, "a fox", call=call)
+    assert video.format == "PNG" and video.n_frames == 5 and video.size == (16, 16)
+    buffer = io.BytesIO()
+    video.save(buffer, "PNG", save_all=True)
+    with pytest.raises(ModelError, match="video"):
+        opened(buffer.getvalue(), "http://127.0.0.1")
 
 
 def test_a_service_that_is_not_there_is_named_before_the_first_step(refused: Callable[..., str]) -> None:

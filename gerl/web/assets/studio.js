@@ -68,7 +68,7 @@ const commandBlock = (line) => make("div", {}, make("pre", { text: line, tabInde
 
 // --- Runs, and the queue
 
-const KEPT = new Set(["finished", "failed", "stopped", "lost"]);
+const KEPT = new Set(["finished", "failed", "stopped", "killed"]);
 
 async function home() {
   const queue = make("section", { className: "card", ariaLabel: "Queue" });
@@ -109,7 +109,7 @@ function runList({ runs, drafts }) {
         make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : run.state || "ended" }),
         make("div", { className: "row soft" }, make("span", { text: summary(run) }), note)),
       make("div", { className: "actions" },
-        !run.alive && button("Resume", () => command("train", [`checkpoint.resume=${run.folder}`], run.name, run.name)),
+        !run.alive && !(run.step >= run.steps) && button("Resume", () => command("train", [`checkpoint.resume=${run.folder}`], run.name, run.name)),
         button("Copy and change", async () => { const draft = await send("copy", { run: run.name }); location.href = `/new?draft=${encodeURIComponent(draft.name)}`; }),
         make("a", { href: `/compare?run=${encodeURIComponent(run.name)}`, text: "Compare, export" })));
   });
@@ -155,7 +155,7 @@ const MODEL = ["model.path", "model.lora_rank", "sampling.height", "sampling.wid
 const ALGORITHM = ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"];
 const SHOWN = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...MODEL, ...ALGORITHM]);
 
-const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map() };
+const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map(), verifying: Promise.resolve() };
 
 async function newRun() {
   const name = new URLSearchParams(location.search).get("draft");
@@ -169,15 +169,16 @@ async function newRun() {
   left.append(card("Run", textField("name", "Name", draft.name, (value) => { draft.name = value; }, "the folder of the run, below that of all runs")), modelCard(), promptCard(), rewardCard(), algorithmCard(), hardwareCard(), otherCard());
   main.append(make("div", { className: "two" }, left, right));
   form.saved = name;
-  await verify(Boolean(name));
+  await verify(false);
 }
 
-const freshDraft = () => ({ votes: false, name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
+const freshDraft = () => ({ revision: 0, votes: false, name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
 
 const card = (title, ...children) => make("section", { className: "card", ariaLabel: title }, make("h2", { text: title }), ...children);
 
 function changed() {
   clearTimeout(form.timer);
+  checking();
   form.timer = setTimeout(() => guarded(() => verify()), DELAY);
 }
 
@@ -216,6 +217,7 @@ function modelCard() {
   const texts = make("textarea", { id: "sample-prompts", spellcheck: false, ariaLabel: "prompts to sample, one per line" });
   const shown = make("div", {});
   form.sampleTexts = texts;
+  form.offered = "";
   const sample = async () => {
     await verify();
     const prompts = texts.value.split("\n").filter((text) => text.trim());
@@ -403,6 +405,7 @@ function hardwareCard() {
 // Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
 function estimated(report, gpus, price) {
   const { steps, images } = form.check.facts;
+  if (!steps) return "";
   const measured = report.seconds && typeof report.seconds === "object";
   const step = measured ? report.seconds.rollout + report.seconds.update : (report.seconds * images) / gpus;
   const hours = (step * steps) / 3600;
@@ -426,14 +429,32 @@ function otherCard() {
   return card("Other keys", list, make("datalist", { id: "all-keys" }, Object.entries(menu.keys).map(([key, about]) => make("option", { value: key, text: about.help }))), make("p", { className: "row" }, input, button("Add", add)));
 }
 
-async function verify(keep = true) {
+// Checks follow one another: each saves a revision of the draft.
+function verify(keep = true) {
+  form.verifying = form.verifying.catch(() => {}).then(() => verifyNow(keep));
+  return form.verifying;
+}
+
+async function verifyNow(keep) {
   const { draft } = form;
-  const found = await send("draft", { ...draft, keep, was: form.saved });
+  checking();
+  const found = await send("draft", { ...draft, keep, was: form.saved }).catch((error) => { showStatus(error.message, "bad"); throw error; });
   form.check = found;
+  draft.revision = found.revision;
   if (keep) form.saved = draft.name;
   if (keep) history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
   showProblem(found.problem);
   showPlan(found);
+}
+
+const checking = () => showStatus("Checking ...");
+
+function showStatus(text, kind = "") {
+  const status = form.right.querySelector(".status");
+  if (!status) return;
+  status.textContent = text;
+  status.className = `status ${kind}`;
+  form.right.querySelector("button.first").disabled = true;
 }
 
 function showProblem(problem) {
@@ -466,13 +487,13 @@ function showPlan(found) {
     found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
     found.changes.length ? make("table", { className: "plain changes" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
     found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
-  if (facts.first && !form.sampleTexts.value) form.sampleTexts.value = facts.first.join("\n");
-  if (facts.prompts) form.promptNote.replaceChildren(promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out));
+  if (form.sampleTexts.value === form.offered) form.sampleTexts.value = form.offered = (facts.first || []).join("\n");
+  fill(form.promptNote, facts.prompts && [promptFacts("Prompts", facts.prompts), promptFacts("Held-out prompts", facts.held_out)]);
   for (const [key, { box, input }] of form.boxes) {
     if (!box) continue;
     box.classList.toggle("changed", Boolean(draft.keys[key]));
     const value = key.split(".").reduce((values, name) => values?.[name], found.values);
-    if ("placeholder" in input && value !== undefined && typeof value !== "object") input.placeholder = String(value);
+    if ("placeholder" in input) input.placeholder = value === undefined ? "" : typeof value === "object" ? JSON.stringify(value) : String(value);
   }
 }
 
@@ -494,7 +515,8 @@ async function compare() {
     card("Run", make("div", { className: "field" }, make("label", { htmlFor: "run", text: "Run" }), run), loras),
     tryCard(run, loras), evaluateCard(loras), exportCard(run, loras));
   const show = async () => {
-    const { checkpoints, formats } = await ask("checkpoints", { run: run.value });
+    const { checkpoints, formats, first } = await ask("checkpoints", { run: run.value });
+    form.offer(first);
     fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
     [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
     const select = document.getElementById("format");
@@ -509,6 +531,8 @@ const chosen = (loras) => [...loras.querySelectorAll("input:checked")];
 
 function tryCard(run, loras) {
   const texts = make("textarea", { id: "own-prompts", value: "", spellcheck: false });
+  form.offered = "";
+  form.offer = (first) => { if (texts.value === form.offered) texts.value = form.offered = first.join("\n"); };
   const strength = make("input", { type: "range", id: "strength", min: 0, max: 2, step: 0.1, value: 1 });
   const number = make("output", { text: "1" });
   const shown = make("div", { role: "status" });
@@ -522,7 +546,7 @@ function tryCard(run, loras) {
     fill(shown, make("h3", { text: "Base model" }), imageList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), imageList(found)]));
   };
   strength.addEventListener("change", () => { if (shown.childElementCount) guarded(sample); });
-  return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line" }), texts,
+  return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line; models that take an image also take rows of a .jsonl file" }), texts,
     make("p", { className: "row" }, make("label", { htmlFor: "strength", text: "Strength of the LoRA" }), strength, number, button("Sample", sample)), shown);
 }
 

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
+from PIL import Image
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -35,7 +37,7 @@ from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Check, Draft, Problem, described, read_draft
 from gerl.web.studio.jobs import Jobs, Store, as_rows
-from gerl.web.studio.sampler import Sampler, SampleRequest
+from gerl.web.studio.sampler import ROWS, Sampler, SampleRequest, read_lines
 
 logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
@@ -106,13 +108,26 @@ class Studio:
             raise GerlError(f"there is no draft {name!r:.100}")
         return read_draft(known[name])
 
-    def keep(self, draft: Draft) -> None:
-        """Write a draft and its files, unless a run of this name uses them."""
+    def keep(self, draft: Draft, was: object = None) -> None:
+        """Write a draft and its files, unless a run of this name uses them; `was`: its name before.
+
+        Raises `GerlError` if it would replace another draft, or a newer revision of this one.
+        """
         if self.is_used(draft.name):
             return
-        draft.write(self.root)
         with self.store.changing() as values:
-            values.setdefault("drafts", {})[draft.name] = asdict(draft)
+            known = values.setdefault("drafts", {})
+            before = known.get(draft.name, {}).get("revision", 0)
+            if draft.name in known and was not in (None, draft.name):
+                raise GerlError(f"there is a draft {draft.name} already: give this one another name")
+            if draft.revision not in (None, before):
+                raise GerlError("this draft was changed in another window: reload the page to see it")
+            draft.revision = before
+            if known.get(draft.name) == asdict(draft):
+                return
+            draft.revision += 1
+            draft.write(self.root)
+            known[draft.name] = asdict(draft)
         self.changed()
 
 
@@ -120,13 +135,14 @@ def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Save and check a draft; `was`: its name before."""
     draft, was = read_draft(given), given.get("was")
     if given.get("keep", True):
-        studio.keep(draft)
+        studio.keep(draft, was)
         known = studio.store.values.get("drafts", {})
         if was != draft.name and was in known and not studio.is_used(str(was)):
             removed(studio, {"name": was})
     found = asdict(studio.check(draft))
-    del found["texts"]
-    return found | {"line": shlex.join(["gerl", draft.command, *found["arguments"]])}
+    del found["prompts"]
+    line = shlex.join(["gerl", draft.command, *found["arguments"]])
+    return found | {"line": line, "revision": draft.revision}
 
 
 def started(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -191,7 +207,10 @@ def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
 def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Create a draft with the configuration of a run."""
     run = studio.site.run(str(given.get("run")))
-    draft = drafts.from_run(run.folder, str(given.get("name") or f"{run.folder.name}-copy"))
+    names = (f"{run.folder.name}-{number}" for number in count(2))
+    known = studio.store.values.get("drafts", {})
+    name = given.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
+    draft = drafts.from_run(run.folder, str(name))
     studio.keep(draft)
     return {"name": draft.name}
 
@@ -202,34 +221,35 @@ def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
     if found.problem is not None:
         raise GerlError(found.problem.sentence)
     path, sampling = found.values["model"]["path"], found.values["sampling"]
-    return {"truncated": studio.sampler.truncated(path, sampling, found.texts)}
+    return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in found.prompts])}
 
 
 def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Sample prompts with the model of a draft or run, with the LoRA of a checkpoint if `step` is given."""
-    prompts, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
-    if not isinstance(prompts, list) or type(seed) is not int or not isinstance(scale, int | float):
+    lines, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
+    if not isinstance(lines, list) or type(seed) is not int or not isinstance(scale, int | float):
         raise GerlError("expected prompts, a seed and the strength of the LoRA")
     lora: Path | None = None
     if (name := given.get("run")) is not None:
         run = studio.site.run(str(name))
-        _, values = run.config()
+        draft = drafts.from_run(run.folder, "run")
         if (step := given.get("step")) is not None:
             lora = run.folder / "checkpoints" / f"step_{int(step)}" / LORA
             if not lora.is_file():
                 raise GerlError(f"{name} has no LoRA of step {step}")
     else:
-        found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
-        if not found.values:
-            raise GerlError(found.problem.sentence if found.problem else "the draft has no values")
-        values = found.values
+        draft = studio.draft(str(given.get("draft")))
+    found = drafts.check(draft, studio.root)
+    if found.problem is not None and not found.values:
+        raise GerlError(found.problem.sentence)
+    values, prompts = found.values, read_lines(lines, found.prompts)
     sampling = dict(values["sampling"]) | {"kernel": "ode"}
     sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
-    texts = [str(prompt) for prompt in prompts if str(prompt).strip()]
-    request = SampleRequest(values["model"]["path"], texts, sampling, seed, lora, float(scale))
+    request = SampleRequest(values["model"]["path"], prompts, sampling, seed, lora, float(scale))
     number = 1 + max((int(p.name) for p in (studio.root / SAMPLES).glob("*") if p.name.isdigit()), default=0)
     folder = studio.root / SAMPLES / str(number)
-    return {"images": studio.sampler.sample(request, folder), "prompts": texts, "folder": str(folder)}
+    images = studio.sampler.sample(request, folder)
+    return {"images": images, "prompts": [prompt.text for prompt in prompts], "folder": str(folder)}
 
 
 def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -238,8 +258,17 @@ def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
         raise GerlError("sample images first")
     kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
-    job = studio.jobs.add("score", [f"images={folder}", *kept, "out={out}"], draft.name, gpus=0)
+    if any(is_video(path) for path in folder.glob("*.png")):
+        raise GerlError("gerl score reads images, and these are videos: the run scores its own")
+    given_images = [f"images={folder}", f"prompts={folder / ROWS}"]
+    job = studio.jobs.add("score", [*given_images, *kept, "out={out}"], draft.name, gpus=0)
     return {"job": job.id}
+
+
+def is_video(path: Path) -> bool:
+    """Whether a sampled file is an animation."""
+    with Image.open(path) as image:
+        return bool(getattr(image, "is_animated", False))
 
 
 POSTS: dict[str, Answer] = {
@@ -297,14 +326,15 @@ def scores_of(studio: Studio, request: Request) -> Any:
 
 
 def checkpoints_of(studio: Studio, request: Request) -> Any:
-    """Return the checkpoints of a run, and the export formats."""
+    """Return the checkpoints of a run, its first held-out prompts, and the export formats."""
     run = studio.site.run(request.query_params.get("run", ""))
     best, rows = best_step(run.folder), []
     for path in checkpoint_paths(run.folder / "checkpoints"):
         step = int(path.name.rpartition("_")[2])
         place = studio.root / run.name / path.relative_to(run.folder)
         rows.append({"step": step, "folder": str(place), "best": step == best})
-    return {"checkpoints": rows, "formats": FORMATS}
+    first = drafts.check(drafts.from_run(run.folder, "run"), studio.root).facts.get("first", [])
+    return {"checkpoints": rows, "formats": FORMATS, "first": first}
 
 
 GETS: dict[str, Callable[[Studio, Request], Any]] = {

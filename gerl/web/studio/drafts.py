@@ -47,6 +47,7 @@ class Draft:
     scorers: dict[str, dict[str, Any]] = field(default_factory=dict)  # empty: those of the experiment
     texts: dict[str, str] = field(default_factory=dict)  # file -> content
     votes: bool = False  # people are the reward
+    revision: int | None = None  # increases with each change; None: of a request that does not know it
 
     @property
     def command(self) -> str:
@@ -115,7 +116,8 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
         raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
     keys_ = {str(key): str(value) for key, value in parts[0].items()}
     texts = {str(file): str(text) for file, text in texts.items()}
-    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True)
+    revision = given.get("revision")
+    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True, revision if type(revision) is int else None)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Check:
     changes: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, that of the experiment
     values: dict[str, Any] = field(default_factory=dict)  # of all keys
     facts: dict[str, Any] = field(default_factory=dict)
-    texts: list[str] = field(default_factory=list)  # distinct prompts
+    prompts: list[Prompt] = field(default_factory=list)  # of distinct texts
 
 
 def check(draft: Draft, root: Path) -> Check:
@@ -151,14 +153,20 @@ def check(draft: Draft, root: Path) -> Check:
             return Check(arguments, problem_of(error))
     values = settings_of(composed.config)
     changes = changes_to(settings_of(recipe.config), values)
-    found = Check(arguments, None, composed.yaml(), changes, values)
+    found = Check(arguments, None, composed.yaml(), changes, values, _facts(composed))
     try:
         inputs = read_inputs(composed)
     except GerlError as error:
         return dataclasses.replace(found, problem=problem_of(error))
     prompts, held_out = inputs.prompts, inputs.held_out
-    texts = list(dict.fromkeys(prompt.text for prompt in [*prompts, *held_out]))
-    return dataclasses.replace(found, facts=_facts(composed, prompts, held_out), texts=texts)
+    facts = found.facts | {
+        "steps": planned_steps(composed.config, prompts),
+        "prompts": about(prompts),
+        "held_out": about(held_out),
+        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
+    }
+    distinct = {prompt.text: prompt for prompt in [*held_out, *prompts]}
+    return dataclasses.replace(found, facts=facts, prompts=list(distinct.values()))
 
 
 def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -174,18 +182,15 @@ def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tup
     return list(found.values())
 
 
-def _facts(composed: Composed, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> dict[str, Any]:
-    """Return what the page shows of a run besides its keys."""
+def _facts(composed: Composed) -> dict[str, Any]:
+    """Return what the page shows of a run besides its keys and prompts."""
     config = composed.config
     return {
         "experiment": composed.experiment,
         "algorithm": config.algorithm.name,
         "model": config.model.path,
-        "steps": planned_steps(config, prompts),
+        "steps": config.trainer.steps,
         "images": config.rollout.prompts_per_step * config.rollout.n,
-        "prompts": about(prompts),
-        "held_out": about(held_out),
-        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
         "scorers": {name: scorer.weight for name, scorer in config.reward.scorers.items()},
     }
 

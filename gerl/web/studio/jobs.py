@@ -24,7 +24,7 @@ from gerl.run.card import hardware, now
 from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
-State = Literal["waiting", "running", "finished", "failed", "stopped", "lost"]
+State = Literal["waiting", "running", "finished", "failed", "stopped", "killed"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
 LOG, EXIT = "log.txt", "exit"  # in the folder of a job
 LOOK = 0.3  # seconds between polls
@@ -59,7 +59,7 @@ class Job:
             return "waiting" if self.pid is None else "running"
         if self.code in STOPPED or (self.pid is None and self.code is None):
             return "stopped"
-        return "lost" if self.code is None else "failed" if self.code else "finished"
+        return "killed" if self.code is None else "failed" if self.code else "finished"
 
     @property
     def line(self) -> str:

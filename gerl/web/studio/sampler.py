@@ -15,19 +15,22 @@ from typing import Any
 import requests
 
 from gerl.errors import GerlError
+from gerl.protocol import Prompt
+from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import write_file
 from gerl.web.studio.jobs import Job, Jobs
 
 MOST = 16  # images per request
+ROWS = "prompts.jsonl"  # rows of sampled images
 LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Prompts to sample, one image each with consecutive seeds; `scale` multiplies the LoRA."""
+    """Prompts to sample, one image or video each with consecutive seeds; `scale` multiplies the LoRA."""
 
     model: str
-    prompts: Sequence[str]
+    prompts: Sequence[Prompt]
     sampling: Mapping[str, Any]  # the block `sampling`
     seed: int = 0
     lora: Path | None = None
@@ -43,23 +46,26 @@ class Sampler:
         self.session.trust_env = False  # no proxy of the environment
 
     def sample(self, request: SampleRequest, folder: Path) -> list[str]:
-        """Sample images, write them with their prompts into `folder`, and return them as PNG files in base64.
+        """Sample images, write them and `ROWS` into `folder`, and return them as PNG files in base64.
 
         Raises `GerlError` if the model cannot be loaded or the request is wrong.
         """
-        if not 0 < len(request.prompts) <= MOST:
+        prompts = request.prompts
+        if not 0 < len(prompts) <= MOST:
             raise GerlError(f"give 1 to {MOST} prompts")
         address = self.service(request.model)
-        body: dict[str, Any] = {"prompts": list(request.prompts), "sampling": dict(request.sampling)}
-        body |= {"seeds": [request.seed + i for i in range(len(request.prompts))], "scale": request.scale}
+        body: dict[str, Any] = {"prompts": [prompt.text for prompt in prompts], "sampling": dict(request.sampling)}
+        body |= {"seeds": [request.seed + i for i in range(len(prompts))], "scale": request.scale}
+        body["columns"] = [{name: p.metadata[name] for name in COLUMNS if p.metadata.get(name)} for p in prompts]
         if request.lora is not None:
             body["lora"] = name_of(request.lora)
             self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
         found: list[str] = self.ask(f"{address}/generate", body)["images"]
         folder.mkdir(parents=True, exist_ok=True)
-        for i, (prompt, image) in enumerate(zip(request.prompts, found, strict=True)):
+        for i, image in enumerate(found):
             write_file(folder / f"{i:02}.png", base64.b64decode(image))
-            write_file(folder / f"{i:02}.txt", prompt)
+        rows = [{**prompt.metadata, "prompt": prompt.text} for prompt in prompts]
+        write_file(folder / ROWS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         return found
 
     def truncated(self, model: str, sampling: Mapping[str, Any], prompts: Sequence[str]) -> list[str]:
@@ -102,6 +108,37 @@ class Sampler:
             self.jobs.look()
         said = self.jobs.log(job).strip().splitlines()
         raise GerlError(said[-1].removeprefix("error: ") if said else f"{model} was not loaded")
+
+
+def read_lines(lines: Sequence[object], known: Sequence[Prompt]) -> list[Prompt]:
+    """Return the rows for typed lines: the text of one of `known`, another text, or a row of a .jsonl file.
+
+    Raises `GerlError` for a row that cannot be read, and for a text without the image that `known` prompts have.
+    """
+    by_text, found = {prompt.text: prompt for prompt in known}, []
+    pictured = next((name for prompt in known for name in COLUMNS if prompt.metadata.get(name)), None)
+    for line in filter(None, (str(line).strip() for line in lines)):
+        if line in by_text:
+            found.append(by_text[line])
+        elif line.startswith("{"):
+            found.append(_read_row(line))
+        elif pictured is not None:
+            row = json.dumps({"prompt": line, pictured: "FILE"})
+            raise GerlError(f"{line!r:.80} is no prompt of the run, and its model takes an image: write {row}")
+        else:
+            found.append(Prompt(len(found), line))
+    return found
+
+
+def _read_row(line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+        text = row.pop("prompt")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise GerlError(f"{line:.80} is no row of a .jsonl file with a prompt")
+    return Prompt(0, text, with_absolute_paths(row, Path.cwd(), f"{line:.80}"))
 
 
 def serves(job: Job, model: str) -> bool:

@@ -107,6 +107,16 @@ def test_a_renamed_draft_is_one_draft(opened: tuple[str, Studio]) -> None:
     assert post(url, "remove", {"name": "new"}).ok and "new" not in studio.store.values["drafts"]
 
 
+def test_a_draft_changed_elsewhere_is_not_replaced(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    first = post(url, "draft", draft("shared", trainer__steps="3") | {"revision": 0}).json()["revision"]
+    assert post(url, "draft", draft("shared", trainer__steps="4") | {"revision": first}).ok
+    for stale in ({"revision": first}, {"revision": 0}, {"revision": 0, "was": "other"}):
+        answer = post(url, "draft", draft("shared", trainer__steps="5") | stale)
+        assert answer.status_code == 409 and "draft" in answer.json()["error"]
+    assert studio.draft("shared").keys["trainer.steps"] == "4"
+
+
 def test_the_files_of_a_run_in_the_queue_do_not_change(opened: tuple[str, Studio]) -> None:
     url, studio = opened
     first = draft("locked", {"mine": {}}, {"mine.py": "def compute_score(images): ..."})
@@ -167,6 +177,8 @@ def test_notes_and_stars_are_kept_and_a_run_is_copied(opened: tuple[str, Studio]
     (run,) = [run for run in requests.get(f"{url}/api/home", timeout=10).json()["runs"] if run["name"] == "signs/one"]
     assert (run["note"], run["star"]) == ("good", True)
     assert post(url, "copy", {"run": "signs/one", "name": "again"}).json() == {"name": "again"}
+    copies = [post(url, "copy", {"run": "signs/one"}).json()["name"] for _ in range(2)]
+    assert copies == ["one-2", "one-3"]
     assert studio.draft("again").keys == {"experiment": str(studio.root.resolve() / "signs" / "one" / "config.yaml")}
 
 

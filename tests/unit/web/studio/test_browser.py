@@ -68,7 +68,8 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_a_wrong_value_is_answered_beside_its_field(page: Any, url: str) -> None:
     page.goto(f"{url}/new")
     page.wait_for_selector(".status.good")
-    page.fill("#field-name", "from-the-browser")
+    name = f"from-{page.viewport_size['width']}"
+    page.fill("#field-name", name)
     page.fill('[id="field-trainer.steps"]', "many")
     page.wait_for_selector(".status.bad")
     assert "integer" in page.inner_text('[id="wrong-trainer.steps"]')
@@ -83,7 +84,26 @@ def test_a_wrong_value_is_answered_beside_its_field(page: Any, url: str) -> None
     assert "trainer.steps=3" in page.inner_text(".side-panel pre")
     page.reload()
     page.wait_for_selector(".status.good")
-    assert page.input_value('[id="field-trainer.steps"]') == "3" and "from-the-browser" in page.url
+    assert page.input_value('[id="field-trainer.steps"]') == "3" and name in page.url
+
+
+def test_a_second_window_does_not_replace_what_the_first_typed(page: Any, url: str) -> None:
+    name = f"twice-{page.viewport_size['width']}"
+    page.goto(f"{url}/new")
+    page.wait_for_selector(".status.good")
+    page.fill("#field-name", name)
+    page.wait_for_url(f"**/new?draft={name}")
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector(".status.good")
+    page.fill('[id="field-trainer.steps"]', "3")
+    page.wait_for_selector(".changes")
+    other.fill('[id="field-trainer.steps"]', "4")
+    other.wait_for_selector("#message:not([hidden])")
+    assert "another window" in other.inner_text("#message") and other.is_disabled("button.first")
+    other.reload()
+    other.wait_for_selector(".status.good")
+    assert other.input_value('[id="field-trainer.steps"]') == "3"
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -84,7 +84,7 @@ def test_another_page_follows_the_same_jobs(store: Store) -> None:
         assert pid is not None
         os.killpg(pid, signal.SIGKILL)
         until(later, lambda: later.get(3).ended is not None)
-        assert later.get(2).state == "lost" and later.get(3).state == "finished"
+        assert later.get(2).state == "killed" and later.get(3).state == "finished"
     finally:
         again.close()
     assert (first.id, second.id, third.id) == (1, 2, 3)
