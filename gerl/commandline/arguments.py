@@ -84,9 +84,11 @@ class Parser(Generic[T]):
         given: dict[str, list[tuple[str | None, object]]] = {}
         overrides: list[str] = []
         if self.composes:
-            from gerl.commandline.composition import without_options  # in here: it imports Hydra
+            from gerl.commandline.composition import OUT, with_folder, without_options  # in here: it imports Hydra
 
             arguments = without_options(arguments)
+            if self.rest and OUT not in own:
+                arguments = with_folder(arguments)
         # one beside an option with dashes may be the value of that
         if not any(a.startswith("-") and "=" not in a for a in arguments):
             arguments = [f"{self.bare}={a}" if self._is_bare(a) else a for a in arguments]

@@ -315,7 +315,7 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     """Normalise the arguments: `out=` becomes the folder, another model than that of the signs demo selects plain."""
-    found = [f"{folder}={o.removeprefix('out=')}" if o.startswith(f"{OUT}=") else o for o in overrides]
+    found = with_folder(overrides, folder)
     own, chosen = load_own_algorithm(found), {key_of(o) for o in found} & set(CHOICES)
     if own is not None and not chosen:
         found = [f"algorithm={registry.preset_of(own)}", *found]
@@ -324,6 +324,11 @@ def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
     if not models or named or default_experiment(models[0]) == default_experiment(None):
         return found
     return [f"experiment={default_experiment(models[0])}", *found]
+
+
+def with_folder(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
+    """Replace `out`, the short name of the key `folder`."""
+    return [f"{folder}={o.removeprefix('out=')}" if o.startswith(f"{OUT}=") else o for o in overrides]
 
 
 def load_own_algorithm(overrides: Sequence[str]) -> Any:

@@ -25,6 +25,7 @@ from reward_models.votes import reaper
 
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.@+-]{1,64}")
+EXAMPLE = "reward.scorers={vote: {kwargs: {url: 'http://127.0.0.1:1'}}}"  # with which a run is checked
 ALL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address -> the address for connections from the same machine
 
 
@@ -158,19 +159,18 @@ def prepare(overrides: Sequence[str]) -> tuple[Path, int, list[str]]:
             f"{whole[0]}: the reward comes from votes; add a scorer with reward.scorers.NAME.weight=W, 0 to only "
             "watch it"
         )
-    example = "reward.scorers={vote: {kwargs: {url: 'http://127.0.0.1:1'}}}"
-    asked = asked_for([example, *overrides])
+    asked = asked_for([EXAMPLE, *overrides])
     run_dir, given = folder_to_resume(asked), list(overrides)
     if run_dir is None:
         run_dir = asked.run_dir
         if "hydra.run.dir" not in asked.given:  # the default has a timestamp: pass it on to the run
             given.append(f"hydra.run.dir={run_dir}")
-        config = compose_run([example, *overrides]).config
+        config = compose_run([EXAMPLE, *overrides]).config
         if config.rollout.n < 2:
             raise ConfigError("rollout.n=1: people choose among the images of a prompt; use 2 or more, such as 4")
         return run_dir, config.trainer.steps, given
     settings = read_configuration(run_dir / "config.yaml")[0]
-    return run_dir, compose_changes(settings, [example, *overrides]).trainer.steps, given
+    return run_dir, compose_changes(settings, [EXAMPLE, *overrides]).trainer.steps, given
 
 
 def _public(host: str) -> str | None:

@@ -18,7 +18,7 @@ import yaml
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.command import with_notes
-from gerl.commandline.composition import Composed, compose_run
+from gerl.commandline.composition import Composed, compose_run, with_folder
 from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
@@ -27,6 +27,7 @@ from gerl.protocol import Prompt
 from gerl.run.settings import difference, shown_setting
 from gerl.trainer.launch import read_inputs
 from gerl.utils.files import write_file
+from reward_models.votes.command import EXAMPLE, prepare
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
 PROMPTS, HELD_OUT = "prompts.txt", "held_out.txt"
@@ -60,8 +61,10 @@ class Draft:
         for file, key in FILES.items():
             if self.texts.get(file, "").strip():
                 given.setdefault(key, flow(str(self.folder(root) / file)))
-        if self.scorers:
-            scorers = {name: self._scorer(name, root) for name in self.scorers}
+        scorers = {name: self._scorer(name, root) for name in self.scorers}
+        if self.votes:  # beside the scorer of the votes
+            given |= {f"+reward.scorers.{name}": flow(scorer) for name, scorer in scorers.items()}
+        elif scorers:
             given["reward.scorers"] = flow(scorers)
         first = [f"{key}={given.pop(key)}" for key in FIRST if key in given]
         return [*first, *(f"{key}={value}" for key, value in given.items()), f"out={flow(str(root / self.name))}"]
@@ -147,7 +150,9 @@ def check(draft: Draft, root: Path) -> Check:
     with COMPOSING:
         try:
             arguments = draft.arguments(root)
-            composed = compose_run(arguments)
+            if draft.votes:
+                prepare(with_folder(arguments))
+            composed = compose_run([EXAMPLE, *arguments] if draft.votes else arguments)
             recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
         except GerlError as error:
             return Check(arguments, problem_of(error))

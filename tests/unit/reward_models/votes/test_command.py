@@ -12,7 +12,7 @@ import yaml
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, TrainingError
 from reward_models.votes import reaper
-from reward_models.votes.command import prepare, train, voters
+from reward_models.votes.command import PARSER, prepare, train, voters
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,10 @@ def test_a_new_run_is_told_its_folder_which_has_the_time_in_it() -> None:
 def test_a_folder_that_is_named_stays(tmp_path: Path) -> None:
     given = [f"hydra.run.dir={tmp_path / 'run'}", "reward.scorers.sharpness.weight=0"]
     assert prepare(given) == (tmp_path / "run", compose_run([]).config.trainer.steps, given)
+
+
+def test_the_short_name_of_the_folder_is_understood(tmp_path: Path) -> None:
+    assert PARSER.parse(["voters=a", f"out={tmp_path}"])[1] == [f"hydra.run.dir={tmp_path}"]
 
 
 def test_a_run_that_is_carried_on_has_its_own_folder_and_steps(tmp_path: Path) -> None:

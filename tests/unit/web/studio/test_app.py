@@ -92,6 +92,18 @@ def test_wrong_input_is_answered_beside_its_field(opened: tuple[str, Studio], gi
     assert post(url, "start", {"name": "a"}).json()["error"] == found.json()["problem"]["sentence"]
 
 
+def test_people_vote_beside_own_scorers(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    code = {"mine.py": "def compute_score(images): ..."}
+    given = draft("voted", {"mine": {"weight": 0.5}}, code, rollout__n="4") | {"votes": True}
+    found = post(url, "draft", given).json()
+    assert found["problem"] is None and found["facts"]["scorers"] == {"vote": 1.0, "mine": 0.5}
+    command = found["line"].split()
+    assert command[:2] == ["gerl", "vote"] and f"out={studio.root / 'voted'}" in command
+    one = post(url, "draft", given | {"keys": {"experiment": "signs", "rollout.n": "1"}}).json()
+    assert one["problem"]["key"] == "rollout.n"
+
+
 @pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "a" * 81])
 def test_a_name_that_is_no_folder_is_refused(opened: tuple[str, Studio], name: str) -> None:
     assert post(opened[0], "draft", draft(name)).status_code == 409
