@@ -119,7 +119,7 @@ class Engine:
         return found
 
     def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """Return the arguments of the pipeline for a request: one call, or one per row if some have condition images."""
+        """Return the arguments of the pipeline for a request: of one call, or one per row if some have images."""
         from gerl.utils.condition_images import picture_arguments
 
         found = []

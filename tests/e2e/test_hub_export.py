@@ -108,7 +108,10 @@ def test_a_step_without_a_validation_has_no_numbers(finished: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
-        ({"license": "other", "license_name": "my-terms", "license_link": "https://terms"}, "`my-terms` (https://terms)"),
+        (
+            {"license": "other", "license_name": "my-terms", "license_link": "https://terms"},
+            "`my-terms` (https://terms)",
+        ),
         ({"license": "mit"}, "under `mit`."),
     ],
 )

@@ -136,12 +136,14 @@ async function job() {
       make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
       commandBlock(found.line),
       found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
-      found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 })] : null,
+      found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 }), cardPictures(number, found.files)] : null,
       make("h3", { text: "Log" }), make("pre", { tabIndex: 0 }, linked(found.log || "nothing yet")));
     if (found.state === "running") setTimeout(() => guarded(show), 1000);
   };
   follow(show);
 }
+
+const cardPictures = (number, files) => make("ul", { className: "images" }, files.filter((file) => file.endsWith(".png")).map((file) => make("li", {}, make("img", { src: `/result/${number}/${file}`, alt: file }), file)));
 
 // A text whose local addresses are links, such as the page on which people vote.
 function linked(text) {
@@ -572,10 +574,11 @@ function evaluateCard(loras) {
 function exportCard(run, loras) {
   const format = make("select", { id: "format" });
   const push = make("input", { id: "push", placeholder: "owner/name", spellcheck: false });
+  const keys = make("input", { id: "export-keys", placeholder: "such as private=true overwrite=true", spellcheck: false });
   const start = async (more) => {
     const [first] = chosen(loras).slice(-1);
     if (!first) throw new Error("choose a checkpoint");
-    const { job: number } = await command("export", [`run=${first.value}`, ...more], "export");
+    const { job: number } = await command("export", [`run=${first.value}`, ...more, ...keys.value.split(/\s+/).filter(Boolean)], "export");
     location.href = `/job?job=${number}`;
   };
   const upload = async () => {
@@ -583,6 +586,7 @@ function exportCard(run, loras) {
     await start(["format=hub", `push=${push.value.trim()}`]);
   };
   return card("Export", make("div", { className: "field" }, make("label", { htmlFor: "format", text: "Format" }), format),
+    make("div", { className: "field" }, make("label", { htmlFor: "export-keys", text: "Other keys" }), keys),
     make("p", { className: "row" }, button("Export", () => start([`format=${format.value}`, "out={out}/lora"]))),
     make("p", { className: "soft", text: "The format hub writes a repository with its card, which the job shows: look at it before you upload it." }),
     make("div", { className: "field" }, make("label", { htmlFor: "push", text: "Repository" }), push),

@@ -18,7 +18,7 @@ import yaml
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.command import with_notes
-from gerl.commandline.composition import Composed, compose_run, with_folder
+from gerl.commandline.composition import Composed, asked_for, compose_run, replaced_scorers, with_folder
 from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
@@ -35,6 +35,7 @@ FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
 COMPOSING = threading.RLock()  # Hydra composes one at a time
 DEFAULTS = {name: shown_setting(value) for name, value in dataclasses.asdict(ScorerConfig()).items()}
+VOTE_KWARGS = "reward.scorers.vote.kwargs"  # known when the run starts
 FIRST_PROMPTS = 6  # that the page offers to sample
 LONGEST = 3  # prompts that are shown of a kind
 
@@ -119,8 +120,9 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
         raise GerlError(f"the name of a scorer has letters, digits and _ only, not {wrong[0]!r:.80}")
     keys_ = {str(key): str(value) for key, value in parts[0].items()}
     texts = {str(file): str(text) for file, text in texts.items()}
-    revision = given.get("revision")
-    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True, revision if type(revision) is int else None)
+    known = given.get("revision")
+    revision = known if type(known) is int else None
+    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True, revision)
 
 
 @dataclass(frozen=True)
@@ -152,18 +154,21 @@ def check(draft: Draft, root: Path) -> Check:
             arguments = draft.arguments(root)
             if draft.votes:
                 prepare(with_folder(arguments))
-            composed = compose_run([EXAMPLE, *arguments] if draft.votes else arguments)
+            given = [EXAMPLE, *arguments] if draft.votes else arguments
+            asked = asked_for(given)
+            composed = compose_run(given, asked)
+            composed = dataclasses.replace(composed, replaced=replaced_scorers(given, asked))
             recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
         except GerlError as error:
             return Check(arguments, problem_of(error))
-    values = settings_of(composed.config)
-    changes = changes_to(settings_of(recipe.config), values)
-    found = Check(arguments, None, composed.yaml(), changes, values, _facts(composed))
+    before = settings_of(recipe.config)
     try:
         inputs = read_inputs(composed)
     except GerlError as error:
-        return dataclasses.replace(found, problem=problem_of(error))
+        return _checked(arguments, composed, before, problem_of(error))
+    composed = dataclasses.replace(composed, config=inputs.config)  # with the scorers that stay watched
     prompts, held_out = inputs.prompts, inputs.held_out
+    found = _checked(arguments, composed, before)
     facts = found.facts | {
         "steps": planned_steps(composed.config, prompts),
         "prompts": about(prompts),
@@ -174,6 +179,13 @@ def check(draft: Draft, root: Path) -> Check:
     return dataclasses.replace(found, facts=facts, prompts=list(distinct.values()))
 
 
+def _checked(
+    arguments: list[str], composed: Composed, before: Mapping[str, Any], problem: Problem | None = None
+) -> Check:
+    values = settings_of(composed.config)
+    return Check(arguments, problem, composed.yaml(), changes_to(before, values), values, _facts(composed))
+
+
 def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (key, value, value of the recipe) of all that differ, without the defaults of additional scorers."""
     found = dict[str, tuple[str, str, str]]()
@@ -182,7 +194,9 @@ def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tup
         name, _, inner = scorer.partition(".")
         if scorer and name not in values["reward"]["scorers"]:
             found[name] = f"reward.scorers.{name}", "removed", ""
-        elif not (scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)):
+        elif key != VOTE_KWARGS and not (
+            scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)
+        ):
             found[key] = key, value, before
     return list(found.values())
 

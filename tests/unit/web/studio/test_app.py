@@ -67,7 +67,7 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
     assert found["facts"]["prompts"] | {"longest": 0} == {
         "count": 2, "repeated": 1, "twice": ['a red sign that reads "A"'], "longest": 0
     }  # fmt: skip
-    assert ["trainer.steps", "3", "76"] in found["changes"] and ["reward.scorers.ocr", "removed", ""] in found[
+    assert ["trainer.steps", "3", "76"] in found["changes"] and ["reward.scorers.ocr.weight", "0.0", "1.0"] in found[
         "changes"
     ]
     kept = requests.get(f"{url}/api/draft", params={"name": "first"}, timeout=10).json()
@@ -89,6 +89,7 @@ def test_wrong_input_is_answered_beside_its_field(opened: tuple[str, Studio], gi
     url, _ = opened
     found = post(url, "draft", given)
     assert found.status_code == 200 and found.json()["problem"]["key"] == key
+    assert bool(found.json()["facts"]) == (key in ("data.train", "reward.scorers.mine.path"))  # it composes
     assert post(url, "start", {"name": "a"}).json()["error"] == found.json()["problem"]["sentence"]
 
 
@@ -97,7 +98,12 @@ def test_people_vote_beside_own_scorers(opened: tuple[str, Studio]) -> None:
     code = {"mine.py": "def compute_score(images): ..."}
     given = draft("voted", {"mine": {"weight": 0.5}}, code, rollout__n="4") | {"votes": True}
     found = post(url, "draft", given).json()
-    assert found["problem"] is None and found["facts"]["scorers"] == {"vote": 1.0, "mine": 0.5}
+    assert found["problem"] is None and found["facts"]["scorers"] == {
+        "vote": 1.0,
+        "mine": 0.5,
+        "ocr": 0.0,
+        "colour": 0.0,
+    }
     command = found["line"].split()
     assert command[:2] == ["gerl", "vote"] and f"out={studio.root / 'voted'}" in command
     one = post(url, "draft", given | {"keys": {"experiment": "signs", "rollout.n": "1"}}).json()
