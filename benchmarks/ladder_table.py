@@ -154,6 +154,21 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tuning(found: Sequence[Summary], rules: dict[str, Any]) -> str:
+    """Markdown: the mean reward of each row's tuning runs with each rate, the chosen one in bold."""
+    rates = [f"{rate:.0e}".replace("e-0", "e-") for rate in rules["rates"]]
+    lines = [f"| algorithm | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
+    for summary in found:
+        ends: dict[float, list[float]] = {rate: [] for rate in rules["rates"]}
+        for run in summary.row.of("tune"):
+            ends[run["rate"]].append(run["points"][-1][-1])
+        cells = [f"{statistics.fmean(values):.3f}" for values in ends.values()]
+        chosen = rules["rates"].index(best_rate(summary.row))
+        cells[chosen] = f"**{cells[chosen]}**"
+        lines.append(f"| `{summary.row.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def p_text(value: float) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
@@ -191,6 +206,8 @@ def section(rules: dict[str, Any]) -> str:
             parts += ["\\* with a declared change:", "\n".join(lines)]
         if (PICTURES / f"ladder_{task}.svg").exists():
             parts.append(f"![Held-out reward against denoiser evaluations](pictures/ladder_{task}.svg)")
+        seeds = len(rules["tuning_seeds"])
+        parts += [f"Reward at the end by learning rate, mean of {seeds} tuning seeds:", tuning(found, rules)]
     finals = [run for row in everything for run in row.of("final")]
     codes, machines = ({run[key] for run in finals} for key in ("code", "machine"))
     if finals:
