@@ -3,6 +3,7 @@
 const main = document.getElementById("main");
 const message = document.getElementById("message");
 const page = document.body.dataset.page;
+const REFRESH = 2000; // ms between looks at what runs
 const DELAY = 350; // ms after the last key stroke before a draft is checked
 
 // --- Elements, and requests
@@ -63,8 +64,17 @@ function follow(action) {
   stream.onerror = () => { connection.textContent = "not connected"; };
 }
 
-const copyButton = (text) => button("Copy", () => navigator.clipboard.writeText(text()), { title: "copy the command" });
-const commandBlock = (line) => make("div", {}, make("pre", { text: line, tabIndex: 0, ariaLabel: "command" }), make("div", { className: "row" }, copyButton(() => line)));
+// Browsers have no clipboard for pages from other machines without encryption: there the text is selected.
+async function copy(block) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(block.textContent);
+  getSelection().selectAllChildren(block);
+  say("The command is selected: copy it with the keyboard.");
+}
+
+function commandBlock(line) {
+  const block = make("pre", { text: line, tabIndex: 0, ariaLabel: "command" });
+  return make("div", {}, block, make("div", { className: "row" }, button("Copy", () => copy(block), { title: "copy the command" })));
+}
 
 // --- Runs, and the queue
 
@@ -74,13 +84,23 @@ async function home() {
   const queue = make("section", { className: "card", ariaLabel: "Queue" });
   const runs = make("section", { className: "card", ariaLabel: "Runs" });
   main.append(make("h1", { text: "Runs" }), make("p", { className: "row" }, make("a", { href: "/new", text: "Start a new run" })), queue, runs);
-  follow(async () => {
+  let held = false, stale = false, alive = false; // while a button is pressed or a note is typed, nothing is replaced
+  const show = async () => {
     const found = await ask("home");
+    alive = found.runs.some((run) => run.alive) || found.jobs.some((job) => job.state === "running");
+    stale = held || document.activeElement?.placeholder === "note";
+    if (stale) return;
     const focused = document.activeElement?.dataset?.key;
     fill(queue, make("h2", { text: "Queue" }, make("span", { className: "soft", text: found.devices[0] === "cpu" ? "one job at a time" : `${found.devices.length} GPU(s)` })), jobList(found.jobs));
     fill(runs, make("h2", { text: "Runs" }), runList(found));
     if (focused) document.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
-  });
+  };
+  const later = () => setTimeout(() => { held = false; if (stale) guarded(show); });
+  main.addEventListener("pointerdown", () => { held = true; });
+  for (const end of ["pointerup", "pointercancel"]) document.addEventListener(end, later);
+  main.addEventListener("focusout", later);
+  setInterval(() => { if (alive && !document.hidden) guarded(show); }, REFRESH);
+  follow(show);
 }
 
 function jobList(jobs) {
@@ -88,28 +108,35 @@ function jobList(jobs) {
   if (!shown.length) return make("p", { className: "soft", text: "Nothing was started from this page yet." });
   return make("ul", { className: "list" }, shown.map((job) => make("li", {},
     make("div", {},
-      make("span", { className: `tag ${job.state}`, text: job.state }), " ",
+      make("span", { className: `tag ${job.state}`, text: isStopping(job) ? "stopping" : job.state }), " ",
       make("a", { href: `/job?job=${job.id}`, text: `${job.id}: ${job.command} ${job.title === job.command ? "" : job.title}` }),
       make("div", { className: "soft mono", text: job.line })),
     make("div", { className: "actions" },
-      job.state === "waiting" && button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` }),
-      job.state === "waiting" && button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` }),
-      !KEPT.has(job.state) && button("Stop", () => send("job", { job: job.id, action: "stop" }), { ariaLabel: `stop job ${job.id}` }),
+      job.state === "waiting" && keyed(`up ${job.id}`, button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` })),
+      job.state === "waiting" && keyed(`down ${job.id}`, button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` })),
+      !KEPT.has(job.state) && keyed(`stop ${job.id}`, button(isStopping(job) ? "Stop at once" : "Stop", () => stop(job), { ariaLabel: `stop job ${job.id}` })),
       job.run && make("a", { href: `/watch/?run=${encodeURIComponent(job.run)}`, text: "Watch" })))));
+}
+
+const isStopping = (job) => job.state === "running" && job.stopping;
+const keyed = (key, element) => { element.dataset.key = key; return element; };
+
+async function stop(job) {
+  if (isStopping(job) && !confirm(`Stop job ${job.id} at once? What was done since its last checkpoint is lost.`)) return;
+  await send("job", { job: job.id, action: "stop" });
 }
 
 function runList({ runs, drafts }) {
   const rows = runs.map((run) => {
-    const star = make("button", { type: "button", className: "star", text: "★", ariaPressed: String(run.star), title: "star", ariaLabel: `star of ${run.name}`, onclick: () => guarded(() => send("note", { run: run.name, note: run.note, star: !run.star })) });
-    const note = make("input", { value: run.note, placeholder: "note", ariaLabel: `note on ${run.name}`, maxLength: 2000, onchange: (event) => guarded(() => send("note", { run: run.name, note: event.target.value, star: run.star })) });
-    star.dataset.key = `star ${run.name}`;
-    note.dataset.key = `note ${run.name}`;
+    const star = make("button", { type: "button", className: "star", text: "★", ariaPressed: String(run.star), title: "star", ariaLabel: `star of ${run.name}`, onclick: () => guarded(() => send("note", { run: run.name, star: !run.star })) });
+    const note = make("input", { value: run.note, placeholder: "note", ariaLabel: `note on ${run.name}`, maxLength: 2000, onchange: (event) => guarded(() => send("note", { run: run.name, note: event.target.value })) });
+    keyed(`star ${run.name}`, star);
     return make("li", {},
       make("div", {}, star, make("a", { href: `/watch/?run=${encodeURIComponent(run.name)}`, text: run.name }), " ",
-        make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : run.state || "ended" }),
+        make("span", { className: `tag ${run.alive ? "running" : ""}`, text: run.alive ? "training" : isDone(run) ? "finished" : "not finished" }),
         make("div", { className: "row soft" }, make("span", { text: summary(run) }), note)),
       make("div", { className: "actions" },
-        !run.alive && !(run.step >= run.steps) && button("Resume", () => command("train", [`checkpoint.resume=${run.folder}`], run.name, run.name)),
+        !run.alive && !isDone(run) && keyed(`resume ${run.name}`, button("Resume", () => command(run.votes ? "vote" : "train", [run.resume], run.name, run.name))),
         button("Copy and change", async () => { const draft = await send("copy", { run: run.name }); location.href = `/new?draft=${encodeURIComponent(draft.name)}`; }),
         make("a", { href: `/compare?run=${encodeURIComponent(run.name)}`, text: "Compare, export" })));
   });
@@ -120,6 +147,7 @@ function runList({ runs, drafts }) {
   return make("ul", { className: "list" }, waiting, rows);
 }
 
+const isDone = (run) => run.step >= run.steps;
 const summary = (run) => [run.step !== undefined && run.step !== null && `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}`, run.held_out !== undefined && run.held_out !== null && `held-out reward ${run.held_out.toFixed(3)}`].filter(Boolean).join(", ");
 
 const command = (name, args, title, run) => send("command", { command: name, arguments: args, title, run });
@@ -128,17 +156,23 @@ const command = (name, args, title, run) => send("command", { command: name, arg
 
 async function job() {
   const number = new URLSearchParams(location.search).get("job") || "";
-  const box = make("section", { className: "card" });
+  const box = make("section", { className: "card" }), log = make("pre", { tabIndex: 0, ariaLabel: "log" });
   main.append(make("h1", { text: `Job ${number}` }), box);
+  let timer = 0, shown = "";
   const show = async () => {
+    clearTimeout(timer);
     const found = await ask("log", { job: number });
-    fill(box, 
+    if (found.state === "running") timer = setTimeout(() => guarded(show), REFRESH);
+    if (shown === (shown = JSON.stringify(found))) return;
+    const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+    fill(log, linked(found.log || "nothing yet"));
+    fill(box,
       make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
       commandBlock(found.line),
       found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
       found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 }), cardPictures(number, found.files)] : null,
-      make("h3", { text: "Log" }), make("pre", { tabIndex: 0 }, linked(found.log || "nothing yet")));
-    if (found.state === "running") setTimeout(() => guarded(show), 1000);
+      make("h3", { text: "Log" }), log);
+    if (atEnd) log.scrollTop = log.scrollHeight;
   };
   follow(show);
 }
@@ -157,14 +191,13 @@ const MODEL = ["model.path", "model.lora_rank", "sampling.height", "sampling.wid
 const ALGORITHM = ["actor.lr", "trainer.steps", "rollout.prompts_per_step", "rollout.n", "algorithm.kl_coef"];
 const SHOWN = new Set(["experiment", "algorithm", "data.train", "validation.data", "reward.on_error", ...MODEL, ...ALGORITHM]);
 
-const form = { draft: null, menu: null, check: null, timer: 0, boxes: new Map(), verifying: Promise.resolve() };
+const form = { draft: null, menu: null, check: null, timer: 0, gpus: 1, boxes: new Map(), verifying: Promise.resolve() };
 
 async function newRun() {
   const name = new URLSearchParams(location.search).get("draft");
   main.append(make("h1", { text: "New run" }), make("p", { className: "soft", id: "loading", text: "Loading ..." }));
-  const [menu, draft] = await Promise.all([ask("menu"), name ? ask("draft", { name }) : freshDraft()]);
+  const [menu, draft] = await Promise.all([ask("menu"), name ? ask("draft", { name }) : freshDraft()]).finally(() => document.getElementById("loading").remove());
   Object.assign(form, { menu, draft });
-  document.getElementById("loading").remove();
   const left = make("form", { onsubmit: (event) => event.preventDefault(), autocomplete: "off" });
   const right = make("aside", { className: "side-panel card", ariaLabel: "What will be run" });
   form.right = right;
@@ -273,7 +306,7 @@ function rewardCard() {
   };
   const scorerRow = (name) => {
     const scorer = draft.scorers[name], file = `${name}.py`;
-    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = Number(event.target.value); slider.value = scorer.weight; form.showTrial(); changed(); } });
+    const number = make("input", { type: "number", step: "any", value: scorer.weight ?? 1, ariaLabel: `weight of ${name}`, oninput: (event) => { scorer.weight = event.target.value === "" ? undefined : Number(event.target.value); slider.value = scorer.weight ?? 1; form.showTrial(); changed(); } });
     const slider = make("input", { type: "range", min: -1, max: 2, step: 0.05, value: scorer.weight ?? 1, ariaLabel: `weight of ${name}, as a slider`, oninput: (event) => { scorer.weight = Number(event.target.value); number.value = scorer.weight; form.showTrial(); changed(); } });
     return make("div", { className: "scorer" },
       make("div", { className: "row" }, make("b", { text: name }), slider, number, button("Remove", () => { delete draft.scorers[name]; delete draft.texts[file]; show(); changed(); }, { ariaLabel: `remove ${name}` })),
@@ -331,9 +364,9 @@ function showTrial(place) {
   if (!form.trial || !form.sampled || form.trial.length !== form.sampled.images.length) return fill(place);
   const weights = Object.keys(form.draft.scorers).length ? Object.fromEntries(Object.entries(form.draft.scorers).map(([name, scorer]) => [name, scorer.weight ?? 1])) : form.check?.facts.scorers || {};
   const columns = Object.keys(form.trial[0]).filter((name) => !["image", "prompt", "total", "failure"].includes(name));
-  const total = (row) => Object.entries(weights).reduce((sum, [name, weight]) => sum + (weight ? weight * (row[name] ?? 0) : 0), 0);
-  const order = form.trial.map((row, i) => [total(row), i]).sort((a, b) => b[0] - a[0]);
-  const note = ([sum, i]) => form.trial[i].failure || `total ${sum.toFixed(3)}; ${columns.map((name) => `${name} ${form.trial[i][name]?.toFixed(3) ?? "-"}`).join(", ")}`;
+  const total = (row) => Object.entries(weights).reduce((sum, [name, weight]) => sum + (weight ? weight * (row[name] ?? NaN) : 0), 0);
+  const order = form.trial.map((row, i) => [total(row), i]).sort((a, b) => (b[0] || 0) - (a[0] || 0));
+  const note = ([sum, i]) => form.trial[i].failure || `total ${Number.isNaN(sum) ? "-" : sum.toFixed(3)}; ${columns.map((name) => `${name} ${form.trial[i][name]?.toFixed(3) ?? "-"}`).join(", ")}`;
   return fill(place, imageList({ images: order.map(([, i]) => form.sampled.images[i]), prompts: order.map(([, i]) => form.sampled.prompts[i]) }, order.map(note)));
 }
 
@@ -342,6 +375,7 @@ function editor(name, file) {
   const lines = make("div", { className: "lines mono", ariaHidden: "true" });
   const wrong = make("p", { className: "wrong", role: "status" });
   const area = make("textarea", { value: draft.texts[file], spellcheck: false, ariaLabel: `function of ${name}`, wrap: "off" });
+  let left = false;
   const number = () => {
     const line = Number(wrong.dataset.line);
     lines.replaceChildren(...area.value.split("\n").map((_, i) => (i + 1 === line ? make("b", { text: `${i + 1}\n` }) : `${i + 1}\n`)));
@@ -350,9 +384,10 @@ function editor(name, file) {
   area.addEventListener("input", () => { draft.texts[file] = area.value; number(); changed(); });
   area.addEventListener("scroll", () => { lines.scrollTop = area.scrollTop; });
   area.addEventListener("keydown", (event) => {
-    if (event.key !== "Tab" || event.shiftKey || event.ctrlKey) return;
-    event.preventDefault(); // Escape, then Tab leaves the editor
-    if (area.dataset.leave) return;
+    const leaves = left;
+    left = event.key === "Escape"; // then Tab leaves the editor
+    if (event.key !== "Tab" || event.shiftKey || event.ctrlKey || leaves) return;
+    event.preventDefault();
     area.setRangeText("    ", area.selectionStart, area.selectionEnd, "end");
     area.dispatchEvent(new Event("input"));
   });
@@ -378,24 +413,26 @@ function algorithmCard() {
 
 function hardwareCard() {
   const { menu, draft } = form, gpus = menu.hardware.gpus;
-  const there = gpus.length ? gpus.map((gpu) => gpu.name || JSON.stringify(gpu)).join(", ") : "no GPU";
+  const there = gpus.length ? gpus.join(", ") : "no GPU";
   const kind = make("select", { id: "gpu-kind" }, make("option", { value: "", text: "this machine, measured" }), menu.gpus.map((name) => make("option", { value: name, text: `${name}, computed` })));
   const count = make("input", { type: "number", id: "gpu-count", min: 1, value: 1 });
   const price = make("input", { type: "number", id: "gpu-price", min: 0, step: "any", value: 2 });
   const result = make("div", { role: "status" });
   const estimate = async () => {
     await verify();
-    const named = kind.value ? [`hardware=${kind.value}`, `gpus=${count.value}`] : [];
-    const given = form.check.arguments.filter((argument) => !argument.startsWith("out="));
+    const { arguments: all, facts, problem } = form.check, [number_of, cost] = kind.value ? [Number(count.value), Number(price.value)] : [1, 0];
+    if (!all.length) throw new Error(problem.sentence);
+    const named = kind.value ? [`hardware=${kind.value}`, `gpus=${number_of}`] : [];
+    const given = all.filter((argument) => !argument.startsWith("out="));
     const { job: number } = await command("preflight", [...given, ...named, "out={out}/preflight.json"], draft.name);
     let found;
     do {
-      fill(result, make("p", { className: "soft", text: "Estimating ..." }));
+      fill(result, make("p", { className: "soft", text: found?.state === "waiting" ? "Waiting for the jobs before it ..." : "Estimating ..." }));
       await new Promise((wake) => setTimeout(wake, 700));
       found = await ask("log", { job: number });
     } while (found.state === "running" || found.state === "waiting");
     const report = found.files.includes("preflight.json") ? await answered(fetch(`/result/${number}/preflight.json`)) : null;
-    fill(result, report ? make("p", { text: estimated(report, Number(count.value), Number(price.value)) }) : null, make("pre", { text: found.log, tabIndex: 0 }), make("p", {}, make("a", { href: `/job?job=${number}`, text: "the command and its log" })));
+    fill(result, report ? make("p", { text: estimated(report, facts, number_of, cost) }) : null, make("pre", { text: found.log, tabIndex: 0 }), make("p", {}, make("a", { href: `/job?job=${number}`, text: "the command and its log" })));
   };
   return card("Hardware", make("p", { text: `This machine: ${menu.hardware.cores} cores of ${menu.hardware.cpu}, ${menu.hardware.memory_gib} GiB, ${there}.` }),
     make("div", { className: "field" }, make("label", { htmlFor: "gpu-kind", text: "Train on" }), kind),
@@ -405,9 +442,7 @@ function hardwareCard() {
 }
 
 // Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
-function estimated(report, gpus, price) {
-  const { steps, images } = form.check.facts;
-  if (!steps) return "";
+function estimated(report, { steps, images }, gpus, price) {
   const measured = report.seconds && typeof report.seconds === "object";
   const step = measured ? report.seconds.rollout + report.seconds.update : (report.seconds * images) / gpus;
   const hours = (step * steps) / 3600;
@@ -438,13 +473,15 @@ function verify(keep = true) {
 }
 
 async function verifyNow(keep) {
-  const { draft } = form;
+  const { draft } = form, { name } = draft; // which may be another one when the answer comes
   checking();
   const found = await send("draft", { ...draft, keep, was: form.saved }).catch((error) => { showStatus(error.message, "bad"); throw error; });
   form.check = found;
   draft.revision = found.revision;
-  if (keep) form.saved = draft.name;
-  if (keep) history.replaceState(null, "", `/new?draft=${encodeURIComponent(draft.name)}`);
+  if (found.saved) {
+    form.saved = name;
+    history.replaceState(null, "", `/new?draft=${encodeURIComponent(name)}`);
+  }
   showProblem(found.problem);
   showPlan(found);
 }
@@ -479,13 +516,14 @@ function showProblem(problem) {
 function showPlan(found) {
   const { right, draft, menu } = form, { facts, problem } = found;
   const gpus = menu.hardware.gpus.length;
-  const count = make("input", { type: "number", min: 1, max: Math.max(1, gpus), value: 1, ariaLabel: "GPUs" });
-  const start = button("Start", async () => { await verify(); await send("start", { name: draft.name, gpus: Number(count.value) }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
+  const count = make("input", { type: "number", min: 1, max: Math.max(1, gpus), value: form.gpus, ariaLabel: "GPUs", oninput: (event) => { form.gpus = Number(event.target.value); } });
+  const start = button("Start", async () => { await verify(); await send("start", { name: draft.name, gpus: form.gpus }); location.href = "/"; }, { className: "first", disabled: Boolean(problem) });
   fill(right, 
     make("p", { className: `status ${problem ? "bad" : "good"}`, role: "status", text: problem ? problem.sentence : "Ready to start" }),
     make("p", { className: "row" }, start, gpus ? make("label", {}, "GPUs ", count) : null),
     facts.steps ? make("p", { text: `${facts.algorithm} on ${facts.model}: ${facts.steps} steps of ${facts.images} images` }) : null,
-    make("h3", { text: "Command" }), commandBlock(found.line),
+    found.line && [make("h3", { text: "Command" }), commandBlock(found.line)],
+    gpus > 1 && make("p", { className: "soft", text: "The job gets free GPUs, and its command names them in CUDA_VISIBLE_DEVICES." }),
     found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,
     found.changes.length ? make("table", { className: "plain changes" }, make("tr", {}, ["key", "value", "recipe"].map((text) => make("th", { text, scope: "col" }))), found.changes.map((row) => make("tr", {}, row.map((text) => make("td", { text, className: "mono" }))))) : null,
     found.yaml ? make("details", {}, make("summary", { text: "config.yaml" }), make("pre", { text: found.yaml, tabIndex: 0 })) : null);
@@ -517,8 +555,10 @@ async function compare() {
     card("Run", make("div", { className: "field" }, make("label", { htmlFor: "run", text: "Run" }), run), loras),
     tryCard(run, loras), evaluateCard(loras), exportCard(run, loras));
   const show = async () => {
-    const { checkpoints, formats, first } = await ask("checkpoints", { run: run.value });
+    const name = run.value, { checkpoints, formats, first } = await ask("checkpoints", { run: name });
+    if (name !== run.value) return;
     form.offer(first);
+    say(checkpoints.length ? "" : `${name} has no checkpoints yet: only the base model can be sampled.`);
     fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
     [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
     const select = document.getElementById("format");
@@ -538,14 +578,16 @@ function tryCard(run, loras) {
   const strength = make("input", { type: "range", id: "strength", min: 0, max: 2, step: 0.1, value: 1 });
   const number = make("output", { text: "1" });
   const shown = make("div", { role: "status" });
+  let latest = 0;
   strength.addEventListener("input", () => { number.textContent = strength.value; });
   const sample = async () => {
-    const prompts = texts.value.split("\n").filter((text) => text.trim());
+    const prompts = texts.value.split("\n").filter((text) => text.trim()), scale = Number(strength.value), asked = ++latest;
     fill(shown, make("p", { className: "soft", text: "Sampling ..." }));
-    const steps = chosen(loras).map((input) => Number(input.dataset.step)).slice(-1);
-    const base = await send("sample", { run: run.value, prompts });
-    const own = await Promise.all(steps.map((step) => send("sample", { run: run.value, prompts, step, scale: Number(strength.value) })));
-    fill(shown, make("h3", { text: "Base model" }), imageList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${strength.value}` }), imageList(found)]));
+    const steps = chosen(loras).map((input) => Number(input.dataset.step)).slice(-1), of = run.value;
+    const base = await send("sample", { run: of, prompts });
+    const own = await Promise.all(steps.map((step) => send("sample", { run: of, prompts, step, scale })));
+    if (asked !== latest) return;
+    fill(shown, make("h3", { text: `Base model of ${of}` }), imageList(base), own.map((found, i) => [make("h3", { text: `Step ${steps[i]} at strength ${scale}` }), imageList(found)]));
   };
   strength.addEventListener("change", () => { if (shown.childElementCount) guarded(sample); });
   return card("Try own prompts", make("label", { className: "soft", htmlFor: "own-prompts", text: "prompts, one per line; models that take an image also take rows of a .jsonl file" }), texts,

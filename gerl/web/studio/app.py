@@ -1,9 +1,12 @@
 """Server of the studio: pages, a JSON API, and the live pages of the runs below `/watch/`."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
 import shlex
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -24,6 +27,7 @@ from starlette.routing import Mount, Route
 from gerl.commandline.composition import experiments, shipped
 from gerl.commandline.recipes import recipe
 from gerl.config import keys
+from gerl.config.reading import flow
 from gerl.errors import GerlError
 from gerl.export.command import Request as Export
 from gerl.preflight.sizing.hardware import GPUS
@@ -31,6 +35,7 @@ from gerl.rewards.scorers import SCORERS
 from gerl.run.card import hardware
 from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
+from gerl.run.session import VOTES
 from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
@@ -41,7 +46,7 @@ from gerl.web.studio.sampler import ROWS, Sampler, SampleRequest, read_lines
 
 logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
-COMMANDS = ("train", "evaluate", "score", "preflight", "export", "report")  # that the page may start
+COMMANDS = ("train", "vote", "evaluate", "score", "preflight", "export", "report")  # that the page may start
 ALIVE = 15.0  # seconds of silence after which a stream sends a line
 FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
 SHOWN, MOST_FILES = (".html", ".json", ".csv", ".safetensors", ".md", ".png"), 50  # files of a job that the page offers
@@ -76,7 +81,9 @@ class Studio:
         runs = self.site.runs()["runs"]
         notes = self.store.values.get("notes", {})
         for run in runs:
-            run |= {"note": "", "star": False, "folder": str(self.root / run["name"])} | notes.get(run["name"], {})
+            folder = self.root / run["name"]
+            run |= {"note": "", "star": False, "resume": f"checkpoint.resume={flow(str(folder))}"}
+            run |= notes.get(run["name"], {}) | {"votes": (folder / VOTES).is_dir()}
         unused = [name for name in sorted(self.store.values.get("drafts", {})) if not self.is_used(name)]
         return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": unused, "devices": self.jobs.devices}
 
@@ -108,41 +115,42 @@ class Studio:
             raise GerlError(f"there is no draft {name!r:.100}")
         return read_draft(known[name])
 
-    def keep(self, draft: Draft, was: object = None) -> None:
-        """Write a draft and its files, unless a run of this name uses them; `was`: its name before.
+    def keep(self, draft: Draft, was: object = None) -> bool:
+        """Write a draft and its files; returns whether it was written: not if a run of this name uses them.
 
-        Raises `GerlError` if it would replace another draft, or a newer revision of this one.
+        `was`: its name before, under which it is removed. Raises `GerlError` if it would replace another draft, or a
+        newer revision of this one.
         """
         if self.is_used(draft.name):
-            return
+            return False
         with self.store.changing() as values:
             known = values.setdefault("drafts", {})
-            before = known.get(draft.name, {}).get("revision", 0)
             if draft.name in known and was not in (None, draft.name):
                 raise GerlError(f"there is a draft {draft.name} already: give this one another name")
+            source = str(was) if was in known else draft.name
+            before = known.get(source, {}).get("revision", 0)
             if draft.revision not in (None, before):
                 raise GerlError("this draft was changed in another window: reload the page to see it")
             draft.revision = before
             if known.get(draft.name) == asdict(draft):
-                return
+                return True
             draft.revision += 1
             draft.write(self.root)
             known[draft.name] = asdict(draft)
+            if source != draft.name and not self.is_used(source):
+                read_draft(known.pop(source)).remove(self.root)
         self.changed()
+        return True
 
 
 def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Save and check a draft; `was`: its name before."""
-    draft, was = read_draft(given), given.get("was")
-    if given.get("keep", True):
-        studio.keep(draft, was)
-        known = studio.store.values.get("drafts", {})
-        if was != draft.name and was in known and not studio.is_used(str(was)):
-            removed(studio, {"name": was})
+    draft = read_draft(given)
+    saved = given.get("keep", True) and studio.keep(draft, given.get("was"))
     found = asdict(studio.check(draft))
     del found["prompts"]
-    line = shlex.join(["gerl", draft.command, *found["arguments"]])
-    return found | {"line": line, "revision": draft.revision}
+    line = shlex.join(["gerl", draft.command, *found["arguments"]]) if found["arguments"] else ""
+    return found | {"line": line, "saved": saved, "revision": draft.revision}
 
 
 def started(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -160,11 +168,19 @@ def started(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue another command of gerl; `{out}` in an argument is the folder of the job."""
-    command, arguments = given.get("command"), given.get("arguments")
-    if command not in COMMANDS or not isinstance(arguments, list) or not all(isinstance(a, str) for a in arguments):
+    command, arguments, run = given.get("command"), given.get("arguments"), given.get("run")
+    if command not in COMMANDS or not isinstance(arguments, list) or not all(map(is_argument, arguments)):
         raise GerlError(f"expected a command, one of {', '.join(COMMANDS)}, and its arguments")
-    job = studio.jobs.add(command, arguments, str(given.get("title") or command), run=given.get("run"))
+    computed = command in ("export", "report") or any(argument.startswith("hardware=") for argument in arguments)
+    gpus = max((job.gpus for job in studio.jobs.all if run is not None and job.run == run), default=1)
+    title = str(given.get("title") or command)
+    job = studio.jobs.add(command, arguments, title, 0 if computed else gpus, run)
     return {"job": job.id}
+
+
+def is_argument(value: Any) -> bool:
+    """Whether a process can be given `value`."""
+    return isinstance(value, str) and "\0" not in value
 
 
 def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
@@ -181,8 +197,9 @@ def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Save the note and the star of a run."""
-    run, note, star = given.get("run"), given.get("note", ""), given.get("star", False)
+    """Save the note of a run, or its star, or both."""
+    before = studio.store.values.get("notes", {}).get(given.get("run"), {})
+    run, note, star = (({"note": "", "star": False} | before | given).get(name) for name in ("run", "note", "star"))
     if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
         raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
     studio.site.run(run)
@@ -207,7 +224,8 @@ def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
 def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Create a draft with the configuration of a run."""
     run = studio.site.run(str(given.get("run")))
-    names = (f"{run.folder.name}-{number}" for number in count(2))
+    name = re.sub(r"[^\w.-]|^\W+", "-", run.folder.name).lstrip("-._")[:70] or "run"
+    names = (f"{name}-{number}" for number in count(2))
     known = studio.store.values.get("drafts", {})
     name = given.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
     draft = drafts.from_run(run.folder, str(name))
@@ -246,9 +264,12 @@ def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
     sampling = dict(values["sampling"]) | {"kernel": "ode"}
     sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
     request = SampleRequest(values["model"]["path"], prompts, sampling, seed, lora, float(scale))
-    number = 1 + max((int(p.name) for p in (studio.root / SAMPLES).glob("*") if p.name.isdigit()), default=0)
-    folder = studio.root / SAMPLES / str(number)
-    images = studio.sampler.sample(request, folder)
+    folder = new_folder(studio.root / SAMPLES)
+    try:
+        images = studio.sampler.sample(request, folder)
+    except GerlError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return {"images": images, "prompts": [prompt.text for prompt in prompts], "folder": str(folder)}
 
 
@@ -257,12 +278,25 @@ def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
     draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
         raise GerlError("sample images first")
-    kept = [a for a in draft.arguments(studio.root) if a.startswith(("experiment=", "reward.", "data.columns"))]
+    read = ("experiment=", "reward.", "data.columns")
+    kept = [a.lstrip("+") for a in draft.arguments(studio.root) if a.lstrip("+").startswith(read)]
+    kept += ["data.template=null", "data.prompt_key=prompt"]  # the rows have the prompts that are sampled
     if any(is_video(path) for path in folder.glob("*.png")):
         raise GerlError("gerl score reads images, and these are videos: the run scores its own")
     given_images = [f"images={folder}", f"prompts={folder / ROWS}"]
     job = studio.jobs.add("score", [*given_images, *kept, "out={out}"], draft.name, gpus=0)
     return {"job": job.id}
+
+
+def new_folder(parent: Path) -> Path:
+    """Create a folder with the next free number."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
+    while True:
+        number += 1
+        with contextlib.suppress(FileExistsError):
+            (folder := parent / str(number)).mkdir()
+            return folder
 
 
 def is_video(path: Path) -> bool:
@@ -403,12 +437,17 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
 def admitted(token: str | None, request: Request) -> Visit | Response:
     """Admit requests with the token in a cookie or as a bearer token; others get a page that asks for it."""
     path = request.scope["path"]
-    given = [request.cookies.get(COOKIE), bearer(request.headers)]
+    given = [request.cookies.get(cookie(request)), bearer(request.headers)]
     if token is None or path in PUBLIC or any(is_token(each, token) for each in given):
         return Visit(path, BODY)
     if request.method == "GET" and path.strip("/") in ("", *PAGES):
         return Response(render("studio.html.j2", page="login"), 401, media_type="text/html")
     return refused(401, "open the page of the studio and give the token that the command printed")
+
+
+def cookie(request: Request) -> str:
+    """Return the name of the cookie; another studio on this machine has another port."""
+    return f"{COOKIE}_{request.url.port}"
 
 
 async def _login(token: str | None, request: Request) -> Response:
@@ -419,7 +458,7 @@ async def _login(token: str | None, request: Request) -> Response:
     if not is_token(given, token):
         await asyncio.sleep(PAUSE)
         return refused(401, "this is not the token that the command printed")
-    return JSONResponse({}, headers={"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"})
+    return JSONResponse({}, headers={"Set-Cookie": f"{cookie(request)}={token}; Path=/; HttpOnly; SameSite=Strict"})
 
 
 def _news(studio: Studio, request: Request) -> Response:

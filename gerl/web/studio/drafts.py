@@ -18,12 +18,13 @@ import yaml
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.command import with_notes
-from gerl.commandline.composition import Composed, asked_for, compose_run, replaced_scorers, with_folder
+from gerl.commandline.composition import Composed, asked_for, compose_run, read, replaced_scorers, with_folder
 from gerl.config import ScorerConfig, keys
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
+from gerl.run.session import VOTES
 from gerl.run.settings import difference, shown_setting
 from gerl.trainer.launch import read_inputs
 from gerl.utils.files import write_file
@@ -63,6 +64,10 @@ class Draft:
             if self.texts.get(file, "").strip():
                 given.setdefault(key, flow(str(self.folder(root) / file)))
         scorers = {name: self._scorer(name, root) for name in self.scorers}
+        for key in [*given]:  # keys of these scorers belong to their entries
+            name, _, inner = key.removeprefix("reward.scorers.").partition(".")
+            if key.startswith("reward.scorers.") and name in scorers and inner.isidentifier():
+                scorers[name][inner] = read(f"{key}={given.pop(key)}").value()
         if self.votes:  # beside the scorer of the votes
             given |= {f"+reward.scorers.{name}": flow(scorer) for name, scorer in scorers.items()}
         elif scorers:
@@ -99,7 +104,7 @@ def _mapping(text: str, key: str) -> dict[str, Any]:
     """Read `KEY: VALUE` lines; raises `ConfigError`."""
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{key}: write KEY: VALUE, one per line")
@@ -258,4 +263,4 @@ def from_run(run: Path, name: str) -> Draft:
     config = run / "config.yaml"
     if not config.is_file():
         raise GerlError(f"{run} has no config.yaml to copy")
-    return read_draft({"name": name, "keys": {"experiment": str(config)}})
+    return read_draft({"name": name, "keys": {"experiment": str(config)}, "votes": (run / VOTES).is_dir()})

@@ -28,6 +28,7 @@ State = Literal["waiting", "running", "finished", "failed", "stopped", "killed"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
 LOG, EXIT = "log.txt", "exit"  # in the folder of a job
 LOOK = 0.3  # seconds between polls
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 TAIL = 20_000  # bytes of a log that are read
 # The exit code outlives the page, and no pipe or terminal of the page is held. The command handles the signals, for
@@ -52,6 +53,7 @@ class Job:
     ended: str | None = None
     code: int | None = None  # None at its end: the process was killed
     run: str | None = None  # name of the run that it trains
+    stopping: bool = False  # SIGINT was sent
 
     @property
     def state(self) -> State:
@@ -63,8 +65,9 @@ class Job:
 
     @property
     def line(self) -> str:
-        """The command line."""
-        return shlex.join(["gerl", self.command, *self.arguments])
+        """The command line, with the GPUs that it was given."""
+        line = shlex.join(["gerl", self.command, *self.arguments])
+        return f"{VISIBLE}={','.join(self.devices)} {line}" if self.devices not in ([], ["cpu"]) else line
 
 
 class Store:
@@ -132,15 +135,19 @@ class Jobs:
             self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
         except (AttributeError, TypeError) as error:
             raise damaged(store.path, reason(error)) from None
-        gpus = hardware()["gpus"]
-        self.devices = [str(number) for number in range(len(gpus))] or ["cpu"]
+        numbers = [str(number) for number in range(len(hardware()["gpus"]))]
+        visible = os.environ.get(VISIBLE)  # of the server
+        self.devices = (numbers if visible is None else visible.split(",") if numbers and visible else []) or ["cpu"]
         self._written = [job.state for job in self.all]  # states in the file
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def add(self, command: str, arguments: Sequence[str], title: str, gpus: int = 1, run: str | None = None) -> Job:
         """Add a job at the end of the queue; `{out}` in an argument is its folder."""
         with self.store.lock:
-            job = Job(max((job.id for job in self.all), default=0) + 1, command, [], title, now(), gpus, run=run)
+            number = max((job.id for job in self.all), default=0) + 1
+            while (self.store.root / FOLDER / str(number)).exists():  # of a state that was moved away
+                number += 1
+            job = Job(number, command, [], title, now(), gpus, run=run)
             job.arguments += [argument.replace("{out}", str(self.folder(job))) for argument in arguments]
             self.all.append(job)
             self._write()
@@ -166,13 +173,15 @@ class Jobs:
         return ""
 
     def stop(self, job: Job) -> None:
-        """Remove a waiting job from the queue, or send SIGINT to a running one, as Ctrl-C does."""
+        """Remove a waiting job from the queue, or send SIGINT to a running one, as Ctrl-C does; twice: at once."""
         with self.store.lock:
             if job.state == "waiting":
                 job.ended = now()
                 self._write()
             elif job.state == "running" and job.pid is not None and is_alive(job.pid, job.clock):
                 os.killpg(job.pid, signal.SIGINT)
+                job.stopping = True
+                self._write()
 
     def move(self, job: Job, places: int) -> None:
         """Move a waiting job by `places` in the queue."""
@@ -202,7 +211,7 @@ class Jobs:
                 try:
                     self._start(job, free[:needed])
                     free = free[needed:]
-                except OSError as error:
+                except (OSError, ValueError) as error:
                     job.ended, job.code = now(), 1
                     logger.error("job %d cannot be started: %s", job.id, reason(error))
             if self._written != [job.state for job in self.all]:
@@ -214,7 +223,10 @@ class Jobs:
         command = [*self.program, job.command, *job.arguments]
         shown = dict(os.environ)
         if devices and "cpu" not in devices:
-            shown["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            shown[VISIBLE] = ",".join(devices)
+            for other in self.all:  # a model that is there to be tried needs the memory
+                if other.command == "serve" and other.state == "running" and not other.stopping:
+                    self.stop(other)
         child = subprocess.Popen(
             ["sh", "-c", SHELL, str(folder), *command], env=shown, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -247,7 +259,7 @@ class Jobs:
             try:
                 self.look()
                 said = ""
-            except GerlError as error:  # a full disk, for example; the next poll tries again
+            except (GerlError, OSError, ValueError) as error:  # a full disk, for example; the next poll tries again
                 if said != (said := str(error)):
                     logger.error("%s", error)
 

@@ -41,7 +41,7 @@ class Sampler:
     """Client of one service per model, which it starts on first use."""
 
     def __init__(self, jobs: Jobs) -> None:
-        self.jobs, self.starting = jobs, threading.Lock()
+        self.jobs, self.starting, self.sampling = jobs, threading.Lock(), threading.Lock()
         self.session = requests.Session()
         self.session.trust_env = False  # no proxy of the environment
 
@@ -57,10 +57,11 @@ class Sampler:
         body: dict[str, Any] = {"prompts": [prompt.text for prompt in prompts], "sampling": dict(request.sampling)}
         body |= {"seeds": [request.seed + i for i in range(len(prompts))], "scale": request.scale}
         body["columns"] = [{name: p.metadata[name] for name in COLUMNS if p.metadata.get(name)} for p in prompts]
-        if request.lora is not None:
-            body["lora"] = name_of(request.lora)
-            self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
-        found: list[str] = self.ask(f"{address}/generate", body)["images"]
+        with self.sampling:  # the service has one LoRA
+            if request.lora is not None:
+                body["lora"] = name_of(request.lora)
+                self.ask(f"{address}/lora/{body['lora']}", {"path": str(request.lora)})
+            found: list[str] = self.ask(f"{address}/generate", body)["images"]
         folder.mkdir(parents=True, exist_ok=True)
         for i, image in enumerate(found):
             write_file(folder / f"{i:02}.png", base64.b64decode(image))
@@ -77,7 +78,7 @@ class Sampler:
     def close(self) -> None:
         """Stop the services."""
         for job in self.jobs.all:
-            if job.command == "serve":
+            if job.command == "serve" and not job.stopping:
                 self.jobs.stop(job)
 
     def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +87,8 @@ class Sampler:
             answer = self.session.post(address, json=body, timeout=ANSWER)
             found = answer.json()
         except (requests.RequestException, ValueError) as error:
-            raise GerlError(f"the service of the model does not answer ({type(error).__name__}): try again") from None
+            sentence = f"the service of the model does not answer ({type(error).__name__}): see the log of its job"
+            raise GerlError(sentence) from None
         if not answer.ok:
             raise GerlError(str(found.get("error", answer.status_code)))
         return dict(found)
@@ -96,6 +98,7 @@ class Sampler:
         with self.starting:
             job = next((job for job in self.jobs.all if serves(job, model)), None)
             if job is None:
+                self.close()  # one model at a time
                 arguments = [f"pipeline={model}", f"port={free_port()}"]
                 job = self.jobs.add("serve", arguments, model, gpus=0)
         address = "http://127.0.0.1:" + job.arguments[1].partition("=")[2]
@@ -143,7 +146,8 @@ def _read_row(line: str) -> Prompt:
 
 def serves(job: Job, model: str) -> bool:
     """Whether a job is the service of `model`."""
-    return job.state == "running" and job.command == "serve" and job.arguments[:1] == [f"pipeline={model}"]
+    ready = job.state == "running" and not job.stopping
+    return ready and job.command == "serve" and job.arguments[:1] == [f"pipeline={model}"]
 
 
 def name_of(lora: Path) -> str:

@@ -81,6 +81,7 @@ WRONG = [
     (draft("a", algorithm="grpo"), "algorithm"),
     (draft("a", {"mine": {}}, {"mine.py": "def compute_score(images:"}), "reward.scorers.mine.path"),
     (draft("a", {"vlm_judge": {"kwargs": "no mapping"}}), "reward.scorers.vlm_judge.kwargs"),
+    (draft("a", {"vlm_judge": {"kwargs": "day: 2024-13-45"}}), "reward.scorers.vlm_judge.kwargs"),
 ]
 
 
@@ -123,6 +124,25 @@ def test_a_renamed_draft_is_one_draft(opened: tuple[str, Studio]) -> None:
     assert "old" not in studio.store.values["drafts"] and "new" in studio.store.values["drafts"]
     assert not (studio.root / "studio" / "drafts" / "old").exists()
     assert post(url, "remove", {"name": "new"}).ok and "new" not in studio.store.values["drafts"]
+
+
+def test_a_renamed_draft_keeps_its_revision_and_its_files_until_it_is_saved(opened: tuple[str, Studio]) -> None:
+    url, studio = opened
+    given = draft("first-name", {"mine": {}}, {"mine.py": "def compute_score(images): ..."})
+    saved = post(url, "draft", given | {"revision": 0}).json()
+    taken = post(url, "draft", given | {"name": "signs", "was": "first-name", "revision": saved["revision"]}).json()
+    assert taken["problem"]["key"] == "name" and not taken["saved"]  # there is a folder of this name
+    assert studio.draft("first-name").texts == given["texts"]
+    renamed = post(url, "draft", given | {"name": "second-name", "was": "first-name", "revision": taken["revision"]})
+    assert renamed.json()["saved"] and "first-name" not in studio.store.values["drafts"]
+    assert studio.draft("second-name").texts == given["texts"]
+
+
+def test_a_key_of_a_scorer_is_set_after_the_scorers(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    code = {"mine.py": "def compute_score(images): ..."}
+    given = draft("keyed", {"mine": {"weight": 1}}, code, **{"reward.scorers.mine.weight": "0.25"})
+    assert post(url, "draft", given).json()["facts"]["scorers"]["mine"] == 0.25
 
 
 def test_a_draft_changed_elsewhere_is_not_replaced(opened: tuple[str, Studio]) -> None:
@@ -172,6 +192,7 @@ def test_a_run_is_queued_stopped_and_cannot_be_started_twice(opened: tuple[str, 
     [
         ("command", {"command": "sh", "arguments": []}),
         ("command", {"command": "train", "arguments": "x"}),
+        ("command", {"command": "train", "arguments": ["a\0b"]}),
         ("job", {"job": 999, "action": "stop"}),
         ("job", {"job": 1, "action": "kill"}),
         ("note", {"run": "nowhere", "note": "", "star": True}),
@@ -194,6 +215,8 @@ def test_notes_and_stars_are_kept_and_a_run_is_copied(opened: tuple[str, Studio]
     assert post(url, "note", {"run": "signs/one", "note": "good", "star": True}).ok
     (run,) = [run for run in requests.get(f"{url}/api/home", timeout=10).json()["runs"] if run["name"] == "signs/one"]
     assert (run["note"], run["star"]) == ("good", True)
+    assert post(url, "note", {"run": "signs/one", "star": False}).ok
+    assert studio.store.values["notes"]["signs/one"] == {"note": "good", "star": False}
     assert post(url, "copy", {"run": "signs/one", "name": "again"}).json() == {"name": "again"}
     copies = [post(url, "copy", {"run": "signs/one"}).json()["name"] for _ in range(2)]
     assert copies == ["one-2", "one-3"]

@@ -87,6 +87,26 @@ def test_a_wrong_value_is_answered_beside_its_field(page: Any, url: str) -> None
     assert page.input_value('[id="field-trainer.steps"]') == "3" and name in page.url
 
 
+def test_a_name_can_be_typed_slowly_and_the_editor_can_be_left_by_key(page: Any, url: str) -> None:
+    name = f"slow-{page.viewport_size['width']}"
+    page.goto(f"{url}/new")
+    page.wait_for_selector(".status.good")
+    page.fill("#field-name", "")
+    page.type("#field-name", name, delay=250)
+    page.wait_for_url(f"**/new?draft={name}")
+    page.wait_for_selector(".status.good")
+    drafts = page.request.get(f"{url}/api/home").json()["drafts"]
+    assert [each for each in drafts if name.startswith(each)] == [name]
+    page.click("section[aria-label=Reward] button:has-text('Add')")
+    area = page.locator('textarea[aria-label="function of mine"]')
+    area.focus()
+    page.keyboard.press("Tab")
+    assert area.evaluate("area => area === document.activeElement")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Tab")
+    assert area.evaluate("area => area !== document.activeElement")
+
+
 def test_a_second_window_does_not_replace_what_the_first_typed(page: Any, url: str) -> None:
     name = f"twice-{page.viewport_size['width']}"
     page.goto(f"{url}/new")

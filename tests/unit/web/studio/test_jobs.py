@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gerl.errors import GerlError
+from gerl.web.studio import jobs as jobs_module
 from gerl.web.studio.jobs import Jobs, Store
 
 # `COMMAND SECONDS CODE` sleeps and exits; as gerl does, it ends with 130 after an interrupt
@@ -127,3 +128,31 @@ def test_a_state_that_cannot_be_written_is_said_once_and_the_queue_goes_on(
     finally:
         stop.set()
         watcher.join()
+
+
+def test_the_line_of_a_job_names_its_gpus_and_a_model_that_is_served_makes_room(store: Store) -> None:
+    jobs = on_cpu(store)
+    jobs.devices = ["2", "3"]
+    served = jobs.add("serve", ["20", "0"], "a model", gpus=0)
+    assert served.line == "gerl serve 20 0"
+    job = jobs.add("train", ["0.1", "0"], "a run")
+    assert job.line == "CUDA_VISIBLE_DEVICES=2 gerl train 0.1 0"
+    until(jobs, lambda: job.ended is not None and served.ended is not None)
+    assert served.stopping and served.state == "stopped"
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("2,3", ["2", "3"]), ("", ["cpu"]), (None, ["0", "1", "2", "3"])])
+def test_the_devices_are_those_that_the_server_may_use(
+    store: Store, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    monkeypatch.setattr(jobs_module, "hardware", lambda: {"gpus": ["a GPU"] * 4})
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert Jobs(store).devices == expected
+
+
+def test_a_number_whose_folder_exists_is_not_used(store: Store) -> None:
+    (store.root / "studio" / "1").mkdir(parents=True)
+    assert on_cpu(store).add("train", ["0.1", "0"], "a run").id == 2
