@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from ladder import CURVE, Row, best_rate, protocol, rows
 from sections import write_section
-
-from gerl.run.validation import estimate
+from seeds import mean_and_interval
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "algorithm_benchmark.md"
 PICTURES = PAGE.parent / "pictures"
@@ -135,12 +134,11 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     heads += [*(f"`{measure}`" for measure in measures), "diversity", "KL", "rate", "updates"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for summary, (low, high) in zip(found, ranks, strict=True):
-        seeds, cost = list(range(len(summary.ends))), summary.cost(GOAL)
-        interval = estimate(seeds, summary.ends, (0.0, 1.0))
+        cost = summary.cost(GOAL)
         cells = [
             f"`{summary.row.name}`{' ↓' if summary.diverges else ''}{' *' if summary.row.change else ''}",
             f"{low}" if low == high else f"{low} to {high}",
-            f"{interval.mean:.3f} ({interval.low:.3f} to {interval.high:.3f})",
+            mean_and_interval(summary.ends),
             f"{statistics.median(summary.ends):.3f}",
             f"{statistics.fmean(summary.best):.3f}",
             "" if summary is reference or not p else p_text(adjusted[summary.row.name]),
