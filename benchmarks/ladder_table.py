@@ -131,7 +131,7 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     adjusted = {summary.row.name: value for summary, value in zip(others, holm(p), strict=bool(p))}
     measures = rules["tasks"][task]["others"]
     heads = ["algorithm", "rank", "reward at the end", "median", "best", f"p, `{REFERENCE}`", f"to {GOAL:g}"]
-    heads += [*(f"`{measure}`" for measure in measures), "diversity", "KL", "rate", "updates"]
+    heads += [*(f"`{measure}`" for measure in measures), "diversity", "KL", "rate", "images", "updates"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for summary, (low, high) in zip(found, ranks, strict=True):
         cost = summary.cost(GOAL)
@@ -146,6 +146,7 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
             *(signed(summary.change(measure)) for measure in (*measures, "unlike_others")),
             "-" if (kl := summary.kl) is None else f"{kl:.3g}",
             f"{best_rate(summary.row):.0e}".replace("e-0", "e-"),
+            f"{statistics.median(run['points'][-1][2] for run in summary.row.of('final')):,.0f}",
             f"{statistics.median(run['updates'] for run in summary.row.of('final')):.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

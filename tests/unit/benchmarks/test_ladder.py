@@ -133,7 +133,7 @@ def test_a_table_has_what_was_gained_and_what_was_lost() -> None:
     found = report.summaries([measured("awm_fast", 0.9, 0.8), measured("b", 0.7, 0.6, change=("x=1",))], RULES)
     rules = {"tasks": {"signs": {"others": ["colour"]}}}
     lines = report.table("signs", found, rules).splitlines()
-    assert lines[2].startswith("| `awm_fast` | 1 | 0.850 ± ") and "| 5 | 3e-3 | 20 |" in lines[2]
+    assert lines[2].startswith("| `awm_fast` | 1 | 0.850 ± ") and "| 5 | 3e-3 | 12 | 20 |" in lines[2]
     assert lines[3].startswith("| `b` * | 2 | 0.650 ± ") and "| -0.100 |" in lines[3]
     assert [summary.cost(0.8) for summary in found] == [80, None]
     tuned = report.tuning(found, {"rates": [1e-3, 3e-3]}).splitlines()
