@@ -424,7 +424,7 @@ RESUMING = [
     row("file in the way", "small hydra.run.dir=in_the_way", "hydra.run.dir=in_the_way: ", "another folder"),
     row("file on the way", "small hydra.run.dir=in_the_way/run", "hydra.run.dir=in_the_way/run: ", "another folder"),
     row("folder that cannot be", "small hydra.run.dir=/proc/gerl", "hydra.run.dir=/proc/gerl: ", "another folder"),
-    row("no folder", "small hydra.run.dir=", "hydra.run.dir is empty: ", "folder"),
+    row("no folder", "small hydra.run.dir=", "out (hydra.run.dir) is empty: ", "folder"),
 ]  # fmt: skip
 
 TABLE = [*KEYS, *MEANING, *EXPERIMENTS, *PROMPTS, *MODELS, *SCORERS, *RESUMING, *SCORING, *EVALUATING, *OTHERS]

@@ -380,7 +380,7 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
     except OmegaConfBaseException as error:
         raise ConfigError(_unresolved(error, {"hydra": OmegaConf.to_container(whole.hydra)})) from None
     if not run_dir:
-        raise ConfigError(f"{RUN_DIR} is empty: give a folder for the run, or omit the key")
+        raise ConfigError(f"{OUT} ({RUN_DIR}) is empty: give a folder for the run, or omit the key")
     return ParsedCommand(str(choices.experiment), str(choices.algorithm), Path(run_dir), one_folder, values, keys)
 
 

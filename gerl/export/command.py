@@ -227,7 +227,7 @@ def other_role(settings: Mapping[str, Any], role: str) -> str | None:
 
 
 def model_of_role(settings: Mapping[str, Any], role: str, is_text: bool) -> dict[str, Any]:
-    """Return the block `model` of a role: its own keys over those of the run, or over the defaults if it rewrites."""
+    """Return the `model` block of a role: its own keys override those of the run, or the defaults for a rewriter."""
     given = settings["episode"]["roles"][role]
     own = {str(k).removeprefix("model."): v for k, v in given.items() if str(k).startswith("model.")}
     return {**(asdict(ModelConfig()) if is_text else settings["model"]), **(given.get("model") or {}), **own}

@@ -119,7 +119,7 @@ class Engine:
         return found
 
     def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """Return the arguments of the pipeline for a request: of one call, or one per row if some have images."""
+        """Return the pipeline arguments of a request: one call, or one call per row if rows have condition images."""
         from gerl.utils.condition_images import picture_arguments
 
         found = []
@@ -175,22 +175,21 @@ def load_engine(options: Options) -> Engine:
     """Load the pipeline. Raises `GerlError` if it cannot be loaded."""
     with importing():
         import torch
-        from diffusers import DiffusionPipeline
 
         from gerl.config import ModelConfig
         from gerl.model.denoisers import quiet_libraries
-        from gerl.model.loading import precision
-        from gerl.model.paths import resolve
+        from gerl.model.loading import leave_out_safety_checker, precision, read_pipeline
 
     quiet_libraries()
     cuda = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     device = "cuda" if cuda else "cpu"
     dtype = precision(ModelConfig(path=options.pipeline, dtype=options.dtype), device)
     try:
-        pipe = DiffusionPipeline.from_pretrained(resolve(options.pipeline), dtype=dtype).to(device)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"pipeline={options.pipeline} cannot be loaded: {error}") from None
+        pipe = read_pipeline(options.pipeline, dtype).to(device)
+    except GerlError as error:
+        raise ConfigError(str(error).replace("model.path=", "pipeline=")) from None
     pipe.set_progress_bar_config(disable=True)
+    leave_out_safety_checker(pipe)
     return Engine(pipe)
 
 

@@ -70,7 +70,7 @@ def serve(request: Request, stop: threading.Event) -> None:
 
     app, site = build_site(Folders.of(request.run), token)
     with opened(request.host, request.port) as listener:
-        logger.info("%s\nCtrl-C closes the page, not the runs", "\n".join(addresses(request.host, listener, token)))
+        logger.info("%s\nCtrl-C stops the page; runs continue", "\n".join(addresses(request.host, listener, token)))
         serve_app(app, listener, stop, site.closing)
 
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
-from gerl.errors import ModelError
+from gerl.errors import ConfigError, ModelError
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators
 from gerl.verify.command import main as verify
@@ -139,6 +139,11 @@ def test_videos_are_animations_which_a_run_refuses(tmp_path: Path, model: Path) 
     video.save(buffer, "PNG", save_all=True)
     with pytest.raises(ModelError, match="video"):
         opened(buffer.getvalue(), "http://127.0.0.1")
+
+
+def test_a_pipeline_that_is_not_there_is_answered_as_for_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^pipeline='.*' is not a pipeline: .* use one written by"):
+        load_engine(Options(pipeline=str(tmp_path), device="cpu"))
 
 
 def test_a_service_that_is_not_there_is_named_before_the_first_step(refused: Callable[..., str]) -> None:

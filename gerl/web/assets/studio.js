@@ -21,7 +21,7 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== "");
 const fill = (element, ...children) => element.replaceChildren(...present(children));
 
 const button = (text, action, properties = {}) => make("button", { type: "button", text, onclick: () => guarded(action), ...properties });
@@ -270,12 +270,13 @@ function modelCard() {
     make("details", { open: true }, make("summary", { text: "Images of the model" }), texts, make("p", { className: "row" }, button("Sample", sample)), shown));
 }
 
-function imageList({ images, prompts }, notes = []) {
-  return make("ul", { className: "images" }, images.map((image, i) => {
+function imageList({ images, prompts, note }, notes = []) {
+  const list = make("ul", { className: "images" }, images.map((image, i) => {
     const shown = make("img", { src: `data:image/png;base64,${image}`, alt: prompts[i] });
     shown.addEventListener("load", () => shown.classList.toggle("pixels", shown.naturalWidth < 256));
     return make("li", {}, shown, make("div", { text: prompts[i] }), notes[i] ? make("div", { className: "soft", text: notes[i] }) : null);
   }));
+  return [list, note && make("p", { className: "soft", text: note })];
 }
 
 function promptCard() {

@@ -49,7 +49,10 @@ BODY = 4_000_000  # bytes of a request: prompts are pasted
 COMMANDS = ("train", "vote", "evaluate", "score", "preflight", "export", "report")  # that the page may start
 ALIVE = 15.0  # seconds of silence after which a stream sends a line
 FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
-SHOWN, MOST_FILES = (".html", ".json", ".csv", ".safetensors", ".md", ".png"), 50  # files of a job that the page offers
+SHOWN, MOST_FILES = (
+    (".html", ".json", ".csv", ".safetensors", ".md", ".png"),
+    50,
+)  # files of a job that the page links to
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
 COOKIE, PUBLIC, PAUSE = "gerl_studio", ("/studio.css", "/studio.js", "/api/login"), 0.5
 PAGES = ("home", "new", "job", "compare")
@@ -101,7 +104,7 @@ class Studio:
         return queued or (self.root / name).exists()
 
     def check(self, draft: Draft) -> Check:
-        """Check a draft, and that its name is free."""
+        """Check a draft, and whether its name is free."""
         found = drafts.check(draft, self.root)
         if not self.is_used(draft.name):
             return found
@@ -143,7 +146,7 @@ class Studio:
         return True
 
 
-def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
+def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Save and check a draft; `was`: its name before."""
     draft = read_draft(given)
     saved = given.get("keep", True) and studio.keep(draft, given.get("was"))
@@ -153,7 +156,7 @@ def checked(studio: Studio, given: Mapping[str, Any]) -> Any:
     return found | {"line": line, "saved": saved, "revision": draft.revision}
 
 
-def started(studio: Studio, given: Mapping[str, Any]) -> Any:
+def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
     draft = studio.draft(str(given.get("name")))
     found = studio.check(draft)
@@ -166,7 +169,7 @@ def started(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"job": job.id}
 
 
-def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
+def queue_command(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue another command of gerl; `{out}` in an argument is the folder of the job."""
     command, arguments, run = given.get("command"), given.get("arguments"), given.get("run")
     if command not in COMMANDS or not isinstance(arguments, list) or not all(map(is_argument, arguments)):
@@ -179,11 +182,11 @@ def queued(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 
 def is_argument(value: Any) -> bool:
-    """Whether a process can be given `value`."""
+    """Whether `value` can be a command-line argument."""
     return isinstance(value, str) and "\0" not in value
 
 
-def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
+def control_job(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Stop a job, or move it in the queue."""
     number, action = given.get("job"), given.get("action")
     if type(number) is not int or action not in ("stop", "up", "down"):
@@ -196,7 +199,7 @@ def controlled(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"state": job.state}
 
 
-def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
+def save_note(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Save the note of a run, or its star, or both."""
     before = studio.store.values.get("notes", {}).get(given.get("run"), {})
     run, note, star = (({"note": "", "star": False} | before | given).get(name) for name in ("run", "note", "star"))
@@ -209,7 +212,7 @@ def noted(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {}
 
 
-def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
+def remove_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Remove a draft and its files."""
     draft = studio.draft(str(given.get("name")))
     if studio.is_used(draft.name):
@@ -221,7 +224,7 @@ def removed(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {}
 
 
-def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
+def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Create a draft with the configuration of a run."""
     run = studio.site.run(str(given.get("run")))
     name = re.sub(r"[^\w.-]|^\W+", "-", run.folder.name).lstrip("-._")[:70] or "run"
@@ -233,7 +236,7 @@ def copied(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"name": draft.name}
 
 
-def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
+def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Return a sentence per tokenizer that truncates prompts of a draft."""
     found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
     if found.problem is not None:
@@ -242,7 +245,7 @@ def lengths(studio: Studio, given: Mapping[str, Any]) -> Any:
     return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in found.prompts])}
 
 
-def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
+def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Sample prompts with the model of a draft or run, with the LoRA of a checkpoint if `step` is given."""
     lines, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
     if not isinstance(lines, list) or type(seed) is not int or not isinstance(scale, int | float):
@@ -270,10 +273,13 @@ def sampled(studio: Studio, given: Mapping[str, Any]) -> Any:
     except GerlError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    return {"images": images, "prompts": [prompt.text for prompt in prompts], "folder": str(folder)}
+    start = values["model"]["lora"]
+    missing = start and (lora is None or values["model"]["merge_lora"])
+    note = f"sampled without model.lora={start}, from which the run starts" if missing else ""
+    return {"images": images, "prompts": [p.text for p in prompts], "folder": str(folder), "note": note}
 
 
-def tried(studio: Studio, given: Mapping[str, Any]) -> Any:
+def score_samples(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Run `gerl score` on sampled images with the reward of a draft."""
     draft, folder = studio.draft(str(given.get("draft"))), Path(str(given.get("folder")))
     if folder.parent != studio.root / SAMPLES or not folder.is_dir():
@@ -306,8 +312,9 @@ def is_video(path: Path) -> bool:
 
 
 POSTS: dict[str, Answer] = {
-    "draft": checked, "start": started, "command": queued, "job": controlled, "note": noted, "remove": removed,
-    "copy": copied, "lengths": lengths, "sample": sampled, "try": tried,
+    "draft": check_draft, "start": start_run, "command": queue_command, "job": control_job, "note": save_note,
+    "remove": remove_draft, "copy": copy_run, "lengths": truncated_prompts, "sample": sample_images,
+    "try": score_samples,
 }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def serve(request: Request, stop: threading.Event) -> None:
         threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True).start()
         threading.Thread(target=lambda: studio.menu, name="menu", daemon=True).start()  # it takes seconds
         secret = "" if token is None else f"\ntoken: {token}"
-        logger.info("%s%s\nCtrl-C closes the page, not the runs", "\n".join(shown), secret)
+        logger.info("%s%s\nCtrl-C stops the page; runs continue", "\n".join(shown), secret)
         try:
             serve_app(app, listener, stop, studio.closing, studio.site.closing)
         finally:

@@ -151,7 +151,7 @@ class Jobs:
             job.arguments += [argument.replace("{out}", str(self.folder(job))) for argument in arguments]
             self.all.append(job)
             self._write()
-        self.look()
+        self.poll()
         return job
 
     def get(self, number: int) -> Job:
@@ -173,7 +173,7 @@ class Jobs:
         return ""
 
     def stop(self, job: Job) -> None:
-        """Remove a waiting job from the queue, or send SIGINT to a running one, as Ctrl-C does; twice: at once."""
+        """Cancel a waiting job, or send SIGINT to a running one, as Ctrl-C does; a second one ends it at once."""
         with self.store.lock:
             if job.state == "waiting":
                 job.ended = now()
@@ -195,7 +195,7 @@ class Jobs:
             self.all.insert(place, job)
             self._write()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Update the states of running jobs, and start waiting ones on free devices."""
         with self.store.lock:
             for job in self.all:
@@ -257,7 +257,7 @@ class Jobs:
         said = ""
         while not stop.wait(LOOK):
             try:
-                self.look()
+                self.poll()
                 said = ""
             except (GerlError, OSError, ValueError) as error:  # a full disk, for example; the next poll tries again
                 if said != (said := str(error)):

@@ -27,7 +27,7 @@ LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Prompts to sample, one image or video each with consecutive seeds; `scale` multiplies the LoRA."""
+    """Prompts to sample, one image or video per prompt, with consecutive seeds; `scale`: strength of the LoRA."""
 
     model: str
     prompts: Sequence[Prompt]
@@ -46,7 +46,7 @@ class Sampler:
         self.session.trust_env = False  # no proxy of the environment
 
     def sample(self, request: SampleRequest, folder: Path) -> list[str]:
-        """Sample images, write them and `ROWS` into `folder`, and return them as PNG files in base64.
+        """Sample images, write them and their prompts (`ROWS`) to `folder`, and return the images as PNG in base64.
 
         Raises `GerlError` if the model cannot be loaded or the request is wrong.
         """
@@ -108,7 +108,7 @@ class Sampler:
                 if self.session.get(f"{address}/health", timeout=LOOK * 10).ok:
                     return address
             time.sleep(LOOK)
-            self.jobs.look()
+            self.jobs.poll()
         said = self.jobs.log(job).strip().splitlines()
         raise GerlError(said[-1].removeprefix("error: ") if said else f"{model} was not loaded")
 

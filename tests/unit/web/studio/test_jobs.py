@@ -34,7 +34,7 @@ def until(jobs: Jobs, condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end, [job.state for job in jobs.all]
-        jobs.look()
+        jobs.poll()
         time.sleep(0.02)
 
 
