@@ -59,7 +59,7 @@ class Job:
     def state(self) -> State:
         if self.ended is None:
             return "waiting" if self.pid is None else "running"
-        if self.code in STOPPED or (self.pid is None and self.code is None):
+        if self.code in STOPPED or (self.code is None and (self.pid is None or self.stopping)):
             return "stopped"
         return "killed" if self.code is None else "failed" if self.code else "finished"
 
