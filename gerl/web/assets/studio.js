@@ -442,13 +442,15 @@ function hardwareCard() {
     make("p", { className: "row" }, button("Estimate", estimate)), result);
 }
 
+const rounded = (number) => Number(number.toPrecision(2)).toLocaleString("en");
+
 // Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
 function estimated(report, { steps, images }, gpus, price) {
   const measured = report.seconds && typeof report.seconds === "object";
   const step = measured ? report.seconds.rollout + report.seconds.update : (report.seconds * images) / gpus;
   const hours = (step * steps) / 3600;
   const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
-  return `It ${verdict}: about ${step.toPrecision(2)} s per step without scoring, ${hours.toPrecision(2)} h for ${steps} steps${measured ? "" : `, ${(hours * gpus * price).toPrecision(2)} at this price`}.`;
+  return `It ${rounded(verdict}: about ${step)} s per step without scoring, ${rounded(hours)} h for ${rounded(steps} steps${measured ? "" : `, ${(hours * gpus * price))} at this price`}.`;
 }
 
 function otherCard() {
