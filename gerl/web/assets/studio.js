@@ -450,7 +450,8 @@ function estimated(report, { steps, images }, gpus, price) {
   const step = measured ? report.seconds.rollout + report.seconds.update : (report.seconds * images) / gpus;
   const hours = (step * steps) / 3600;
   const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
-  return `It ${rounded(verdict}: about ${step)} s per step without scoring, ${rounded(hours)} h for ${rounded(steps} steps${measured ? "" : `, ${(hours * gpus * price))} at this price`}.`;
+  const cost = measured ? "" : `, ${rounded(hours * gpus * price)} at this price`;
+  return `It ${verdict}: about ${rounded(step)} s per step without scoring, ${rounded(hours)} h for ${steps} steps${cost}.`;
 }
 
 function otherCard() {
