@@ -207,7 +207,7 @@ async function newRun() {
   await verify(false);
 }
 
-const freshDraft = () => ({ revision: 0, votes: false, name: `run-${new Date().toISOString().slice(0, 16).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
+const freshDraft = () => ({ revision: 0, votes: false, name: `run-${new Date().toISOString().slice(0, 19).replace(/[-:]/g, "").replace("T", "-")}`, keys: { experiment: "signs" }, scorers: {}, texts: {} });
 
 const card = (title, ...children) => make("section", { className: "card", ariaLabel: title }, make("h2", { text: title }), ...children);
 
@@ -442,7 +442,7 @@ function hardwareCard() {
     make("p", { className: "row" }, button("Estimate", estimate)), result);
 }
 
-const rounded = (number) => Number(number.toPrecision(2)).toLocaleString("en");
+const rounded = (number) => number.toLocaleString("en", { maximumSignificantDigits: 2 });
 
 // Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
 function estimated(report, { steps, images }, gpus, price) {
