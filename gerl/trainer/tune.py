@@ -15,7 +15,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -244,15 +244,15 @@ class Search:
 
     def rounds(self, able: Sequence[Result]) -> Iterator[tuple[list[Trial], float]]:
         """Yield the trials of each round and the budget of each trial; the results of a round decide the next."""
-        candidates = list(product([found.preset for found in able], self.request.rates))
-        counts = self.counts(len(candidates), self.left(1))
         middle = (len(self.request.rates) - 1) // 2  # of two the first
-        candidates.sort(key=lambda pair: abs(self.request.rates.index(pair[1]) - middle))
-        chosen = candidates[: counts[0]]
+        rates = sorted(self.request.rates, key=lambda rate: abs(self.request.rates.index(rate) - middle))
+        candidates = [(found.preset, rate) for rate, found in product(rates, able)]
+        per_step = {found.preset: found.per_step for found in able}
+        chosen = affordable(candidates, per_step, self.left(1))
         if len(chosen) < len(candidates):
             tried = ", ".join(f"{preset} with {rate}" for preset, rate in chosen)
-            logger.warning("the budget allows %d of %d candidates: %s", counts[0], len(candidates), tried)
-        shares = [(1 - LAST) / (len(counts) - 1)] * (len(counts) - 1) + [LAST] if counts[1:] else [1.0]
+            logger.warning("the budget allows %d of %d candidates: %s", len(chosen), len(candidates), tried)
+        counts, shares = schedule(len(chosen))
         for i, count in enumerate(counts):
             yield [Trial(*pair, i + 1) for pair in chosen], self.left(i + 1) * shares[i] / sum(shares[i:]) / count
             if i + 1 < len(counts):
@@ -265,22 +265,6 @@ class Search:
     def left(self, number: int) -> float:
         """Return the budget that the rounds before `number` left."""
         return self.request.budget - sum(found.cost for found in self.results.values() if found.round < number)
-
-    def counts(self, candidates: int, budget: float) -> list[int]:
-        """Return the number of trials by round: as many candidates as `budget` allows, then a third, and so on."""
-        dearest = max(self.step_cost(found.preset) for found in self.results.values() if not found.error)
-        while True:
-            counts = [candidates]
-            while counts[-1] > 1:
-                counts.append(math.ceil(counts[-1] / KEEP))
-            rounds = max(len(counts) - 1, 1)
-            if candidates == 1 or budget * (1 - LAST) / rounds / candidates >= FEWEST_STEPS * dearest:
-                return counts
-            candidates -= 1
-
-    def step_cost(self, preset: str) -> float:
-        """Return the cost of a trainer step in the preset's latest trial."""
-        return self.latest(preset).per_step
 
     def latest(self, preset: str) -> Result:
         """Return the preset's latest trial that trained."""
@@ -414,6 +398,31 @@ class Search:
         if result.round == last:
             return "reached the target" if self.reached(result) else f"rank {rank} of {len(peers)}"
         return f"dropped: rank {rank} of {len(peers)}"
+
+
+def schedule(candidates: int) -> tuple[list[int], list[float]]:
+    """Return the number of trials of each round, and the rounds' shares of the budget."""
+    counts = [candidates]
+    while counts[-1] > 1:
+        counts.append(math.ceil(counts[-1] / KEEP))
+    early = len(counts) - 1
+    return counts, [(1 - LAST) / early] * early + [LAST] if early else [1.0]
+
+
+def affordable(
+    candidates: Sequence[tuple[str, str]], per_step: Mapping[str, float], budget: float
+) -> list[tuple[str, str]]:
+    """Return the candidates (preset, rate) of which each can take `FEWEST_STEPS` in the first round.
+
+    The dearest are dropped, of equally dear ones the last. per_step: the cost of a preset's trainer step.
+    """
+    kept = list(candidates)
+    while len(kept) > 1:
+        cost, last = max((per_step[preset], i) for i, (preset, _) in enumerate(kept))
+        if FEWEST_STEPS * cost <= budget * schedule(len(kept))[1][0] / len(kept):
+            break
+        del kept[last]
+    return kept
 
 
 def read_result(trial: Trial, place: Path, steps: int, code: int, elapsed: float | None) -> Result:

@@ -9,7 +9,7 @@ import pytest
 from gerl.errors import ConfigError, TrainingError
 from gerl.run.session import METRICS
 from gerl.trainer import tune
-from gerl.trainer.tune import Request, Result, Search, Trial, parse, read_result
+from gerl.trainer.tune import Request, Result, Search, Trial, affordable, parse, read_result
 
 RATES = ("1e-4", "1e-3", "1e-2")
 REQUEST = Request(("experiment=signs",), ("awm_fast", "rwr"), RATES, 90_000, "evaluations")
@@ -59,6 +59,16 @@ def test_a_small_budget_tries_fewer_candidates_with_the_middle_rates_first(tmp_p
     assert first[0] == ["1_awm_fast_1e-3", "1_rwr_1e-3"] and last == (["2_awm_fast_1e-3"], 450.0)
     least = Request(REQUEST.keys, REQUEST.presets, REQUEST.rates, 400, "evaluations")
     assert play(search(tmp_path, *SCREENED, request=least), REWARDS) == [(["1_awm_fast_1e-3"], 200.0)]
+
+
+def test_a_small_budget_drops_the_dearest_presets_first(tmp_path: Path) -> None:
+    costs = {"awm_fast": 100.0, "few_step_grpo": 150.0, "rwr": 3000.0}
+    candidates = [(preset, rate) for rate in RATES for preset in costs]
+    assert affordable(candidates, costs, 10**6) == candidates
+    cheap = [pair for pair in candidates if pair[0] != "rwr"]
+    assert affordable(candidates, costs, 4 * 6 * 4 * 150) == cheap  # two rounds share half of it, before the last trial
+    assert affordable(candidates, costs, 4 * 6 * 4 * 150 - 1) == cheap[:-1]
+    assert affordable(candidates, costs, 1) == [("awm_fast", "1e-4")]
 
 
 def test_a_failed_trial_does_not_continue(tmp_path: Path) -> None:
