@@ -42,6 +42,7 @@ PRESETS = "awm_fast,few_step_grpo,flow_grpo,mix_grpo,rwr,dgpo"
 RATES = "3e-4,1e-3,3e-3"
 SCREEN_STEPS, FEWEST_STEPS = 2, 4  # trainer steps of the screen, and of any other trial
 KEEP = 3  # one of so many trials continues
+CURVE = 3  # validations of the last trial, after the first
 POLL = 0.2  # seconds
 LAST = 0.5  # share of the budget for the last trial
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -228,13 +229,19 @@ class Search:
     def run(self) -> None:
         """Run what is missing of the screen and the rounds, and write `best.yaml`."""
         first = self.request.rates[(len(self.request.rates) - 1) // 2]
-        screened = [self.measure(Trial(preset, first, 0), SCREEN_STEPS) for preset in self.request.presets]
+        screened = [
+            self.measure(Trial(preset, first, 0), SCREEN_STEPS, SCREEN_STEPS) for preset in self.request.presets
+        ]
         able = [found for found in screened if not found.error]
         if not able:
             raise TrainingError(f"no preset can train here: {screened[0].preset}: {screened[0].error}")
         best = None
         for trials, budget in self.rounds(able):
-            ended = [self.measure(trial, self.steps(trial, budget)) for trial in trials]
+            validations = CURVE if len(trials) == 1 else 1  # of the others only the end counts
+            ended = []
+            for trial in trials:
+                steps = self.steps(trial, budget)
+                ended.append(self.measure(trial, steps, max(1, steps // validations)))
             best = self.best_of(ended) or best
             if best is not None and self.reached(best):
                 break
@@ -286,8 +293,8 @@ class Search:
     def best_of(self, results: Sequence[Result]) -> Result | None:
         return max((r for r in results if r.reward is not None), key=lambda r: r.reward or 0.0, default=None)
 
-    def measure(self, trial: Trial, steps: int) -> Result:
-        """Run a trial, or return its result if it is known."""
+    def measure(self, trial: Trial, steps: int, every: int) -> Result:
+        """Run a trial with a validation every so many steps, or return its result if it is known."""
         if trial.name in self.results:
             return self.results[trial.name]
         logger.info("trial %s: %d steps", trial.name, steps)
@@ -300,7 +307,7 @@ class Search:
         if not (place / "checkpoints").exists():
             shutil.rmtree(place, ignore_errors=True)  # of a trial that was cut off
         with place.with_name(f"{trial.name}.log").open("wb") as log:
-            code = run_training(self.arguments(trial, steps), log)
+            code = run_training(self.arguments(trial, steps, every), log)
         result = read_result(trial, place, steps, code, time.monotonic() - start if self.in_time else None)
         self.results[trial.name] = result
         self.save()
@@ -308,12 +315,12 @@ class Search:
         logger.info("trial %s ended%s%s", trial.name, shown, f": {result.error}" if result.error else "")
         return result
 
-    def arguments(self, trial: Trial, steps: int) -> list[str]:
+    def arguments(self, trial: Trial, steps: int, every: int) -> list[str]:
         """Return the command line of a trial, which resumes from its checkpoint if there is one."""
         place = self.folder / TRIALS / trial.name
         own = {
             "algorithm": trial.preset, "actor.lr": trial.rate, "actor.lr_schedule": "linear", "trainer.steps": steps,
-            "validation.every": steps if trial.round == 0 else max(1, steps // 3),
+            "validation.every": every,
         }  # fmt: skip
         resume = {"checkpoint.resume": "auto"} if (place / "checkpoints").exists() else {}
         few = {"validation.max_prompts": 1} if trial.round == 0 else {}
