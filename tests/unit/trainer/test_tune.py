@@ -209,7 +209,7 @@ def test_the_search_ends_at_its_target(tmp_path: Path, monkeypatch: pytest.Monke
     made.open()
     monkeypatch.setattr(Search, "conclude", lambda self, best: None)
     monkeypatch.setattr(
-        Search, "measure", lambda self, trial, steps: self.results.setdefault(
+        Search, "measure", lambda self, trial, steps, every: self.results.setdefault(
             trial.name, result(trial.preset, trial.rate, trial.round, REWARDS[trial.preset, trial.rate])
         )
     )  # fmt: skip
