@@ -235,19 +235,16 @@ class Search:
         able = [found for found in screened if not found.error]
         if not able:
             raise TrainingError(f"no preset can train here: {screened[0].preset}: {screened[0].error}")
-        best = None
         for trials, budget in self.rounds(able):
             validations = CURVE if len(trials) == 1 else 1  # of the others only the end counts
-            ended = []
             for trial in trials:
                 steps = self.steps(trial, budget)
-                ended.append(self.measure(trial, steps, max(1, steps // validations)))
-            best = self.best_of(ended) or best
-            if best is not None and self.reached(best):
+                self.measure(trial, steps, max(1, steps // validations))
+            if self.best is not None and self.reached(self.best):
                 break
-        if best is None:
+        if self.best is None:
             raise TrainingError(f"all trials failed; the first: {next(iter(self.results.values())).error}")
-        self.conclude(best)
+        self.conclude(self.best)
 
     def rounds(self, able: Sequence[Result]) -> Iterator[tuple[list[Trial], float]]:
         """Yield the trials of each round and the budget of each trial; the results of a round decide the next."""
@@ -290,8 +287,11 @@ class Search:
         target = self.request.target
         return target is not None and result.reward is not None and result.reward >= target
 
-    def best_of(self, results: Sequence[Result]) -> Result | None:
-        return max((r for r in results if r.reward is not None), key=lambda r: r.reward or 0.0, default=None)
+    @property
+    def best(self) -> Result | None:
+        """The trial with the best reward of all rounds: one of a later round trains longer, and may end lower."""
+        known = [found for found in self.results.values() if found.reward is not None]
+        return max(known, key=lambda found: (found.reward, found.round), default=None)
 
     def measure(self, trial: Trial, steps: int, every: int) -> Result:
         """Run a trial with a validation every so many steps, or return its result if it is known."""
@@ -371,8 +371,7 @@ class Search:
         for number in range(last + 1):
             own = [found for found in results if found.round == number]
             rounds.append({"number": number, "trials": [(found, self.verdict(found, last)) for found in own]})
-        best = self.best_of([found for found in results if found.round == last and last]) if results else None
-        gain = None if best is None else self.gain(best)
+        gain = None if self.best is None else self.gain(self.best)
         spent = sum(found.cost for found in results)
         return render(
             "tune.html.j2",
@@ -380,7 +379,7 @@ class Search:
             command=" ".join(self.command()),
             unit=self.request.unit,
             rounds=rounds,
-            best=best,
+            best=self.best,
             gain=gain,
             spent=self.shown(spent),
             budget=self.shown(self.request.budget),
@@ -397,7 +396,8 @@ class Search:
         if result.error:
             return result.error
         if result.round == 0:
-            return "can train"
+            tried = last < 2 or any(r.preset == result.preset for r in self.results.values() if r.round == 1)
+            return "can train" if tried else f"dropped: {FEWEST_STEPS} steps exceed a trial's budget in the first round"
         if Trial(result.preset, result.rate, result.round + 1).name in self.results:
             return "continued"
         peers = [r.reward for r in self.results.values() if r.round == result.round and r.reward is not None]

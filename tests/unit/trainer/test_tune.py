@@ -77,7 +77,7 @@ def test_a_failed_trial_does_not_continue(tmp_path: Path) -> None:
     trials, _ = next(rounds)
     for trial in trials:
         made.results[trial.name] = result(trial.preset, trial.rate, 1, None, error="it diverged")
-    assert list(rounds) == [] and made.best_of(list(made.results.values())) is None
+    assert list(rounds) == [] and made.best is None
 
 
 def test_what_a_round_leaves_is_for_the_later_ones(tmp_path: Path) -> None:
@@ -140,6 +140,15 @@ def test_the_report_says_why_a_trial_was_dropped(tmp_path: Path) -> None:
     page = made.report()
     assert "dropped: rank 3 of 6" in page and page.count("continued") == 3 and "rank 1 of 1" in page
     assert "0.900" in page and "Spent: 90,000 evaluations of 90,000 evaluations" in page
+
+
+def test_the_best_trial_may_be_of_an_early_round(tmp_path: Path) -> None:
+    found = [result("awm_fast", "1e-3", 1, 0.7), result("awm_fast", "1e-4", 1, 0.6), result("awm_fast", "1e-3", 2, 0.5)]
+    made = search(tmp_path, *SCREENED, *found)
+    assert made.best is found[0] and "0.700" in made.report()
+    assert "dropped: 4 steps exceed" in made.report()  # no trial of rwr
+    again = search(tmp_path, *SCREENED, *found[:2], result("awm_fast", "1e-3", 2, 0.7))
+    assert again.best is not None and again.best.round == 2
 
 
 # --- The command
