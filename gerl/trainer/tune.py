@@ -3,6 +3,8 @@
 Successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943): all candidates train with a small budget, the best
 third with three times as much, and so on; the last one gets half of the whole budget. Each trial is a run of its own,
 trained from the start to the end of a linear learning-rate schedule: how good a rate is shows only at the end of a run.
+Later rounds train k times as many steps as the first with 1 / sqrt(k) of the rate: a rate that is best for a short run
+is too large for a long one (Defazio et al. 2023, arXiv 2310.07831; Schaipp et al. 2025, arXiv 2501.18965).
 A trial of two steps, the screen, measures what a step of each preset costs, and drops presets that cannot train.
 
 The folder has the trials, `tune.json` with their results, `report.html` and `best.yaml`, an experiment file. The same
@@ -96,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate in a round; round 0 is the screen."""
+    """A candidate in a round; round 0 is the screen. rate: of the candidate in the first round."""
 
     preset: str
     rate: str
@@ -111,8 +113,8 @@ class Trial:
 class Result:
     """A trial that ended.
 
-    cost: in the budget's unit; evaluations are those of training, seconds also those of start and validation.
-    per_step: mean cost of a trainer step, without start and validation.
+    lr: the learning rate of its run. cost: in the budget's unit; evaluations are those of training, seconds also those
+    of start and validation. per_step: mean cost of a trainer step, without start and validation.
     """
 
     preset: str
@@ -122,6 +124,7 @@ class Result:
     reward: float | None
     cost: float
     per_step: float
+    lr: float
     error: str = ""
 
 
@@ -283,6 +286,12 @@ class Search:
             logger.warning("trial %s exceeds its budget: it takes %d steps at least", trial.name, FEWEST_STEPS)
         return max(FEWEST_STEPS, steps)
 
+    def learning_rate(self, trial: Trial, steps: int) -> float:
+        """Return the candidate's rate for a run of so many steps, with three digits."""
+        first = self.results.get(Trial(trial.preset, trial.rate, 1).name)
+        longer = steps / first.steps if first is not None and trial.round > 1 else 1.0
+        return float(f"{float(trial.rate) / math.sqrt(max(longer, 1.0)):.3g}")
+
     def reached(self, result: Result) -> bool:
         target = self.request.target
         return target is not None and result.reward is not None and result.reward >= target
@@ -308,7 +317,8 @@ class Search:
             shutil.rmtree(place, ignore_errors=True)  # of a trial that was cut off
         with place.with_name(f"{trial.name}.log").open("wb") as log:
             code = run_training(self.arguments(trial, steps, every), log)
-        result = read_result(trial, place, steps, code, time.monotonic() - start if self.in_time else None)
+        elapsed = time.monotonic() - start if self.in_time else None
+        result = read_result(trial, place, steps, self.learning_rate(trial, steps), code, elapsed)
         self.results[trial.name] = result
         self.save()
         shown = "" if result.reward is None else f": {result.reward:.3f}"
@@ -319,8 +329,8 @@ class Search:
         """Return the command line of a trial, which resumes from its checkpoint if there is one."""
         place = self.folder / TRIALS / trial.name
         own = {
-            "algorithm": trial.preset, "actor.lr": trial.rate, "actor.lr_schedule": "linear", "trainer.steps": steps,
-            "validation.every": every,
+            "algorithm": trial.preset, "actor.lr": f"{self.learning_rate(trial, steps):g}",
+            "actor.lr_schedule": "linear", "trainer.steps": steps, "validation.every": every,
         }  # fmt: skip
         resume = {"checkpoint.resume": "auto"} if (place / "checkpoints").exists() else {}
         few = {"validation.max_prompts": 1} if trial.round == 0 else {}
@@ -340,7 +350,13 @@ class Search:
         interval = "" if gain is None else f", {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         logger.info(
             "\nbest: %s with actor.lr=%s: held-out reward %.3f%s\nLoRA: %s\nreport: %s\nto train it again: %s",
-            *(best.preset, best.rate, best.reward, interval, place / "checkpoints" / f"step_{best.steps}" / "lora"),
+            *(
+                best.preset,
+                f"{best.lr:g}",
+                best.reward,
+                interval,
+                place / "checkpoints" / f"step_{best.steps}" / "lora",
+            ),
             *(self.folder / REPORT, f"gerl train experiment={self.folder / BEST}"),
         )
 
@@ -432,7 +448,7 @@ def affordable(
     return kept
 
 
-def read_result(trial: Trial, place: Path, steps: int, code: int, elapsed: float | None) -> Result:
+def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, elapsed: float | None) -> Result:
     """Read the result of a trial from its run folder; `elapsed`: seconds it took, if the budget is one of time.
 
     The screen fails also if all images of each prompt have equal rewards.
@@ -451,7 +467,7 @@ def read_result(trial: Trial, place: Path, steps: int, code: int, elapsed: float
     if not error and trial.round == 0 and trained and all(row.get("group/zero_std_fraction") == 1.0 for row in trained):
         error = "all images of each prompt had the same reward in the first two steps"
     reward = rewards[-1] if rewards and not error and trial.round else None
-    return Result(trial.preset, trial.rate, trial.round, steps, reward, cost, per_step, error)
+    return Result(trial.preset, trial.rate, trial.round, steps, reward, cost, per_step, lr, error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`gerl tune`: budgets and rounds, what a trial's folder says, refusals, and a search that is stopped and resumed."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ REQUEST = Request(("experiment=signs",), ("awm_fast", "rwr"), RATES, 90_000, "ev
 
 
 def result(preset: str, rate: str, number: int, reward: float | None, cost: float = 100.0, error: str = "") -> Result:
-    return Result(preset, rate, number, 2, reward, cost, 50.0, error)
+    return Result(preset, rate, number, 2, reward, cost, 50.0, float(rate), error)
 
 
 def search(folder: Path, *found: Result, request: Request = REQUEST) -> Search:
@@ -95,8 +96,16 @@ def test_steps_follow_from_the_cost_of_the_latest_trial(tmp_path: Path, caplog: 
     assert made.steps(trial, 1_000) == 20 and not caplog.text
     assert made.steps(trial, 1) == 4 and "exceeds its budget" in caplog.text
     # 40 of 140 seconds were start and validation
-    slow = search(tmp_path, Result("rwr", "1e-3", 0, 2, None, 140.0, 50.0))
+    slow = search(tmp_path, Result("rwr", "1e-3", 0, 2, None, 140.0, 50.0, 1e-3))
     assert slow.steps(trial, 1_040) == 20
+
+
+def test_a_longer_run_has_a_smaller_rate(tmp_path: Path) -> None:
+    made = search(tmp_path, *SCREENED, result("rwr", "1e-2", 1, 0.5))  # of two steps
+    assert [made.learning_rate(Trial("rwr", "1e-2", k), 8) for k in (0, 1, 2, 3)] == [1e-2, 1e-2, 5e-3, 5e-3]
+    assert made.learning_rate(Trial("rwr", "1e-2", 2), 1) == 1e-2
+    keys = made.arguments(Trial("rwr", "1e-2", 2), 8, 8)
+    assert "actor.lr=0.005" in keys and "trainer.steps=8" in keys
 
 
 # --- Results
@@ -114,23 +123,23 @@ def step(number: int, tied: float = 0.5, **more: float) -> dict[str, Any]:
 
 def test_a_result_has_reward_and_cost(tmp_path: Path) -> None:
     rows(tmp_path / "a", {"step": 0, "time": "", "val/reward/mean": 0.5}, step(1), step(2, **{"val/reward/mean": 0.75}))
-    found = read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 0, None)
-    assert found == Result("awm", "1e-3", 1, 2, 0.75, 80.0, 40.0)
-    assert read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 0, 12.5) == Result(
-        "awm", "1e-3", 1, 2, 0.75, 12.5, 2.0
+    found = read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 1e-3, 0, None)
+    assert found == Result("awm", "1e-3", 1, 2, 0.75, 80.0, 40.0, 1e-3)
+    assert read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 1e-3, 0, 12.5) == Result(
+        "awm", "1e-3", 1, 2, 0.75, 12.5, 2.0, 1e-3
     )
 
 
 def test_the_screen_drops_presets_without_differences_between_rewards(tmp_path: Path) -> None:
     rows(tmp_path / "a", step(1, tied=1.0), step(2, tied=1.0))
-    assert "same reward" in read_result(Trial("awm", "1e-3", 0), tmp_path / "a", 2, 0, None).error
-    assert not read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 0, None).error
+    assert "same reward" in read_result(Trial("awm", "1e-3", 0), tmp_path / "a", 2, 1e-3, 0, None).error
+    assert not read_result(Trial("awm", "1e-3", 1), tmp_path / "a", 2, 1e-3, 0, None).error
 
 
 def test_an_error_of_a_trial_is_its_own_sentence(tmp_path: Path) -> None:
     trial = Trial("refl", "1e-3", 0)
     (tmp_path / f"{trial.name}.log").write_text("loading\nerror: the scores have no gradient\nits folder is removed\n")
-    found = read_result(trial, tmp_path / trial.name, 2, 2, None)
+    found = read_result(trial, tmp_path / trial.name, 2, 1e-3, 2, None)
     assert (found.error, found.reward, found.cost) == ("the scores have no gradient", None, 0)
 
 
@@ -192,7 +201,8 @@ def test_a_search_that_is_stopped_continues_where_it_was(tmp_path: Path, monkeyp
         calls.append(Path(given["hydra.run.dir"]).name)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        preset, rate, steps = given["algorithm"], given["actor.lr"], int(given["trainer.steps"])
+        preset, steps = given["algorithm"], int(given["trainer.steps"])
+        rate = min(RATES, key=lambda name: abs(math.log(float(name) / float(given["actor.lr"]))))
         trained = [step(k) for k in range(1, steps)] + [step(steps, **{"val/reward/mean": REWARDS[preset, rate]})]
         rows(Path(given["hydra.run.dir"]), *trained)
         (Path(given["hydra.run.dir"]) / "config.yaml").write_text(f"preset: {preset}\n")
