@@ -169,15 +169,19 @@ def make_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any
     """A row on a task, without its runs."""
     own = content.get(task, content)
     change, why = tuple(own.get("change", ())), own.get("why", "")
-    given = {key.partition("=")[0] for key in change}
+    shared = rules["tasks"][task]
+    given = {key.partition("=")[0] for key in (*change, *shared["keys"])}
     common = [key for key in rules["common"] if key.partition("=")[0] not in given]
-    keys = [f"algorithm={content['algorithm']}", *rules["tasks"][task]["keys"], *common, *change]
-    most, noisy = rules["denoising_steps"], rules["tasks"][task].get("noisy", [])
-    sampling = compose_run([key for key in keys if not any(name in key for name in PREPARED)]).config.sampling
+    keys = [f"algorithm={content['algorithm']}", *shared["keys"], *common, *change]
+    most, noisy = rules["denoising_steps"], shared.get("noisy", [])
+    config = compose_run([key for key in keys if not any(name in key for name in PREPARED)]).config
+    sampling = config.sampling
     if sampling.num_inference_steps > most:
         keys.append(f"sampling.num_inference_steps={most}")
     if sampling.kernel not in ("ode", "ddim"):
         keys.extend(noisy)
+    if config.algorithm.needs.reward_gradient:
+        keys.extend(shared["differentiable"])
     return Row(name, task, tuple(keys), change, why)
 
 

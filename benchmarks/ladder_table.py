@@ -153,18 +153,24 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tuning(found: Sequence[Summary], rules: dict[str, Any]) -> str:
-    """Markdown: the mean reward of each row's tuning runs with each rate, the chosen one in bold."""
+def tuned_means(row: Row, rules: dict[str, Any]) -> list[float]:
+    """The mean reward of the row's tuning runs with each rate; none: not all are made."""
+    ends: dict[float, list[float]] = {rate: [] for rate in rules["rates"]}
+    for run in row.of("tune"):
+        ends[run["rate"]].append(run["points"][-1][-1])
+    complete = min(map(len, ends.values())) == len(rules["tuning_seeds"])
+    return [statistics.fmean(values) for values in ends.values()] if complete else []
+
+
+def tuning(found: Sequence[Row], rules: dict[str, Any]) -> str:
+    """Markdown: the means of the rows' tuning runs, those of the chosen rates in bold."""
     rates = [f"{rate:.0e}".replace("e-0", "e-") for rate in rules["rates"]]
     lines = [f"| algorithm | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
-    for summary in found:
-        ends: dict[float, list[float]] = {rate: [] for rate in rules["rates"]}
-        for run in summary.row.of("tune"):
-            ends[run["rate"]].append(run["points"][-1][-1])
-        cells = [f"{statistics.fmean(values):.3f}" for values in ends.values()]
-        chosen = rules["rates"].index(best_rate(summary.row))
+    for row in found:
+        cells = [f"{mean:.3f}" for mean in tuned_means(row, rules)]
+        chosen = rules["rates"].index(best_rate(row))
         cells[chosen] = f"**{cells[chosen]}**"
-        lines.append(f"| `{summary.row.name}` | {' | '.join(cells)} |")
+        lines.append(f"| `{row.name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -186,30 +192,39 @@ def changes(found: Sequence[Summary]) -> list[str]:
     return [f"* {', '.join(names)}: {text}" for text, names in by_text.items()]
 
 
+def measured(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> list[str]:
+    """The table of a task, with what belongs to it."""
+    finals = [run["points"] for summary in found for run in summary.row.of("final")]
+    start, spent = statistics.fmean(points[0][-1] for points in finals), [points[-1][1] for points in finals]
+    parts = [f"Before training {start:.3f}. Evaluations per run: {min(spent):,} to {max(spent):,}."]
+    parts.append(table(task, found, rules))
+    if lines := changes(found):
+        parts += ["\\* with a declared change:", "\n".join(lines)]
+    if (PICTURES / f"ladder_{task}.svg").exists():
+        parts.append(f"![Held-out reward against denoiser evaluations](pictures/ladder_{task}.svg)")
+    return parts
+
+
 def section(rules: dict[str, Any]) -> str:
     """The part of the page that the results make."""
     parts: list[str] = []
     everything = rows()
     for task in rules["tasks"]:
-        found = summaries([row for row in everything if row.task == task], rules)
-        if not found:
+        own = [row for row in everything if row.task == task]
+        found, tuned = summaries(own, rules), [row for row in own if tuned_means(row, rules)]
+        if not tuned:
             continue
-        start = statistics.fmean(run["points"][0][-1] for s in found for run in s.row.of("final"))
-        spent = [run["points"][-1][1] for s in found for run in s.row.of("final")]
-        parts += [
-            f"## `{task}`",
-            f"Before training {start:.3f}. Evaluations per run: {min(spent):,} to {max(spent):,}.",
-            table(task, found, rules),
-        ]
-        if lines := changes(found):
-            parts += ["\\* with a declared change:", "\n".join(lines)]
-        if (PICTURES / f"ladder_{task}.svg").exists():
-            parts.append(f"![Held-out reward against denoiser evaluations](pictures/ladder_{task}.svg)")
-        seeds = len(rules["tuning_seeds"])
-        parts += [f"Reward at the end by learning rate, mean of {seeds} tuning seeds:", tuning(found, rules)]
-    finals = [run for row in everything for run in row.of("final")]
-    codes, machines = ({run[key] for run in finals} for key in ("code", "machine"))
-    if finals:
+        parts.append(f"## `{task}`")
+        if found:
+            parts += measured(task, found, rules)
+        by_reward = [summary.row for summary in found]
+        others = sorted((row for row in tuned if row not in by_reward), key=lambda row: -max(tuned_means(row, rules)))
+        text = f"Reward at the end by learning rate, mean of {len(rules['tuning_seeds'])} tuning seeds"
+        unfinished = "; rows that are only here have not been measured with the other seeds yet" if others else ""
+        parts += [f"{text}{unfinished}:", tuning([*by_reward, *others], rules)]
+    runs = [run for row in everything for run in row.of("tune") + row.of("final")]
+    codes, machines = ({run[key] for run in runs} for key in ("code", "machine"))
+    if runs:
         parts.append(f"Trees of `gerl/`: {', '.join(sorted(codes))}; machines: {', '.join(sorted(machines))}.")
     return "\n\n".join(parts) or "not measured yet"
 

@@ -136,9 +136,15 @@ def test_a_table_has_what_was_gained_and_what_was_lost() -> None:
     assert lines[2].startswith("| `awm_fast` | 1 | 0.850 ± ") and "| 5 | 3e-3 | 12 | 20 |" in lines[2]
     assert lines[3].startswith("| `b` * | 2 | 0.650 ± ") and "| -0.100 |" in lines[3]
     assert [summary.cost(0.8) for summary in found] == [80, None]
-    tuned = report.tuning(found, {"rates": [1e-3, 3e-3]}).splitlines()
+    tuned = report.tuning([summary.row for summary in found], RULES).splitlines()
     assert tuned[0] == "| algorithm | 1e-3 | 3e-3 |" and tuned[2].startswith("| `awm_fast` | ") and "**" in tuned[2]
     assert report.changes(found) == ["* `b`: `x=1` (for a reason)"]
+
+
+def test_a_row_has_its_tuning_when_it_is_whole() -> None:
+    tuned = [run("tune", rate, seed, rate * 100) for rate in RULES["rates"] for seed in (1, 2)]
+    assert report.tuned_means(row("a", *tuned), RULES) == pytest.approx([0.1, 0.3])
+    assert report.tuned_means(row("a", *tuned[1:]), RULES) == []
 
 
 def test_the_page_has_the_tables_of_the_results() -> None:
