@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sections import write_section
+from seeds import mean_and_interval
 
 from gerl.run.card import hardware, now, software
 from gerl.utils.dataset import load_prompts
@@ -99,7 +100,6 @@ def seed_of(seed: int, folder: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Markdown: base model, specialists and student on both kinds of prompts, and the student's distance to each."""
-    from suite_report import interval  # it needs scipy
 
     def ends(name: str, kind: str, at: int = -1) -> list[float]:
         return [run[name][at][kind] for run in results["runs"]]
@@ -111,9 +111,9 @@ def table(results: dict[str, Any]) -> str:
         ("specialist that paints red", "red", -1),
         ("student of both", "student", -1),
     ):
-        lines.append(f"| {label} | {' | '.join(str(interval(ends(name, kind, at))) for kind in KINDS)} |")
+        lines.append(f"| {label} | {' | '.join(mean_and_interval(ends(name, kind, at)) for kind in KINDS)} |")
     less = [
-        str(interval([one - other for one, other in zip(ends("student", kind), ends(kind, kind), strict=True)]))
+        mean_and_interval([one - other for one, other in zip(ends("student", kind), ends(kind, kind), strict=True)])
         for kind in KINDS
     ]
     lines.append(f"| student minus its teacher, by seed | {' | '.join(less)} |")

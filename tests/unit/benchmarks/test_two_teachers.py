@@ -3,13 +3,10 @@
 import json
 from pathlib import Path
 
-from apart import import_scipy
+import two_teachers
+from sections import with_section
 
-import_scipy()
-import two_teachers  # noqa: E402
-from sections import with_section  # noqa: E402
-
-from gerl.commandline.composition import compose_run  # noqa: E402
+from gerl.commandline.composition import compose_run
 
 
 def test_each_text_is_asked_for_in_one_of_two_ways(tmp_path: Path) -> None:
