@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
 import resource
 import secrets
@@ -118,6 +119,7 @@ def refused(status: int, sentence: str, headers: Mapping[str, str] | None = None
 HEAD = 20.0  # seconds to receive the head of a request
 MOST = 1000  # maximum number of open connections
 SPARE = 64  # files that a server needs for other purposes
+TURNS = itertools.count(1)
 
 
 def most() -> int:
@@ -130,13 +132,14 @@ class Connection(H11Protocol):
     """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed."""
 
     late: asyncio.TimerHandle | None = None
+    turn = 0  # larger for a connection that has waited less; times tie, since uvloop counts milliseconds
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_head()
         if len(self.connections) > most():
             waiting = [other for other in self.connections if isinstance(other, Connection) and other.late is not None]
-            min(waiting, key=lambda other: other.late.when() if other.late else 0.0)._close()
+            min(waiting, key=lambda other: other.turn)._close()
 
     def data_received(self, data: bytes) -> None:
         if self.late is None and (self.cycle is None or self.cycle.response_complete):
@@ -151,7 +154,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        self.late = self.loop.call_later(HEAD, self._close)
+        self.late, self.turn = self.loop.call_later(HEAD, self._close), next(TURNS)
 
     def _has_head(self) -> None:
         if self.late is not None:
