@@ -26,9 +26,11 @@ def test_a_search_ends_with_a_lora_a_report_and_an_experiment(
     assert "no gradient" in by_name["refl", "1e-3", 0]["error"]
     last = max(found, key=lambda row: row["round"])
     assert last["round"] == 2 and sum(row["cost"] for row in found) == pytest.approx(1200, rel=0.3)
-    trial = tmp_path / "found" / "trials" / f"2_flow_grpo_{last['rate']}"
-    assert (trial / "checkpoints" / f"step_{last['steps']}" / "lora").is_dir() and (trial / "metrics.jsonl").exists()
+    assert last["lr"] < float(last["rate"])  # it trains longer than in the first round
+    best = max((row for row in found if row["reward"] is not None), key=lambda row: (row["reward"], row["round"]))
+    trial = tmp_path / "found" / "trials" / f"{best['round']}_flow_grpo_{best['rate']}"
+    assert (trial / "checkpoints" / f"step_{best['steps']}" / "lora").is_dir() and (trial / "metrics.jsonl").exists()
     again: Any = compose_run([f"experiment={tmp_path / 'found' / 'best.yaml'}"]).config
-    assert (again.trainer.steps, again.actor.lr) == (last["steps"], float(last["rate"]))
+    assert (again.trainer.steps, again.actor.lr) == (best["steps"], best["lr"])
     assert "refl" in (tmp_path / "found" / "report.html").read_text()
     assert "best: flow_grpo" in caplog.text
