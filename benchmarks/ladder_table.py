@@ -220,7 +220,7 @@ def section(rules: dict[str, Any]) -> str:
         by_reward = [summary.row for summary in found]
         others = sorted((row for row in tuned if row not in by_reward), key=lambda row: -max(tuned_means(row, rules)))
         text = f"Reward at the end by learning rate, mean of {len(rules['tuning_seeds'])} tuning seeds"
-        unfinished = "; rows that are only here have not been measured with the other seeds yet" if others else ""
+        unfinished = "; rows that are missing above have no final runs yet" if others else ""
         parts += [f"{text}{unfinished}:", tuning([*by_reward, *others], rules)]
     runs = [run for row in everything for run in row.of("tune") + row.of("final")]
     codes, machines = ({run[key] for run in runs} for key in ("code", "machine"))

@@ -98,7 +98,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate in a round; round 0 is the screen. rate: of the candidate in the first round."""
+    """A candidate in a round; round 0 is the screen.
+
+    rate: the learning rate in the first round; later rounds lower it, see `Search.learning_rate`.
+    """
 
     preset: str
     rate: str
@@ -287,7 +290,7 @@ class Search:
         return max(FEWEST_STEPS, steps)
 
     def learning_rate(self, trial: Trial, steps: int) -> float:
-        """Return the candidate's rate for a run of so many steps, with three digits."""
+        """Return the learning rate for a run of `steps`: the candidate's, over the root of the relative length."""
         first = self.results.get(Trial(trial.preset, trial.rate, 1).name)
         longer = steps / first.steps if first is not None and trial.round > 1 else 1.0
         return float(f"{float(trial.rate) / math.sqrt(max(longer, 1.0)):.3g}")
@@ -298,7 +301,7 @@ class Search:
 
     @property
     def best(self) -> Result | None:
-        """The trial with the best reward of all rounds: one of a later round trains longer, and may end lower."""
+        """The trial with the best held-out reward of all rounds; a longer trial of a later round may end lower."""
         known = [found for found in self.results.values() if found.reward is not None]
         return max(known, key=lambda found: (found.reward, found.round), default=None)
 
@@ -350,14 +353,9 @@ class Search:
         interval = "" if gain is None else f", {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
         logger.info(
             "\nbest: %s with actor.lr=%s: held-out reward %.3f%s\nLoRA: %s\nreport: %s\nto train it again: %s",
-            *(
-                best.preset,
-                f"{best.lr:g}",
-                best.reward,
-                interval,
-                place / "checkpoints" / f"step_{best.steps}" / "lora",
-            ),
-            *(self.folder / REPORT, f"gerl train experiment={self.folder / BEST}"),
+            *(best.preset, f"{best.lr:g}", best.reward, interval),
+            *(place / "checkpoints" / f"step_{best.steps}" / "lora", self.folder / REPORT),
+            f"gerl train experiment={self.folder / BEST}",
         )
 
     def command(self) -> list[str]:

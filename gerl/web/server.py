@@ -132,7 +132,7 @@ class Connection(H11Protocol):
     """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed."""
 
     late: asyncio.TimerHandle | None = None
-    turn = 0  # larger for a connection that has waited less; times tie, since uvloop counts milliseconds
+    turn = 0  # order of waiting: timers tie, because uvloop rounds them to milliseconds
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -82,7 +82,7 @@ def test_of_too_many_connections_those_are_closed_that_wait_longest(port: int, m
 def test_of_connections_that_came_at_once_the_last_is_answered(
     attempt: int, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their times tie; when the choice among them was arbitrary, about one attempt in five failed."""
+    """Connections accepted in the same millisecond have equal timers; the order of arrival decides."""
     monkeypatch.setattr(http_server, "most", lambda: 10)
     opened = [connected(port, "GET /busy HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")]
     try:
