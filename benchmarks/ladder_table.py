@@ -21,6 +21,7 @@ GOAL = 0.8  # reward of which the cost is given
 RESAMPLES, LEVEL = 10_000, 0.05
 EDGE = 0.005  # rewards are at least so far from 0 and 1 on the logit scale
 MARKERS = "os^vDPX*<>"
+LINES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,12 @@ def plot(task: str, found: Sequence[Summary], path: Path) -> None:
             points = [run["points"] for run in summary.row.of("final")]
             shortest = min(map(len, points))
             means = np.array([[p[k][1::2] for k in range(shortest)] for p in points]).mean(axis=0)  # [points, 2]
-            style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": "-" if number < 10 else "--"}
+            style = {"marker": MARKERS[number % len(MARKERS)], "linestyle": LINES[number // len(MARKERS)]}
             axes.plot(means[:, 0], means[:, 1], label=summary.row.name, markersize=4, linewidth=1.2, **style)
         axes.set(title=task, xlabel="evaluations of the denoiser on an image", ylabel="held-out reward")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        columns = 1 + (len(found) > 25)  # more lines are higher than the figure
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=columns)
         figure.savefig(path, metadata={"Date": None})
 
 
