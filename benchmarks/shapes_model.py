@@ -81,6 +81,16 @@ def write_prompts(args: argparse.Namespace) -> None:
         (HERE / name).write_text("\n".join(chosen) + "\n")
 
 
+def write_examples(args: argparse.Namespace) -> None:
+    """Write examples.jsonl and 600 images, of the kind that the model was trained with, for `algorithm=sft`."""
+    rng, rows = np.random.default_rng([SEED, 1]), []
+    (args.folder / "examples").mkdir(exist_ok=True)
+    for i, things in enumerate(scenes(rng, 600)):
+        render(things, rng).save(args.folder / "examples" / f"{i}.png")
+        rows.append(json.dumps({"prompt": prompt_of(things), "image": f"examples/{i}.png"}))
+    (args.folder / "examples.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def held_out() -> list[str]:
     """The prompts of shapes_val.txt."""
     return (HERE / "shapes_val.txt").read_text().splitlines()
@@ -242,14 +252,21 @@ def evaluate(args: argparse.Namespace) -> None:
     grid([np.asarray(image) for image in images], prompts, min_width=144).save(args.work / "held_out.png")
 
 
-STAGES = dict(prompts=write_prompts, vae=train_vae, denoiser=train_denoiser, export=export, evaluate=evaluate)
+STAGES = dict(
+    prompts=write_prompts,
+    examples=write_examples,
+    vae=train_vae,
+    denoiser=train_denoiser,
+    export=export,
+    evaluate=evaluate,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the chosen stages in the order given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the pipeline is saved")
-    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES)[1:])
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES)[2:])
     numbers: dict[str, int | float] = {
         "images": 16_384, "vae-steps": 1200, "vae-lr": 2e-3, "steps": 1500, "lr": 2e-3, "save-every": 250, "ema": 0.995,
     }  # fmt: skip

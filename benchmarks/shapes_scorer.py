@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 import cv2
@@ -91,3 +92,8 @@ def matches(images: list[Image.Image], prompts: list[str], metadata: list[Any]) 
         found, asked = things_in(image), things_asked(prompt)
         scores.append((found & asked).total() / max(found.total(), asked.total()))
     return {"matches": scores, "exact": [float(score == 1) for score in scores]}
+
+
+def chance(images: list[Image.Image], prompts: list[str], metadata: list[Any]) -> list[float]:
+    """A number in [0, 1) that says nothing about an image, equal for equal ones: the reward of a control."""
+    return [int(sha256(image.tobytes()).hexdigest()[:8], 16) / 2**32 for image in images]

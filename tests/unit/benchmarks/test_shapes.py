@@ -1,5 +1,6 @@
 """The judge of benchmarks/shapes_scorer.py, and prompts, training and experiment of benchmarks/shapes_model.py."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,15 @@ def test_the_judge_finds_what_is_drawn() -> None:
     assert np.mean(scores["matches"]) >= 0.97 and np.mean(scores["exact"]) >= 0.97
     scores = shapes_scorer.matches(images, others, metadata)
     assert np.mean(scores["matches"]) <= 0.15 and np.mean(scores["exact"]) <= 0.02
+
+
+def test_examples_show_what_their_prompts_ask_for(tmp_path: Path) -> None:
+    shapes_model.main([str(tmp_path), "--stages", "examples"])
+    rows = [json.loads(line) for line in (tmp_path / "examples.jsonl").read_text().splitlines()]
+    images = [Image.open(tmp_path / row["image"]) for row in rows]
+    assert np.mean(shapes_scorer.matches(images, [row["prompt"] for row in rows], [])["matches"]) >= 0.97
+    chances = shapes_scorer.chance(images, [], [])
+    assert chances == shapes_scorer.chance(images, [], []) and abs(np.mean(chances) - 0.5) < 0.06
 
 
 @pytest.mark.parametrize(
