@@ -86,7 +86,7 @@ def config(
         sampling=SamplingConfig(**{**fixed, **DRAWN.get(name, {}), **sampling}),  # type: ignore[arg-type]
         rollout=RolloutConfig(prompts_per_step=2, n=n, micro_batch_size=micro or 2 * n),
         actor=ActorConfig(micro_batch_size=actor_micro),
-        data=DataConfig(train_on="files" if name == "sft" else "drawn"),
+        data=DataConfig(train_on="files" if name == "sft" else "rollouts"),
     )
 
 

@@ -282,7 +282,7 @@ PROMPTS = [
     row("key twice in a row", "train data.train=twice.jsonl", "data.train=twice.jsonl: ", r"twice\.jsonl:1 .*rename or remove", 1),
     row("data_source that is a list", "train data.train=sources.jsonl", "data.train=sources.jsonl: ", "rename the column", 1),
     row("images for nothing", "train data.train_on=files data.train=pairs.jsonl algorithm=flow_grpo", "data.train_on=files: ", "diffusion_dpo_offline"),
-    row("imitation without images", "train algorithm=sft data.train_on=drawn", "algorithm.name=sft: ", r"data\.train_on=files.*best_of_n"),
+    row("imitation without images", "train algorithm=sft data.train_on=rollouts", "algorithm.name=sft: ", r"data\.train_on=files.*best_of_n"),
     row("a pair of one", "train algorithm=diffusion_dpo_offline data.train=singles.jsonl", "data.train=singles.jsonl: ", "one image.*algorithm=kto", 1),
     row("no preference", "train algorithm=kto data.train=ties.jsonl", "data.train=ties.jsonl: ", "all ranks of a row are equal", 1),
     row("image that is not there", "train algorithm=sft data.train=lost.jsonl", "data.train=lost.jsonl: ", r"rejected='images/9\.png'.*correct the path", 1),

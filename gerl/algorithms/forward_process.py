@@ -30,7 +30,7 @@ from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, en
 from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs, cfg_key
-from gerl.config.blocks import CfgMode, LevelDraw
+from gerl.config.blocks import CfgMode, TimestepSampling
 from gerl.config.schema import key, main_key
 from gerl.errors import ConfigError
 from gerl.protocol import Sample, UpdateStats
@@ -42,10 +42,10 @@ class ForwardProcessConfig(AlgorithmConfig):
 
     cfg: CfgMode = cfg_key("off")
     timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
-    timesteps_drawn: LevelDraw = key(
-        "spread",
-        "which levels of the range: one from each of as many equal parts; any, the same for all images of a step; "
-        "or any for each image (each group, if it shares its noise), for which the denoiser runs at all of them",
+    timestep_sampling: TimestepSampling = key(
+        "stratified",
+        "which levels of the range: stratified, one of each of as many equal parts; step, any, the same for all images "
+        "of a step; sample, any for each image (group, if it shares its noise), though the denoiser runs at all levels",
     )
     reference_guidance: float | None = key(
         None,
@@ -210,13 +210,13 @@ class ForwardProcess(Algorithm):
     def trained_steps(self, window: tuple[int, ...], step: int) -> tuple[int, ...]:
         levels, seed = range(*self.config.sampling.steps_range), self.config.trainer.seed
         count = min(self.settings.timesteps or len(levels), len(levels))
-        choose = {"spread": sampled_steps, "step": any_steps}.get(self.settings.timesteps_drawn)
+        choose = {"stratified": sampled_steps, "step": any_steps}.get(self.settings.timestep_sampling)
         return choose(levels, count, seed, step) if choose else tuple(levels)  # then `credit` leaves out levels
 
     def credit(self, rewards: Rewards) -> torch.Tensor:
         values = super().credit(rewards)
         levels, count = range(*self.config.sampling.steps_range), self.settings.timesteps
-        if self.settings.timesteps_drawn != "sample" or count is None or count >= len(levels):
+        if self.settings.timestep_sampling != "sample" or count is None or count >= len(levels):
             return values
         kept = torch.zeros(values.shape, dtype=torch.bool)
         for row, sample in enumerate(rewards.samples):

@@ -34,7 +34,7 @@ StepLikelihood = Literal["gaussian", "squared_error"]
 LikelihoodWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 DiversityShaping = Literal["none", "scale", "add"]
 CriticFeatures = Literal["auto", "hidden", "latents"]
-LevelDraw = Literal["spread", "step", "sample"]
+TimestepSampling = Literal["stratified", "step", "sample"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Offload = Literal["none", "encoders", "blocks"]
@@ -47,7 +47,7 @@ RunPart = Literal["training", "validation"]  # parts whose images a scorer score
 RunParts = Literal["both", "training", "validation"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 Overlong = Literal["truncate", "drop", "error"]  # treatment of prompts that are too long for every tokenizer
-TrainedImages = Literal["drawn", "files"]  # images that the algorithm learns from
+TrainedImages = Literal["rollouts", "files"]  # images that the algorithm learns from
 
 
 # --- The block `data`, and the prompt sources in `data.train` and `validation.data`
@@ -213,8 +213,8 @@ class DataConfig(Block):
         "2}]', docs/data.md",
     )
     train_on: TrainedImages = key(
-        "drawn",
-        "what to train on: images that are sampled for the prompts and scored; or files: existing images named in "
+        "rollouts",
+        "what to train on: rollouts, images sampled for the prompts and scored; or files, existing images named in "
         "the rows of data.train, whose ranks or labels replace rewards, docs/preferences.md",
     )
     regularise: Given | None = key(

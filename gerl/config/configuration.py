@@ -43,7 +43,7 @@ class Config:
         parts |= {"needs": self.algorithm.needs, "lockstep": self.lockstep, "has_kl": self.has_kl}
         parts |= {"base_alignment": any(self.reward.by_latents(part) for part in get_args(blocks.RunPart))}
         check_exclusions((*EXCLUSIONS, *self.algorithm.excludes), parts)
-        if self.data.train_on == "drawn":
+        if self.data.train_on == "rollouts":
             self.reward.check_weights()
         self._check_batches()
         self._check_sources()

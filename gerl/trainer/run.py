@@ -261,7 +261,7 @@ class Run:
         except (ClusterError, RuntimeError) as error:  # of a worker that died, or of its peers while they join
             restart_lost(self, error)
         with waiting("trying the scorers on grey images", self.downloads):
-            sampled = self.prompts if config.data.train_on == "drawn" else self.held_out
+            sampled = self.prompts if config.data.train_on == "rollouts" else self.held_out
             columns = try_scorers(self.rewards, config, sampled, self.held_out)
         check_held_out_metrics(config, self.held_out, columns)
         self.describe_guard(columns)
@@ -453,7 +453,7 @@ class Run:
 
     def wait_until_sampled(self, rollout: PendingRollout, step: Step) -> None:
         """Wait until all images of a rollout are sampled; scoring continues meanwhile."""
-        what = "sampling" if self.config.data.train_on == "drawn" else "reading"
+        what = "sampling" if self.config.data.train_on == "rollouts" else "reading"
         said = f"{what} {rollout.total} images"
         with waiting(said, self.progress_of(rollout), self.patience), step.watch("rollout"):
             rollout.wait_until_sampled()

@@ -49,7 +49,7 @@ def test_every_subset_is_as_likely() -> None:
 
 
 def test_any_levels_are_drawn_anew_each_step_and_the_same_for_all_its_images() -> None:
-    algorithm = build_algorithm(settings("dgpo", timesteps=2, timesteps_drawn="step"))
+    algorithm = build_algorithm(settings("dgpo", timesteps=2, timestep_sampling="step"))
     plans = [algorithm.plan(plan_samples(algorithm.config, PROMPTS, step, 0)) for step in range(1, 60)]
     trained = [{task.segments[0].trained for task in plan} for plan in plans]
     assert all(len(levels) == 1 for levels in trained)
@@ -57,7 +57,7 @@ def test_any_levels_are_drawn_anew_each_step_and_the_same_for_all_its_images() -
 
 
 def test_each_image_leaves_out_levels_of_its_own() -> None:
-    c = settings("diffusion_nft", n=16, sampling_window_range=[0, None], timesteps=3, timesteps_drawn="sample")
+    c = settings("diffusion_nft", n=16, sampling_window_range=[0, None], timesteps=3, timestep_sampling="sample")
     algorithm = build_algorithm(c)
     samples = plan_samples(c, PROMPTS, 1, 0)
     credit = algorithm.credit(rewards(samples, [float(i % 5) for i in range(len(samples))]))
@@ -70,7 +70,7 @@ def test_each_image_leaves_out_levels_of_its_own() -> None:
 
 
 def test_images_that_share_their_noise_share_their_levels() -> None:
-    c = settings("diffusion_dpo", n=4, timesteps=1, timesteps_drawn="sample")
+    c = settings("diffusion_dpo", n=4, timesteps=1, timestep_sampling="sample")
     credit = build_algorithm(c).credit(rewards(plan_samples(c, PROMPTS, 1, 0), [float(i) for i in range(8)]))
     for group in (credit[:4], credit[4:]):
         assert torch.equal(group.isnan(), group[:1].isnan().expand(4, -1))
