@@ -82,7 +82,7 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def write_examples(args: argparse.Namespace) -> None:
-    """Write examples.jsonl and 600 images, of the kind that the model was trained with, for `algorithm=sft`."""
+    """Write examples.jsonl and 600 rendered images, as in pretraining, for `algorithm=sft`."""
     rng, rows = np.random.default_rng([SEED, 1]), []
     (args.folder / "examples").mkdir(exist_ok=True)
     for i, things in enumerate(scenes(rng, 600)):

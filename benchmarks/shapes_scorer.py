@@ -95,5 +95,5 @@ def matches(images: list[Image.Image], prompts: list[str], metadata: list[Any]) 
 
 
 def chance(images: list[Image.Image], prompts: list[str], metadata: list[Any]) -> list[float]:
-    """A number in [0, 1) that says nothing about an image, equal for equal ones: the reward of a control."""
+    """A hash of each image as a number in [0, 1): the uninformative reward of a control run."""
     return [int(sha256(image.tobytes()).hexdigest()[:8], 16) / 2**32 for image in images]

@@ -44,8 +44,9 @@ class ForwardProcessConfig(AlgorithmConfig):
     timesteps: int | None = main_key(None, "noise levels trained per trainer step; null: all in the range", low=1)
     timestep_sampling: TimestepSampling = key(
         "stratified",
-        "which levels of the range: stratified, one of each of as many equal parts; step, any, the same for all images "
-        "of a step; sample, any for each image (group, if it shares its noise), though the denoiser runs at all levels",
+        "how levels are chosen from the range. stratified: one from each of `timesteps` equal parts; step: at random, "
+        "the same for all images of a step; sample: at random per image (per group, if it shares its noise), while the "
+        "denoiser runs at all levels",
     )
     reference_guidance: float | None = key(
         None,

@@ -214,8 +214,8 @@ class DataConfig(Block):
     )
     train_on: TrainedImages = key(
         "rollouts",
-        "what to train on: rollouts, images sampled for the prompts and scored; or files, existing images named in "
-        "the rows of data.train, whose ranks or labels replace rewards, docs/preferences.md",
+        "images to train on. rollouts: sampled for the prompts and scored; files: existing images named in the rows of "
+        "data.train, whose ranks or labels replace rewards, docs/preferences.md",
     )
     regularise: Given | None = key(
         None,
