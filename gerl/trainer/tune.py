@@ -395,7 +395,7 @@ class Search:
             rounds=rounds,
             best=self.best,
             gain=gain,
-            spent=self.shown(spent),
+            spent=self.shown(spent).removesuffix(" evaluations"),
             budget=self.shown(self.request.budget),
             shown=self.shown,
             folder=TRIALS,

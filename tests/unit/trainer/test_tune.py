@@ -148,7 +148,7 @@ def test_the_report_says_why_a_trial_was_dropped(tmp_path: Path) -> None:
     play(made, REWARDS)
     page = made.report()
     assert "dropped: rank 3 of 6" in page and page.count("continued") == 3 and "rank 1 of 1" in page
-    assert "0.900" in page and "Spent: 90,000 evaluations of 90,000 evaluations" in page
+    assert "0.900" in page and "Spent: 90,000 of 90,000 evaluations" in page
 
 
 def test_the_best_trial_may_be_of_an_early_round(tmp_path: Path) -> None:
