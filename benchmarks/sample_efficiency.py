@@ -274,6 +274,9 @@ VARIANTS = {
     "two_prompts": Variant("steps of 12 images, twice as many", ("rollout.prompts_per_step=2",), tuned=True),
     "small_groups": Variant("six prompts of four images per step", ("rollout.prompts_per_step=6", "rollout.n=4")),
     "three_steps": Variant("three denoising steps per image", ("sampling.num_inference_steps=3",)),
+    "combined": Variant(
+        "three denoising steps and two noise levels", ("sampling.num_inference_steps=3", "algorithm.timesteps=2")
+    ),
     "separate_noise": Variant(
         "without the noise that the images of a group share",
         ("algorithm.shared_noise=false", "sampling.same_init_noise=false", "sampling.init_noise_spread=0"),
