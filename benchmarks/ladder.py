@@ -1,6 +1,7 @@
 """The ladder: every algorithm under one protocol, and the rows of others beside them.
 
     python benchmarks/ladder.py FOLDER [ROW ...] [--tasks signs shapes] [--jobs 2] [--hours 1] [--flow-factory FOLDER]
+    python benchmarks/ladder.py FOLDER [ROW ...] --repeat SEED
     python benchmarks/ladder.py --table
 
 A row is a file in benchmarks/ladder: an algorithm, the tasks it is measured on, and at most one change of its preset
@@ -9,8 +10,9 @@ denoiser per step on a task, from which follow the steps of its next runs; each 
 with the tuning seeds; the best mean decides, and other seeds make the table, in as many steps as the tuning runs with
 that rate would have needed for the budget. Runs are made in FOLDER and their numbers
 kept in benchmarks/results/ladder, a file per row and task, from which the same command continues after an interruption.
-`--table` writes docs/algorithm_benchmark.md; ladder_table.py computes it. A row that names a `trainer` is trained by
-that program instead of gerl, through its module in `TRAINERS`.
+`--repeat` trains known runs of the table again and compares their rewards. `--table` writes
+docs/algorithm_benchmark.md; ladder_table.py computes it. A row that names a `trainer` is trained by that program
+instead of gerl, through its module in `TRAINERS`.
 """
 
 import argparse
@@ -319,6 +321,24 @@ def machine() -> str:
     return f"{found['cpu']}, torch {software()['packages']['torch']}"
 
 
+def repeat(found: Sequence[Row], seed: int, folder: Path, count: int, rules: dict[str, Any]) -> int:
+    """Train known final runs with `seed` again and log the differences; returns 1 if a run failed."""
+    known = {row.job("final", run["rate"], seed, run["steps"]): run for row in found for run in row.of("final")
+             if run["seed"] == seed}  # fmt: skip
+    jobs, failed = iter(known), 0
+    for job, succeeded, said in run_jobs(lambda: next(jobs, None), count, folder, lambda job, keys: job.train(keys)):
+        if not succeeded:
+            logger.error("%s: %s", job.name, said[-600:])
+            failed = 1
+            continue
+        new, old = result(job, folder, "", rules)["points"], known[job]["points"]
+        apart = max(abs(one[-1] - other[-1]) for one, other in zip(new, old, strict=True))
+        logger.info(
+            "%s: rewards differ by at most %.5f; %d evaluations, %d before", job.name, apart, new[-1][1], old[-1][1]
+        )
+    return failed
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="of the runs")
@@ -328,6 +348,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--hours", type=float, default=1000.0, help="after these no run is started")
     parser.add_argument("--flow-factory", type=Path, metavar="FOLDER", help="its clone, for the rows that it trains")
+    parser.add_argument("--repeat", type=int, metavar="SEED", help="train known final runs again and compare them")
     parser.add_argument("--table", action="store_true", help="write the table into the documentation")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -339,6 +360,8 @@ def main(arguments: Sequence[str]) -> int:
     rules, failed = protocol(), 0
     if args.folder is not None:
         found = runnable(rows(args.rows, args.tasks), {"flow_factory": args.flow_factory})
+        if args.repeat is not None:
+            return repeat(found, args.repeat, args.folder.resolve(), args.jobs, rules)
         jobs = next_jobs(found, rules, time.monotonic() + args.hours * 3600, args.until)
         runs = run_jobs(lambda: next(jobs, None), args.jobs, args.folder.resolve(), lambda job, keys: job.train(keys))
         for job, succeeded, said in runs:

@@ -1,12 +1,12 @@
-"""What would make the default experiment learn more per evaluation of the denoiser: one change at a time.
+"""Ablations of the default experiment: is there more reward for the same number of denoiser evaluations?
 
     python benchmarks/sample_efficiency.py [VARIANT ...] [--jobs 2] [--folder FOLDER] [--table]
 
-Every variant has the same budget of evaluations, forward and backward, in a run with a linear learning-rate schedule.
-A pilot measures what a step costs. The learning rate of the default is chosen with tuning seeds, and
-variants share it, except those that change the optimizer, which are tuned on the same grid. Other seeds make the
-result. Runs are added to benchmarks/results/sample_efficiency.json, from which the same command continues. `--table`
-prints the differences from the default, by seed, with permutation tests on the logit scale and Holm's correction.
+Each variant changes one thing and has the same budget of evaluations, forward and backward. A pilot run measures the
+cost of a step, from which the number of steps follows. The learning rate is tuned for the default and for variants that
+change the optimizer or the size of a step; the others use the default's. The results come from seeds that were not
+used for tuning. They are stored in benchmarks/results/sample_efficiency.json, and the same command resumes from there.
+`--table` prints paired differences from the default, and permutation tests on the logit scale with Holm's correction.
 """
 
 import argparse
@@ -48,7 +48,7 @@ FILE = RESULTS / "sample_efficiency.json"
 BUDGET = 3_000  # evaluations of the denoiser on an image
 RATES, TUNING_SEEDS, SEEDS, PILOT_STEPS = (5e-4, 1e-3, 2e-3), (1, 2, 3), tuple(range(601, 611)), 22
 COMMON = (
-    "experiment=signs", "reward.scorers.ocr.replicas=1", "reward.trial=false", "validation.max_prompts=64",
+    "experiment=signs", "reward.scorers.ocr.replicas=1", "reward.trial=false",
     "cluster.launcher=local", "cluster.threads_per_worker=1", "checkpoint.every=0", "guard.judge=off",
     "validation.images=null", "logger.progress=false", "logger.tensorboard=false", "logger.report=false",
     "logger.live=false",
@@ -62,10 +62,10 @@ logger = logging.getLogger("sample_efficiency")
 
 
 class ProbeThenFill(Extension):
-    """Sample `PROBES` images per prompt, and the others only where these differ or fail.
+    """Sample `PROBES` images per prompt, and complete the group only where these differ or fail.
 
-    The gradient stays unbiased: a solved prompt, whose probes all succeed, is filled with probability `FILLED` and then
-    weighs 1 / `FILLED`.
+    A group whose probes all succeed is completed with probability `FILLED` and then weighted by 1 / `FILLED`, which
+    keeps the gradient unbiased.
     """
 
     weights: Mapping[Group, float] = {}
@@ -98,7 +98,7 @@ class ProbeThenFill(Extension):
 
 
 class ExpectedVariance(Extension):
-    """Choose the prompts whose rewards are expected to differ most, by a regression on what they say."""
+    """Choose the prompts with the largest expected spread of rewards, by ridge regression on letters and length."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -140,7 +140,7 @@ def with_extension(kind: type[Extension]) -> Callable[[], None]:
 
 
 def antithetic() -> None:
-    """Give the second image of each pair of a group the mirrored noise of the first, before it is mixed."""
+    """Negate the initial noise of every second image of a group, before the noise that the group shares is added."""
     plain = Recorder._spread
 
     def mirrored(self: Recorder, common: object, sampler: Callable[..., object], *args: Any, **kwargs: Any) -> object:
@@ -195,9 +195,9 @@ class LoRAPlus(torch.optim.AdamW):
 
 
 class Consistency(torch.optim.AdamW):
-    """Lower the learning rate as the cosine between a gradient and the momentum of the earlier ones falls.
+    """Lower the learning rate as gradients become less consistent.
 
-    The rate is multiplied with the moving average of the cosine over the largest one so far.
+    Multiplies it by the moving average of the cosine between gradient and momentum, relative to its maximum so far.
     """
 
     average, largest, decay, first = 0.0, 0.0, 0.8, 3
@@ -238,7 +238,7 @@ def with_optimizer(kind: type[torch.optim.AdamW]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of the default: keys, or code in the process of the run. tuned: whether it has a rate of its own."""
+    """A change of the default by keys, or by patches in the process of the run; `tuned`: has its own learning rate."""
 
     what: str
     keys: tuple[str, ...] = ()
@@ -248,37 +248,37 @@ class Variant:
 
 DEFAULT = "default"
 VARIANTS = {
-    DEFAULT: Variant("as it is", tuned=True),
-    "first_level": Variant("trains the highest noise level only", ("sampling.window_range=[0,1]",)),
+    DEFAULT: Variant("unchanged", tuned=True),
+    "first_level": Variant("train the highest noise level only", ("sampling.window_range=[0,1]",)),
     "probe_then_fill": Variant(
-        "six prompts; two images each, the other four where these differ or fail",
+        "six prompts per step; four of six images only if the first two differ or fail",
         ("rollout.prompts_per_step=6",),
         with_extension(ProbeThenFill),
     ),
     "expected_variance": Variant(
-        "prompts of the largest expected variance of rewards", change=with_extension(ExpectedVariance)
+        "prompts with the largest expected reward variance", change=with_extension(ExpectedVariance)
     ),
-    "antithetic": Variant("pairs of images start from mirrored noise", change=antithetic),
+    "antithetic": Variant("antithetic initial noise within a group", change=antithetic),
     "two_epochs": Variant(
-        "trains twice on the same images, off-policy", ("algorithm.off_policy=true", "actor.epochs=2")
+        "two epochs per rollout, the second off-policy", ("algorithm.off_policy=true", "actor.epochs=2")
     ),
-    "two_levels": Variant("trains on the same images at two noise levels", ("algorithm.timesteps=2",)),
+    "two_levels": Variant("train each image at two noise levels", ("algorithm.timesteps=2",)),
     "muon": Variant("Muon", change=with_optimizer(Muon), tuned=True),
     "lora_plus": Variant("LoRA+, ratio 4", change=with_optimizer(LoRAPlus), tuned=True),
     "consistency": Variant(
-        "constant rate, lowered as successive gradients agree less",
+        "learning rate proportional to the consistency of gradients",
         ("actor.lr_schedule=constant",),
         with_optimizer(Consistency),
         tuned=True,
     ),
-    "two_prompts": Variant("steps of 12 images, twice as many", ("rollout.prompts_per_step=2",), tuned=True),
-    "small_groups": Variant("six prompts of four images per step", ("rollout.prompts_per_step=6", "rollout.n=4")),
-    "three_steps": Variant("three denoising steps per image", ("sampling.num_inference_steps=3",)),
+    "two_prompts": Variant("12 images per step", ("rollout.prompts_per_step=2",), tuned=True),
+    "small_groups": Variant("six prompts per step, four images each", ("rollout.prompts_per_step=6", "rollout.n=4")),
+    "three_steps": Variant("three denoising steps instead of four", ("sampling.num_inference_steps=3",)),
     "combined": Variant(
-        "three denoising steps and two noise levels", ("sampling.num_inference_steps=3", "algorithm.timesteps=2")
+        "`three_steps` and `two_levels`", ("sampling.num_inference_steps=3", "algorithm.timesteps=2")
     ),
     "separate_noise": Variant(
-        "without the noise that the images of a group share",
+        "no shared noise within a group",
         ("algorithm.shared_noise=false", "sampling.same_init_noise=false", "sampling.init_noise_spread=0"),
     ),
 }  # fmt: skip
@@ -307,23 +307,24 @@ class Job:
 
     def arguments(self, folder: Path) -> list[str]:
         keys = VARIANTS[self.variant].keys
-        given = {key.partition("=")[0] for key in keys}
-        own = [f"trainer.seed={self.seed}", f"actor.lr={self.rate:g}", f"trainer.steps={self.steps}"]
-        own += [f"validation.every={self.steps}", f"hydra.run.dir={folder / self.name}"]
-        schedule = [] if "actor.lr_schedule" in given else ["actor.lr_schedule=linear"]
-        few = ["validation.max_prompts=2"] if self.stage == "pilot" else []
-        common = [key for key in COMMON if not few or not key.startswith("validation.max_prompts")]
-        return [*common, *schedule, *keys, *few, *own]
+        if not any(key.startswith("actor.lr_schedule=") for key in keys):
+            keys = (*keys, "actor.lr_schedule=linear")
+        prompts = 2 if self.stage == "pilot" else 64  # the reward of a pilot does not count
+        return [
+            *COMMON, *keys, f"trainer.seed={self.seed}", f"actor.lr={self.rate:g}", f"trainer.steps={self.steps}",
+            f"validation.every={self.steps}", f"validation.max_prompts={prompts}",
+            f"hydra.run.dir={folder / self.name}",
+        ]  # fmt: skip
 
     def train(self, arguments: list[str]) -> int:
-        """Make the run in this process, which is changed by the variant."""
+        """Apply the change of the variant to this process, and train."""
         if change := VARIANTS[self.variant].change:
             change()
         return train_by_gerl(self, arguments)
 
 
 def next_jobs(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> Iterator[Job | None]:
-    """Yield the runs of variants that are not known; None: another has to end before."""
+    """Yield the missing runs of variants; None if the next one depends on a run in progress."""
     taken: set[tuple[str, str, float, int]] = set()
     while True:
         known = {(run["variant"], run["stage"], run["rate"], run["seed"]) for run in runs} | taken
@@ -334,7 +335,7 @@ def next_jobs(names: Sequence[str], runs: Sequence[dict[str, Any]]) -> Iterator[
 
 
 def waiting(name: str, runs: Sequence[dict[str, Any]]) -> list[Job]:
-    """The runs of the current stage of a variant."""
+    """Return the runs of the current stage of a variant."""
     own = [run for run in runs if run["variant"] == name]
     pilots = [run for run in own if run["stage"] == "pilot"]
     if not pilots:
@@ -348,7 +349,7 @@ def waiting(name: str, runs: Sequence[dict[str, Any]]) -> list[Job]:
 
 
 def best_rate(name: str, runs: Sequence[dict[str, Any]]) -> float | None:
-    """The learning rate with the best mean over the tuning seeds; None: not tuned yet."""
+    """Return the learning rate with the best mean reward over the tuning seeds, None before they are complete."""
     tuned = name if VARIANTS[name].tuned else DEFAULT
     found = [run for run in runs if run["variant"] == tuned and run["stage"] == "tune"]
     if len(found) < len(RATES) * len(TUNING_SEEDS):
@@ -367,7 +368,7 @@ def result(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of the variants whose runs are complete."""
+    """Return a Markdown table of the variants that are complete."""
     finals = {
         name: [run for run in runs if run["variant"] == name and run["stage"] == "final"] for name in VARIANTS
     }  # fmt: skip
