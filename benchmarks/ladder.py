@@ -325,6 +325,12 @@ def repeat(found: Sequence[Row], seed: int, folder: Path, count: int, rules: dic
     """Train known final runs with `seed` again and log the differences; returns 1 if a run failed."""
     known = {row.job("final", run["rate"], seed, run["steps"]): run for row in found for run in row.of("final")
              if run["seed"] == seed}  # fmt: skip
+    if not known:
+        seeds = sorted({run["seed"] for row in found for run in row.of("final")})
+        logger.error(
+            "no final run of these rows has seed %d; known seeds: %s", seed, ", ".join(map(str, seeds)) or "none"
+        )
+        return 1
     jobs, failed = iter(known), 0
     for job, succeeded, said in run_jobs(lambda: next(jobs, None), count, folder, lambda job, keys: job.train(keys)):
         if not succeeded:

@@ -174,3 +174,25 @@ def test_the_kl_is_the_mean_log_ratio_of_what_the_policy_samples(tmp_path: Path)
     ratios = sum(own[k] - base[k] for k in own) * tape.steps[-1].x[0].numel()  # [B]
     kl = ladder.kl_to_base(tmp_path, task)
     assert kl > 1 and abs(float(ratios.mean()) - kl) < 3 * (2 * kl / len(ratios)) ** 0.5  # its variance is 2 KL
+
+
+def test_known_runs_are_repeated_and_compared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    one = measured("one", 0.7, 0.75)
+    made: list[ladder.Job] = []
+
+    def trained(next_job: Any, *rest: Any) -> Any:
+        while (job := next_job()) is not None:
+            made.append(job)
+            yield job, len(made) < 2, "no memory"
+
+    monkeypatch.setattr(ladder, "run_jobs", trained)
+    monkeypatch.setattr(ladder, "result", lambda job, *rest: run("final", 3e-3, job.seed, 0.6, 0.72))
+    with caplog.at_level("INFO", "ladder"):
+        assert ladder.repeat([one], 11, tmp_path, 1, RULES) == 0
+    assert [(job.seed, job.rate, job.steps) for job in made] == [(11, 3e-3, 20)]
+    assert "0.02000" in caplog.text and "80 evaluations" in caplog.text
+    assert ladder.repeat([one], 12, tmp_path, 1, RULES) == 1  # a run that failed
+    assert ladder.repeat([one], 99, tmp_path, 1, RULES) == 1 and len(made) == 2
+    assert "11, 12" in caplog.text  # the seeds that there are
