@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from gerl.run.validation import (
 from gerl.trainer.step import Metrics, Step, check_failures, failure_text, mean, reward_metrics
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
+from gerl.utils.quotes import quoted_texts
 from gerl.web.pages import grid, still
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.image_statistics import unlikeness
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SHEET = 32  # images of the sheet in samples/
 Looks = Mapping[str, np.ndarray]  # statistic -> its value for each image
-QUOTED = re.compile(
-    r'["\u201c\u201d\u201e\u00ab\u00bb]([^"\u201c\u201d\u201e\u00ab\u00bb]+)["\u201c\u201d\u201e\u00ab\u00bb]'
-)
 
 
 def validate(run: "Run", step: Step) -> None:
@@ -255,6 +252,6 @@ def caption(text: str, total: float | None, failed: bool = True) -> str:
 
     `failed`: whether a total of None means that scoring failed, not that no scorer applies.
     """
-    quoted = QUOTED.search(text)
+    texts, _ = quoted_texts(text)
     reward = f"{total:.2f} " if total is not None else "failed " if failed else ""
-    return f"{reward}{quoted[1] if quoted else text}"
+    return f"{reward}{texts[0] if texts and texts[0] else text}"

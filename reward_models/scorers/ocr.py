@@ -3,7 +3,7 @@
 Source: the text-rendering reward of Flow-GRPO (arXiv 2505.05470), which is `match: contains`.
 """
 
-import re
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,52 +15,45 @@ from pydantic import Field
 from rapidfuzz.distance import Levenshtein
 
 from gerl.errors import DataError, RewardError
-from gerl.protocol import ORIGINAL
+from gerl.protocol import ORIGINAL, Prompt
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer, require
+from gerl.utils.quotes import comparable, quoted_texts
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = {"rapidocr": ("cv2", "onnxruntime", "rapidocr"), "paddleocr": ("paddle", "paddleocr")}
 EXTRAS = {"rapidocr": "ocr", "paddleocr": "paddleocr"}
 Match = Literal["exact", "contains"]
 FRAME_STEP = 4  # every fourth frame of a video is read
 
-# pairs of opening and closing quotes; straight single quotes are too often apostrophes
-PAIRS = ('""', "“”", "„“", "„”", "””", "‟”", "«»", "»«", "＂＂")
-QUOTED = re.compile("|".join(f"{p[0]}([^{p}]*){p[1]}" for p in PAIRS))
-# typographic single quotes that cannot be apostrophes: ’ inside a word is one, before or after a word it may be
-QUOTED_SINGLE = re.compile(r"(?<!\w)[‘‚]((?:[^‘’‚]|’(?=\w))*)[’‘](?!\w)")
+NAMED = 3  # ambiguous prompts named in the log
 
 
-def normalised(text: str) -> str:
-    """Normalise text for comparison: lower case, no whitespace."""
-    return "".join(text.split()).lower()
+def normalised(text: str, strict: bool = False) -> str:
+    """Normalise text for comparison, see `comparable`; `strict`: only lower case and no whitespace, as in Flow-GRPO."""
+    return "".join(text.split()).lower() if strict else comparable(text)
 
 
-def is_exact(recognised: str, target: str) -> bool:
-    """Whether `recognised` equals `target`, ignoring case and whitespace."""
-    return normalised(recognised) == normalised(target)
+def is_exact(recognised: str, target: str, strict: bool = False) -> bool:
+    """Whether `recognised` equals `target` as `normalised`."""
+    return normalised(recognised, strict) == normalised(target, strict)
 
 
-def quoted(prompt: str) -> str:
-    """Return the first text in double quotes, straight or typographic, else in ‘single’ ones; empty if missing."""
-    match = QUOTED.search(prompt) or QUOTED_SINGLE.search(prompt)
-    return next((text for text in match.groups() if text is not None), "") if match else ""
-
-
-def text_reward(recognised: str, target: str, match: Match = "exact") -> float:
+def text_reward(recognised: str, target: str, match: Match = "exact", strict: bool = False) -> float:
     """Return 1 - min(edit distance, n) / n with n the length of `target`, in [0, 1]: 1 only for an exact match.
 
-    With `contains` also 1 if `target` is part of `recognised`: Flow-GRPO's rule for images. Case and whitespace are
-    ignored. `target` must have a character that is not whitespace.
+    With `contains` also 1 if `target` is part of `recognised`: Flow-GRPO's rule for images. Both are compared
+    as `normalised`, and `target` must not be empty then.
     """
-    recognised, target = normalised(recognised), normalised(target)
+    recognised, target = normalised(recognised, strict), normalised(target, strict)
     if match == "contains" and target in recognised:
         return 1.0
     return 1 - min(Levenshtein.distance(recognised, target), len(target)) / len(target)
 
 
-def video_reward(recognised: list[str], target: str) -> float:
+def video_reward(recognised: list[str], target: str, strict: bool = False) -> float:
     """Return the mean of the positive `text_reward` values over frames, so that text may come and go; 0 if none."""
-    rewards = [reward for text in recognised if (reward := text_reward(text, target)) > 0]
+    rewards = [reward for text in recognised if (reward := text_reward(text, target, strict=strict)) > 0]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
@@ -93,13 +86,14 @@ class OcrScorer(Scorer):
 
     A second column, `exact`, is 1 for an exact match, else 0; for a video the fraction of the read frames. `match`:
     whether the recognised text must equal the target, or may contain it (images only: Flow-GRPO compares the whole text
-    of video frames). Punctuation counts: "135," is not "135".
+    of video frames). Punctuation counts: "135," is not "135". Case, whitespace, invisible characters and code points of
+    one letter, apostrophe or dash do not; with `strict` only case and whitespace do not, as in published numbers.
 
     The image is treated as one line of text (about 4 ms for a small sign); `detect` first detects text line by line and
     joins it from top to bottom, for pages and photos. A target of several lines is then compared as one text, and other
     text in the image lowers the reward: use `contains` if a scene may have other text. The target is the row's
     `metadata_key`, else the first text in double quotes, straight or typographic, in the prompt (that of the row, if
-    `data.template` makes another of it). `threads` is the
+    `data.template` makes another of it); the log says what was taken, and names ambiguous prompts. `threads` is the
     number of CPU threads of the OCR model; `min_width` is the minimum width in pixels, at a height of 48, to which
     rapidocr pads a line. The wheel of `rapidocr` includes its weights; `paddleocr` is the original, in English,
     downloads its weights, and also runs on the CPU.
@@ -108,6 +102,7 @@ class OcrScorer(Scorer):
     threads: Annotated[int, Field(ge=1)] = 1
     metadata_key: str = "text"
     match: Match = "exact"
+    strict: bool = False
     detect: bool = False
     # PP-OCR's default is 320. With 48 a 64x32 sign takes a third of the time at similar accuracy: 100 of 100 clean
     # signs, 99 (320: 100) blurred, 97 (320: 100) under strong noise.
@@ -130,20 +125,48 @@ class OcrScorer(Scorer):
     def _score(self, image: Image.Image | Sequence[Image.Image], target: str) -> tuple[float, float]:
         if isinstance(image, Image.Image):
             text = self.read(image)
-            return text_reward(text, target, self.match), float(is_exact(text, target))
+            return text_reward(text, target, self.match, self.strict), float(is_exact(text, target, self.strict))
         if not image:
             raise RewardError("the ocr scorer got a video without frames: expected at least one")
         texts = [self.read(frame) for frame in image[::FRAME_STEP]]
-        return video_reward(texts, target), sum(is_exact(text, target) for text in texts) / len(texts)
+        exact = sum(is_exact(text, target, self.strict) for text in texts)
+        return video_reward(texts, target, self.strict), exact / len(texts)
+
+    def check_prompts(self, prompts: list[Prompt]) -> None:
+        super().check_prompts(prompts)
+        read = [(prompt, *self._quoted(prompt.text, prompt.metadata)) for prompt in prompts]
+        quoted = [(prompt, texts[0], problem) for prompt, texts, problem in read if texts]
+        unclear = [(prompt, text, problem) for prompt, text, problem in quoted if problem]
+        if quoted:
+            logger.log(
+                logging.WARNING if unclear else logging.INFO,
+                "the ocr scorer looks for the first quoted text of %d prompts, such as %r; %d of them are ambiguous%s",
+                *(len(quoted), quoted[0][1], len(unclear), self._named(unclear)),
+            )
+
+    def _named(self, unclear: Sequence[tuple[Prompt, str, str]]) -> str:
+        """Return what follows the number of ambiguous prompts: the first ones, and what to do."""
+        if not unclear:
+            return ""
+        first = [f"prompt {prompt.id} ({text!r} was taken; {problem})" for prompt, text, problem in unclear[:NAMED]]
+        more = [f"{len(unclear) - NAMED} more"] if len(unclear) > NAMED else []
+        return f": {', '.join(first + more)}; a row's {self.metadata_key!r} says which text is meant"
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
         self.target(prompt, metadata)
 
+    def _quoted(self, prompt: str, metadata: Metadata) -> tuple[list[str], str]:
+        """Return the quoted texts of a row without a target, and what is ambiguous about them."""
+        if metadata.get(self.metadata_key) is not None:
+            return [], ""
+        original = quoted_texts(str(metadata.get(ORIGINAL, "")))
+        return original if any(original[0][:1]) else quoted_texts(prompt)
+
     def target(self, prompt: str, metadata: Metadata) -> str:
         """Return the target text; raises `DataError` if there is none."""
-        given = metadata.get(self.metadata_key)
-        text = str(given) if given is not None else quoted(str(metadata.get(ORIGINAL, ""))) or quoted(prompt)
-        if not normalised(text):
+        value = metadata.get(self.metadata_key)
+        text = str(value) if value is not None else next(iter(self._quoted(prompt, metadata)[0]), "")
+        if not normalised(text, self.strict):
             raise DataError(
                 f"{prompt!r} has no text for the ocr scorer to look for: put it in double quotes, as in "
                 f"'a sign that reads \"482\"', or in the row's {self.metadata_key!r}"

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Columns, Metadata, Scorer
+from gerl.utils.quotes import outside_quotes
 
 # --- Sharpness: a cheap baseline without a model. Optimizing it leads to noise: a reference curve.
 #
@@ -139,8 +140,7 @@ class Colour(Scorer):
         return {"likeness": list(likeness), "named": list(named)}
 
     def _score(self, image: Image.Image, prompt: str) -> tuple[float, float]:
-        outside = re.sub(r'["\u201c\u201d\u201e].*?["\u201c\u201d\u201e]', " ", prompt.lower())  # without quoted text
-        named = [word for word in re.findall(r"\w+", outside) if word in self._table]
+        named = [word for word in re.findall(r"\w+", outside_quotes(prompt).lower()) if word in self._table]
         if not named:
             return 1.0, 1.0
         median = np.median(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0) / 255

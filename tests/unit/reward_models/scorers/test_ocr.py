@@ -2,6 +2,7 @@ import logging
 import socket
 import sys
 import types
+import unicodedata
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,61 @@ def test_the_reward_is_1_exactly_where_the_target_is_read(recognised: str, targe
     reward = text_reward(recognised, target)
     assert 0 <= reward <= text_reward(recognised, target, "contains") <= 1
     assert (reward == 1) == is_exact(recognised, target)
+
+
+# a text of each language as prompts have it: in its quotes, with its apostrophes, dashes, ligatures and invisible signs
+LANGUAGES = {
+    "English": "“DON’T WALK – 24/7”",
+    "German": "„Straße geöffnet“",
+    "French": "«\u202fL’été, c’est ouvert\u202f»",
+    "Spanish": "«¿Está abierto?»",
+    "Portuguese": "“Não há pão”",
+    "Italian": "«C’è il caffè»",
+    "Dutch": "„ĳs té koop”",
+    "Swedish": "”Öppet på lördag”",
+    "Polish": "„Zażółć gęślą jaźń”",
+    "Czech": "„Žluťoučký kůň”",
+    "Turkish": "“İyi günler ışık”",
+    "Vietnamese": "“Mở cửa ngày mới”",
+    "Greek": "«ΟΔΟΣ ανοιχτό ΐ»",
+    "Russian": "«Ёлка – открыто й»",
+    "Ukrainian": "«З’їзд відчинено»",
+    "Arabic": "«مفتوح\u200f الآن»",
+    "Hebrew": "”פתוח – שָׁלוֹם”",
+    "Hindi": "“खुला क़िला\u200d”",
+    "Japanese": "「ガラス営業中」",
+    "Korean": "『영업 중』",
+}
+
+
+def test_a_perfect_picture_scores_1_in_20_languages() -> None:
+    wrong, scorer = [], OcrScorer()
+    for language, quoted in LANGUAGES.items():
+        plain = quoted[1:-1].replace("’", "'").replace("–", "-").strip("\u202f")
+        for form in ("NFC", "NFD", "NFKC", "NFKD"):
+            target = scorer.target(f"a sign: {unicodedata.normalize(form, quoted)}", {})
+            for read in (plain, plain.replace("\u200f", "").replace("\u200d", ""), target):
+                if text_reward(read, target) != 1 or not is_exact(read, target):
+                    wrong.append((language, form, read, target))
+    assert len(LANGUAGES) == 20 and not wrong
+
+
+def test_the_strict_form_compares_code_points() -> None:
+    assert text_reward("don't", "don’t") == 1 and text_reward("don't", "don’t", strict=True) == pytest.approx(0.8)
+    assert OcrScorer(strict=True)([sign("IT'S")], ["“IT’S”"], [{}])["exact"] == [0.0]
+    assert OcrScorer()([sign("IT'S")], ["“IT’S”"], [{}])["exact"] == [1.0]
+
+
+def test_the_log_says_what_is_looked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    OcrScorer().check_prompts([Prompt(1, 'a "B"'), Prompt(2, "a sign", {"text": "C"})])
+    assert [r.levelname for r in caplog.records] == ["INFO"] and "1 prompts" in caplog.text and "'B'" in caplog.text
+    caplog.clear()
+    OcrScorer().check_prompts([Prompt(1, 'a "B"'), Prompt(7, '"X" and "Y"')])
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and all(
+        word in caplog.text for word in ("prompt 7", "'X'", "1 of them", "'text'")
+    )
 
 
 def test_reads_signs_offline_and_quietly(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +157,7 @@ def test_target_metadata_goes_before_quotes() -> None:
         ("a sign that reads “A B”", "A B"),
         ("ein Schild mit „A B“", "A B"),
         ("tabliczka „A B”", "A B"),
-        ("un panneau « A B »", " A B "),
+        ("un panneau « A B »", "A B"),
         ("ein Schild mit »A B«", "A B"),
         ("en skylt ”A B”", "A B"),
         ("a sign that reads ‘A B’", "A B"),
