@@ -136,7 +136,7 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
         rows = read_metrics(run.run_dir / METRICS)
         assert run.fleet.recovery is not None
         run.fleet.recovery.count_again(row for row in rows if row["step"] > run.state.step)
-        run.reopen_log()
+        run.reopen_log(kept=run.state.step - bool(run.state.unlogged))  # the row of step 0 is not logged again
 
 
 def begin_again(run: Run) -> None:

@@ -350,7 +350,7 @@ class Search:
         write_file(self.folder / BEST, head + (place / "config.yaml").read_text(encoding="utf-8"))
         self.save()
         gain = self.gain(best)
-        interval = "" if gain is None else f", {gain.mean:+.3f} ({gain.low:+.3f} to {gain.high:+.3f})"
+        interval = "" if gain is None else f", {gain.mean:+z.3f} ({gain.low:+z.3f} to {gain.high:+z.3f})"
         logger.info(
             "\nbest: %s with actor.lr=%s: held-out reward %.3f%s\nLoRA: %s\nreport: %s\nto train it again: %s",
             *(best.preset, f"{best.lr:g}", best.reward, interval),
@@ -455,7 +455,8 @@ def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, ela
     error = ""
     if code:
         said = place.with_name(f"{trial.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), said[-1])
+        last = said[-1] if said else f"it ended with exit code {code} before it wrote a line"
+        error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), last)
     rewards = [float(row[HELD_OUT]) for row in rows if row.get(HELD_OUT) is not None]
     trained = [row for row in rows if row["step"]]
     evaluations = [row["evaluations/forward"] + row["evaluations/backward"] for row in trained]

@@ -336,7 +336,17 @@ class RoleUpdates(Update):
         self.name, self.others = name, others
 
     def run(self, step: Step) -> Metrics:
-        """Train on the credit of `step`."""
+        """Train on the credit of `step`; if the update of a role fails, those before it count as not done."""
+        records = [self.state, *(role.update.state for role in self.others.values())]
+        counts = [(record.policy_version, record.nonfinite) for record in records]
+        try:
+            return self._run_roles(step)
+        except BaseException:
+            for record, (policy_version, nonfinite) in zip(records, counts, strict=True):
+                record.policy_version, record.nonfinite = policy_version, nonfinite
+            raise
+
+    def _run_roles(self, step: Step) -> Metrics:
         trained = self.config.episode.trained(step.number)
         part = role_step(step, self.name, self.config.sampling.num_inference_steps, self.name in trained)
         metrics = super().run(part)

@@ -143,6 +143,12 @@ def test_an_error_of_a_trial_is_its_own_sentence(tmp_path: Path) -> None:
     assert (found.error, found.reward, found.cost) == ("the scores have no gradient", None, 0)
 
 
+def test_a_trial_that_died_before_its_first_line_is_an_error(tmp_path: Path) -> None:
+    trial = Trial("refl", "1e-3", 0)
+    (tmp_path / f"{trial.name}.log").touch()
+    assert "137" in read_result(trial, tmp_path / trial.name, 2, 1e-3, 137, None).error
+
+
 def test_the_report_says_why_a_trial_was_dropped(tmp_path: Path) -> None:
     made = search(tmp_path, *SCREENED)
     play(made, REWARDS)

@@ -1,16 +1,24 @@
 """Turns: which images go on, what they are asked, and the reward that their ancestors get."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gerl.algorithms import build_algorithm
 from gerl.algorithms.planning import plan_samples
 from gerl.config import from_mapping
+from gerl.errors import ClusterError
+from gerl.progress import Stopwatch
 from gerl.protocol import Prompt, Sample, Scores, Turn
-from gerl.trainer.extensions.episodes import Episodes, merged, returns, text_returns
+from gerl.run.checkpoint import RunState
+from gerl.trainer.extensions.episodes import Episodes, RoleUpdates, merged, returns, text_returns
+from gerl.trainer.step import Metrics, Step
+from gerl.trainer.update import Update
 
 PIXELS = np.zeros((4, 6, 3), np.uint8)
 
@@ -27,6 +35,35 @@ def image(prompt: int, turn: int, index: int, state: int | None = None) -> Sampl
 
 def table(samples: list[Sample], totals: list[float | None]) -> Scores:
     return Scores(samples, totals, {"a": list(totals)}, [[] for _ in samples])
+
+
+class Counting(RoleUpdates):
+    """Updates that are only counted."""
+
+    def _run(self, step: Step) -> Metrics:
+        self.state.policy_version += 1
+        return {}
+
+
+class Failing(Update):
+    def _run(self, step: Step) -> Metrics:
+        self.state.policy_version += 1
+        self.state.nonfinite += 1
+        raise ClusterError("the worker died")
+
+
+def test_a_role_whose_update_fails_takes_back_the_count_of_those_before_it() -> None:
+    config = from_mapping({"episode": {"turns": [{"role": "draw"}, {"role": "edit"}, {"role": "last"}],
+                                       "roles": {"edit": {}, "last": {}}}})  # fmt: skip
+    fleet: Any = SimpleNamespace()
+    algorithm, states = build_algorithm(config), [RunState(policy_version=n) for n in range(3)]
+    own, last = Update(config, algorithm, fleet, states[0], False), Failing(config, algorithm, fleet, states[2], False)
+    middle = Counting(Update(config, algorithm, fleet, states[1], False), "edit", {})
+    roles = {"edit": middle, "last": last}
+    others: Any = {name: SimpleNamespace(update=update, config=config) for name, update in roles.items()}
+    with pytest.raises(ClusterError):
+        Counting(own, "draw", others).run(Step(1, Stopwatch(), credit=torch.zeros(0, 10)))
+    assert [(state.policy_version, state.nonfinite) for state in states] == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_the_best_images_of_each_group_go_on() -> None:
