@@ -235,7 +235,7 @@ class Progress:
             return
         each = (now - self._logged_at) / max(1, self.done - self._logged)
         parts = [f"{self.unit} {self.done}/{self.total}", *(f"{name} {value}" for name, value in shown.items())]
-        parts += [f"{each:.2g} s/{self.unit}"]
+        parts += [f"{duration(each) if each >= 90 else f'{each:.2g} s'}/{self.unit}"]
         if self.done < self.total:
             parts += [f"{duration(each * (self.total - self.done))} left"]
         logger.info("%s", "  ".join(parts))

@@ -197,7 +197,7 @@ def numbers(run: RunFacts, weights: str) -> dict[str, Any]:
             continue
         gains = [b - a for a, b in pairs]
         error = standard_error(gains)
-        change = f"{sum(gains) / len(gains):+.3f}" + ("" if error is None else f" ± {error:.3f}")
+        change = f"{sum(gains) / len(gains):+z.3f}" + ("" if error is None else f" ± {error:.3f}")
         found["rows"].append([name, *(f"{sum(side) / len(pairs):.3f}" for side in zip(*pairs, strict=True)), change])
     return found | {"counts": BeforeAfter(run.first, run.last).counts}
 

@@ -61,7 +61,12 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
                 try:
                     convert(load(content), denoiser, name)
                 except ModelError as error:
-                    logger.info("it is for ComfyUI and kohya's programs, plain diffusers does not read it: %s", error)
+                    logger.debug("diffusers does not read it: %s", error)
+                    logger.info(
+                        "for ComfyUI and kohya's tools; plain diffusers cannot read this layout for %s: for diffusers, "
+                        "export format=diffusers",
+                        type(denoiser).__name__,
+                    )
     return files
 
 

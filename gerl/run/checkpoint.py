@@ -140,7 +140,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise _damaged(path, f"{name!r} lies outside it")
         with _reading(path, name):
             if (path / name).stat().st_size != size or _digest(path / name) != digest:
-                raise _damaged(path, f"{name!r} differs from the file that was written")
+                raise _damaged(path, f"{name} has changed since it was written (SHA-256 differs from the manifest)")
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
 
 

@@ -107,9 +107,9 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
         gain = estimate_gain(range(len(both)), [before for before, _ in both], [after for _, after in both])
         each = f", {first.each} images each" if first.each > 1 else ""
         note = f"mean over {len(first.first_rows)} held-out prompts{each}, the same noise before and after"
-        change = f"{gain.mean:+.3f}" if gain.count else None
+        change = f"{gain.mean:+z.3f}" if gain.count else None
         if gain.count > 1:
-            change = f"{change} ({gain.low:+.3f} to {gain.high:+.3f})"
+            change = f"{change} ({gain.low:+z.3f} to {gain.high:+z.3f})"
             note += "; in brackets the 95 % interval of the gain"
         counts = f"{compared.counts}, step {last.step} against step {first.step}"
         if best is not None and best[0] != last.step:
@@ -122,7 +122,7 @@ def _headline(rows: Rows, compared: BeforeAfter | None) -> dict[str, Any]:
             found |= {"label": label, "before": values[0], "note": "measured once so far"}
         if values[1:]:
             note = f"{label} of the first and the last of {len(values)} measurements"
-            found |= {"after": values[-1], "change": f"{values[-1] - values[0]:+.3f}", "note": note}
+            found |= {"after": values[-1], "change": f"{values[-1] - values[0]:+z.3f}", "note": note}
         if values:
             return found
     return found | {"before": compared and mean(compared.first.rewards), "note": "no later measurement yet"}

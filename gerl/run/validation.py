@@ -560,7 +560,7 @@ class BeforeAfter:
             reward = "not scored" if (value := one.rewards[i]) is None else f"{value:.3f}"
             uri = thumbnail(one.pixels[one.shown.index(i)], width=384, exact=SMALL)
             pictures.append(Picture(uri, f"{one.prompts[i]}, reward {reward}", note=reward))
-        change = "" if self.last is None or gain.value is None else f"{gain.value:+.3f}"
+        change = "" if self.last is None or gain.value is None else f"{gain.value:+z.3f}"
         trend = gain.trend if self.last is not None else "flat"
         return Card(pictures, (), gain.prompt, gain=change, trend=trend)
 

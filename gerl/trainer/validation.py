@@ -195,7 +195,9 @@ def conclude_validation(
     if not failed:
         over = ""
         if gain is not None and not math.isnan(gain.low):
-            over = f", {gain.mean:+.3f} over the first validation (95 % interval {gain.low:+.3f} to {gain.high:+.3f})"
+            over = (
+                f", {gain.mean:+z.3f} over the first validation (95 % interval {gain.low:+z.3f} to {gain.high:+z.3f})"
+            )
         images = held_out_words(count, config.validation.images_per_prompt)
         over += "".join(success_words(name, metrics) for name in config.reward.scorers)
         logger.info("step %d: reward on %s %.3f%s", step, images, metrics["val/reward/mean"], over)

@@ -28,7 +28,7 @@ from gerl.trainer.step import reward_metrics
 from gerl.trainer.validation import gain_metrics
 from gerl.utils.files import finite, reason
 from gerl.utils.tensors import tensors_digest, unpack_tensors
-from gerl.verify.findings import Check, NotCheckedError, Tally
+from gerl.verify.findings import DAMAGED, Check, NotCheckedError, Tally
 from gerl.verify.recorded import RunRecord
 
 METRICS = "metrics.jsonl"
@@ -117,7 +117,7 @@ def check_checkpoints(run: RunRecord) -> Check:
         raise NotCheckedError("the run has no checkpoint")
     tally = Tally()
     for path, error in run.damaged.items():
-        tally.compare(relative(run, path), "SHA-256", "that of its manifest", str(error).partition(": ")[2])
+        tally.compare(relative(run, path), "SHA-256", "that of its manifest", str(error).partition(": ")[2], by=DAMAGED)
     for step, checkpoint in intact.items():
         tally.count += len(checkpoint.files)
         row, where = run.row_of.get(step), f"{relative(run, checkpoint.path)}/state.json"

@@ -9,6 +9,8 @@ from typing import Any, Literal
 Status = Literal["ok", "failed", "not checked"]
 SHOWN = 5  # numbers that are named of a failed check
 
+DAMAGED = "damaged"  # a file that cannot be read or has changed: what was found says it whole
+
 
 class NotCheckedError(Exception):
     """A check cannot be made; the message says why."""
@@ -26,6 +28,8 @@ class Wrong:
     by: str = "recomputed"
 
     def __str__(self) -> str:
+        if self.by == DAMAGED:
+            return f"{self.file}: {self.found}"
         at = "" if self.step is None else f", step {self.step}"
         return f"{self.file}{at}: {self.key} is {shown(self.recorded)}, and {shown(self.found)} {self.by}"
 

@@ -33,7 +33,7 @@ class ProgressBar(Extension):
         values: dict[str, float | str | None] = {"reward": step.metrics.get("reward/mean")}
         if run.val_reward is not None:
             known = run.val_gain is not None and not math.isnan(run.val_gain.low)
-            sure = f" ({run.val_gain.low:+.3f} to {run.val_gain.high:+.3f})" if known and run.val_gain else ""
+            sure = f" ({run.val_gain.low:+z.3f} to {run.val_gain.high:+z.3f})" if known and run.val_gain else ""
             values["held-out"] = f"{run.val_reward:.3f}{sure}"
         self.bar.update(values=values)
 

@@ -55,7 +55,7 @@ function number(value, digits = 4) {
 }
 
 const score = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
-const signed = (value) => (value === null || value === undefined ? "" : `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(3)}`);
+const signed = (value) => (value === null || value === undefined ? "" : `${value < 0 && Number(value.toFixed(3)) ? "−" : "+"}${Math.abs(value).toFixed(3)}`);
 
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return "–";
@@ -439,8 +439,9 @@ function showFigures() {
   if (known.length > 1) {
     const gain = known[known.length - 1] - known[0], best = Math.max(...known), low = curve("val/reward/gain_low").y, high = curve("val/reward/gain_high").y;
     card("held-out reward", [score(known[0]), make("span", { class: "arrow", text: "→" }), score(known[known.length - 1])], `best ${score(best)} at step ${held.x[held.y.indexOf(best)]}`);
-    const interval = low.length && low[low.length - 1] !== null ? `95 % interval ${signed(low[low.length - 1])} to ${signed(high[high.length - 1])}` : changed();
-    card("gain", signed(gain), interval, gain > 0 ? "up" : gain < 0 ? "down" : "");
+    const from = low[low.length - 1] ?? null, to = high[high.length - 1] ?? null;
+    const interval = from !== null ? `95 % interval ${signed(from)} to ${signed(to)}` : changed();
+    card("gain", signed(gain), interval, from !== null && from > 0 ? "up" : to !== null && to < 0 ? "down" : "");  // coloured only if it excludes 0
   } else if (known.length) card("held-out reward", score(known[0]), "before training");
   const recent = training.y.slice(-10).filter((value) => value !== null);
   if (recent.length) card("training reward", score(recent.reduce((a, b) => a + b, 0) / recent.length), `mean of the last ${recent.length} ${training.x.length > 1 && training.x[1] - training.x[0] > 1 ? "points" : "steps"}`);
