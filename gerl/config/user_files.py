@@ -1,8 +1,11 @@
 """Python files of the user, imported by path: rewards and algorithms."""
 
+import contextlib
 import hashlib
+import importlib
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +37,8 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses look up a class's module here
     try:
-        exec(compile(source, str(file), "exec"), module.__dict__)
+        with neighbours_of(file):
+            exec(compile(source, str(file), "exec"), module.__dict__)
     # any exception of the user's file, including sys.exit, is reported as its failure
     except BaseException as error:
         del sys.modules[name]
@@ -43,6 +47,24 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
         what = f"{type(error).__name__}: {error}{raised_at(error, path)}"
         raise error_type(f"{key}={path}: importing it failed with {what}") from error
     return module
+
+
+@contextlib.contextmanager
+def neighbours_of(file: Path) -> Iterator[None]:
+    """Let imports find the modules beside `file`, after all others; those of another folder may have the same names."""
+    before, folder, writes = set(sys.modules), str(file.parent), sys.dont_write_bytecode
+    sys.path.append(folder)
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.dont_write_bytecode = writes
+        for name in set(sys.modules) - before:
+            origin = getattr(sys.modules[name], "__file__", None)
+            if not name.startswith("gerl_user_file_") and origin and file.parent in Path(origin).parents:
+                del sys.modules[name]
 
 
 def raised_at(error: BaseException, path: str) -> str:

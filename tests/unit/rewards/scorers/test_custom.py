@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from gerl.config import ScorerConfig
+from gerl.config.user_files import load_module
 from gerl.errors import Interrupted, RewardError
 from gerl.objects import PREFIX, function, offered, pipeline
 from gerl.protocol import Images, Prompt
@@ -42,6 +43,18 @@ def test_two_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
     scorers = [build_scorer("mine", ScorerConfig(path=path, kwargs={"scale": 10.0})) for path in paths]
     assert [scorer(IMAGES, ["a", "b"], [{}, {}]) for scorer in scorers] == [[10.0, 10.0], [20.0, 20.0]]
     scorers[0].check_prompts([Prompt(0, "anything")])
+
+
+def test_a_file_imports_its_neighbours_and_not_those_of_another(tmp_path: Path) -> None:
+    before = list(sys.path)
+    for number in (1, 2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "helper_scores.py").write_text(f"SCORE = {number}")
+        (folder / "r.py").write_text("from helper_scores import SCORE")
+        assert number == load_module("key", str(folder / "r.py"), RewardError).SCORE
+        assert sorted(path.name for path in folder.iterdir()) == ["helper_scores.py", "r.py"]
+    assert sys.path == before
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
