@@ -80,7 +80,7 @@ def config(
     if name == "opd":
         own = {"teachers": [{"guidance": 3.0}], **own}  # another one than a guided rollout's
     fixed = {"height": 16, "width": 16, "num_inference_steps": steps, "guidance_scale": guidance}
-    fixed["call"] = {"max_sequence_length": 8, "output_type": "np"}
+    fixed["call"] = {"max_sequence_length": 8}
     return Config(
         algorithm=algorithm_config(name, **own),
         sampling=SamplingConfig(**{**fixed, **DRAWN.get(name, {}), **sampling}),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import PlainValidator, TypeAdapter
 
 from gerl.config.blocks import CfgMode, SamplingConfig
+from gerl.config.call_arguments import REPLACED, check_call
 from gerl.config.exclusions import Exclusion
 from gerl.config.registry import ALGORITHMS, canonical
 from gerl.config.schema import Block, key, main_key, resolved_fields, shown
@@ -82,6 +83,7 @@ def _teacher(entry: Mapping[str, Any]) -> Teacher:
         raise ConfigError(
             f"{where} call={shown(call)}: expected arguments of the pipeline, such as {{true_cfg_scale: 4}}"
         )
+    check_call(call, f"{NAME}: call.", REPLACED)
     if entry.get("lora") is not None and entry.get("path") is not None:
         raise ConfigError(f"{where} lora and path: a teacher has only one of them; merge the LoRA into that pipeline")
     guidance, weight = entry.get("guidance"), entry.get("weight", 1.0)

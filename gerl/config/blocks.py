@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
+from gerl.config import call_arguments
+from gerl.config.call_arguments import check_call, check_levels
 from gerl.config.exclusions import MODEL, SAMPLING, check_exclusions
 from gerl.config.held_out import REWARD, Criterion, Goal
 from gerl.config.schema import Block, key, main_key, shown
@@ -841,6 +843,10 @@ class SamplingConfig(Block):
 
     def check(self) -> None:
         check_exclusions(SAMPLING, {"sampling": self})
+        check_call(self.call, "sampling.call.", call_arguments.SAMPLING)
+        check_levels(self.call, self.num_inference_steps, "sampling.num_inference_steps")
+        if self.call.get("sigmas") is not None and self.sigmas != "scheduler":
+            raise ConfigError(f"sampling.call.sigmas and sampling.sigmas={self.sigmas} set the same levels: remove one")
         if self.window_range is not None:
             self._check_range(shown(list(self.window_range)))
         if self.window_size is not None:

@@ -7,6 +7,7 @@ from pydantic import ConfigDict
 
 from gerl.config import blocks
 from gerl.config.algorithms import AnyAlgorithm, algorithm_config
+from gerl.config.call_arguments import check_levels
 from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
 from gerl.config.rules import check_critic, check_held_out, check_remedies, check_savings, check_teachers
@@ -45,6 +46,9 @@ class Config:
         check_exclusions((*EXCLUSIONS, *self.algorithm.excludes), parts)
         if self.data.train_on == "rollouts":
             self.reward.check_weights()
+        if self.validation.data is not None:
+            steps = self.validation.num_inference_steps
+            check_levels(self.sampling.call, steps, "validation.num_inference_steps")
         self._check_batches()
         self._check_sources()
         self._check_processes()

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -97,6 +98,33 @@ def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]
     if all((per_step * part).denominator == 1 for part in parts):
         return [int(per_step * part) for part in parts]
     return [min(per_step, floor((per_step + len(parts) - 2) * part + 1)) for part in parts]
+
+
+def log_prompts(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+    """Log what makes a result doubtful: held-out prompts that are trained on, equal prompts, invisible ones."""
+    trained = {_identity(prompt) for prompt in prompts}
+    if count := sum(_identity(prompt) in trained for prompt in held_out):
+        logger.warning(
+            "%d of %d held-out prompts are also trained on, so the held-out reward is not that of new prompts: remove "
+            "them from data.train or validation.data",
+            *(count, len(held_out)),
+        )
+    if repeated := len(prompts) - len(trained):
+        logger.info("%d of the %d prompts of data.train repeat another one", repeated, len(prompts))
+    for name, texts in (("data.train", prompts), ("validation.data", held_out)):
+        if blank := [prompt.id for prompt in texts if not _has_visible_character(prompt.text)]:
+            logger.warning(
+                "%d prompts of %s have no visible character: the first is prompt %d", len(blank), name, blank[0]
+            )
+
+
+def _identity(prompt: Prompt) -> tuple[str, ...]:
+    """Return the text of a prompt and its condition images."""
+    return prompt.text, *(str(prompt.metadata.get(column)) for column in COLUMNS)
+
+
+def _has_visible_character(text: str) -> bool:
+    return any(unicodedata.category(character)[0] not in "CZ" for character in text)
 
 
 def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:

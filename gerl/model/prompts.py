@@ -3,6 +3,7 @@
 from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
+import difflib
 import inspect
 import json
 import logging
@@ -94,12 +95,13 @@ def _check_prompt(pipe: DiffusionPipeline) -> None:
 
 def _check_names(kind: type, names: Iterable[str]) -> None:
     accepted = inspect.signature(kind.__call__).parameters
-    unknown = [name for name in names if name not in accepted]
-    if unknown:
-        place = (
-            "set sampling.sigmas=scheduler" if unknown[0] == "sigmas" else "remove it from sampling or sampling.call"
-        )
-        raise ModelError(f"{kind.__name__} takes no argument {unknown[0]!r}: {place}")
+    unknown = next((name for name in names if name not in accepted), None)
+    if unknown is None:
+        return
+    place = "set sampling.sigmas=scheduler" if unknown == "sigmas" else "remove it from sampling or sampling.call"
+    near = difflib.get_close_matches(unknown, accepted, n=1, cutoff=0.7)
+    meant = f", did you mean {near[0]!r}?" if near else ":"
+    raise ModelError(f"{kind.__name__} takes no argument {unknown!r}{meant} {place}")
 
 
 def unguided(kind: type, sampling: SamplingConfig) -> str | None:

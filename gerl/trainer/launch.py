@@ -14,6 +14,7 @@ from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
+from gerl.data.sources import log_prompts
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.progress import waiting
@@ -112,6 +113,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             logger.info("%s", described(config, folder.composed.preset))
             if of_epochs is not None:
                 logger.info("%s", epochs_words(config, prompts))
+            log_prompts(prompts, held_out)
             for sentence in filter(None, [folder.composed.kept, inputs.kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):

@@ -209,7 +209,7 @@ class Rollout:
         check_sigmas(policy.pipe.scheduler, sampling)
         self.sigmas = training_sigmas(sampling)
         self._picture_each = False
-        self._sizes: set[tuple[int | None, int | None]] = set()  # sizes requested but not sampled
+        self._warned: set[str] = set()  # differences between request and output that are logged
         self.format = CallFormatFinder(policy.pipe)
         # a call's structure is the same in every rollout: probed once for calls of several samples, once for one
         self._probes: dict[bool, Tape] = {}
@@ -281,7 +281,8 @@ class Rollout:
                 tapes.append(tape)
                 if segment.stop is None:
                     images.append(to_uint8(output))
-                    self._note_size(images[-1])
+                    self._compare_output(images[-1], len(segment.leaves))
+                    self._compare_steps(len(tape.steps))
             return np.concatenate(images), tapes, parts
 
         most = max(len(segment.seeds) for segment in task.segments)
@@ -387,7 +388,7 @@ class Rollout:
                     pipe = self.policy.pipe
                     with noise_from(pipe.scheduler, given["generator"]), finished_latents(pipe) as finished:
                         found = to_uint8(pipe(**call | given))
-                    self._note_size(found, self.validation.height, self.validation.width)
+                    self._compare_output(found, len(part), self.validation.height, self.validation.width)
                     calls.append(FinishedCall(part, finished.latents, finished.steps, partial(seeded, part), again))
                     return found
 
@@ -399,19 +400,45 @@ class Rollout:
         with self.policy.ema.swapped_in(), model_errors("validation", len(samples)):
             return self.format.attempt("validation", len(samples), sample_as)
 
-    def _note_size(self, images: np.ndarray, height: int | None = None, width: int | None = None) -> None:
-        """Warn once if images `[B, H, W, 3]` do not have the requested size; None: the rollout's size."""
-        wanted = height or self.sampling.height, width or self.sampling.width
+    def _compare_output(
+        self, images: np.ndarray, count: int, height: int | None = None, width: int | None = None
+    ) -> None:
+        """Compare images `[B, (F,) H, W, 3]` with what was requested; raises `ModelError` for another number of them.
+
+        Warns once of another size or number of frames. `height`, `width`: None means the rollout's.
+        """
+        kind = type(self.policy.pipe).__name__
+        if len(images) != count:
+            raise ModelError(
+                f"{kind} returned {len(images)} images for {count} prompts: remove the argument from sampling.call "
+                "that asks for several images per prompt, and set rollout.n"
+            )
+        frames, taken = self.sampling.call.get("num_frames"), images.shape[1] if images.ndim == 5 else 1
+        if frames not in (None, taken):
+            self._warn_once(f"sampling.call.num_frames={frames}, but {kind} samples {taken}: set it to {taken}")
+        requested = height or self.sampling.height, width or self.sampling.width
         size = images.shape[-3], images.shape[-2]
-        if all(w in (None, d) for w, d in zip(wanted, size, strict=True)) or wanted in self._sizes:
-            return
-        self._sizes.add(wanted)
-        logger.warning(
-            "images of %s x %s pixels (height x width) were requested, but %s samples %d x %d: set sampling.height "
-            "to %d and sampling.width to %d, or their counterparts in validation, so that the run's record is "
-            "correct",
-            *(*("its default" if w is None else w for w in wanted), type(self.policy.pipe).__name__, *size, *size),
-        )
+        if any(r not in (None, s) for r, s in zip(requested, size, strict=True)):
+            tall, wide = ("its default" if r is None else r for r in requested)
+            self._warn_once(
+                f"images of {tall} x {wide} pixels (height x width) were requested, but {kind} samples {size[0]} x "
+                f"{size[1]}: set sampling.height to {size[0]} and sampling.width to {size[1]}, or their counterparts "
+                "in validation, so that the run's record is correct"
+            )
+
+    def _compare_steps(self, taken: int) -> None:
+        """Warn once if the pipeline took more denoising steps than requested."""
+        steps = self.sampling.num_inference_steps
+        if taken > steps:
+            self._warn_once(
+                f"sampling.num_inference_steps={steps}, but {type(self.policy.pipe).__name__} takes {taken} denoising "
+                f"steps: set it to {taken}, so that the run's record is correct"
+            )
+
+    def _warn_once(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            logger.warning("%s", sentence)
 
     def cut_prompts(self, prompts: Sequence[str], like: Prompt, folder: Path | None) -> CutPrompts:
         """Return which `prompts` tokenizers truncate. `like`: with the images that a call needs. `folder`: a cache."""

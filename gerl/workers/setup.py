@@ -12,6 +12,7 @@ from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.algorithms.srpo import SRPO
 from gerl.cluster.health import start_device
 from gerl.config import Config
+from gerl.config.call_arguments import scaled_lora
 from gerl.engine.hidden_states import HiddenStates
 from gerl.errors import ConfigError
 from gerl.model.latents import ImageLatents, latents_folder
@@ -93,7 +94,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
 
 def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     """Describe a loaded policy to the driver; `notes`: messages logged while it was loaded."""
-    unheeded = unguided(type(policy.pipe), config.sampling)
+    unheeded = [unguided(type(policy.pipe), config.sampling), scaled_lora(config.sampling.call)]
     replaced = replaced_scheduler(policy.pipe, config.model.path)
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
     return ModelFacts(
@@ -106,7 +107,7 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
         replaced,
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
         list(inspect.signature(type(policy.pipe).__call__).parameters),
-        warnings + ([] if unheeded is None else [unheeded]),
+        warnings + [sentence for sentence in unheeded if sentence is not None],
     )
 
 

@@ -208,7 +208,7 @@ def test_guidance_off_learns_the_conditional_output() -> None:
 
 
 def test_epsilon_prediction_is_trained_as_well() -> None:
-    c = config("diffusion_nft", sampling_kernel="ode", steps=4, sampling_call={"output_type": "np"})
+    c = config("diffusion_nft", sampling_kernel="ode", steps=4, sampling_call={})
     training = Training(c, policy=new_policy("sd15"))
     moved(training)
     gradient, stats = training.gradient(CREDIT)

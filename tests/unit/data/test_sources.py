@@ -18,6 +18,7 @@ from gerl.data.sources import (
     filled,
     limit_prompts,
     load,
+    log_prompts,
     max_prompts_per_step,
     may_have_pictures,
     weights,
@@ -304,3 +305,18 @@ def test_only_code_has_arguments() -> None:
     assert [source.is_code for source in sources(["a.py:b", "a.b:c", "hf:a/b", "a.txt", "signs_train"], "x")] == [
         True, True, False, False, False
     ]  # fmt: skip
+
+
+def test_prompts_that_make_a_result_doubtful_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "gerl")
+    texts = ["a fox", "a hen", "a fox", "\u200b"]
+    prompts = [Prompt(i, text) for i, text in enumerate(texts)]
+    picture = Prompt(2, "a hen", {"image": "other.png"})  # the same words for another picture
+    log_prompts(prompts, [Prompt(0, "a fox"), Prompt(1, "a cow"), picture])
+    overlap, repeated, blank = caplog.messages
+    assert overlap.startswith("1 of 3 held-out prompts are also trained on") and "validation.data" in overlap
+    assert repeated.startswith("1 of the 4 prompts of data.train")
+    assert blank.startswith("1 prompts of data.train") and blank.endswith("prompt 3")
+    caplog.clear()
+    log_prompts(prompts[:2], [Prompt(0, "a cow")])
+    assert not caplog.messages
