@@ -17,12 +17,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.backend_registration as registration
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import gerl
+
+PACKAGE = f"{Path(gerl.__file__).parent}/"
 NAME = "pretended"
 HOST = torch.device("cpu")
 aten = torch.ops.aten
@@ -202,8 +206,8 @@ def _site() -> tuple[str, bool]:
     frame, own = sys._getframe(2), True
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/gerl/" in file and "site-packages" not in file:
-            return f"{file.rpartition('/gerl/')[2]}:{frame.f_lineno}", own
+        if file.startswith(PACKAGE):
+            return f"{file.removeprefix(PACKAGE)}:{frame.f_lineno}", own
         own = own and not ("site-packages" in file and "/torch/" not in file)
         frame = frame.f_back  # type: ignore[assignment]
     return "", False

@@ -13,6 +13,7 @@ from gerl.engine.denoising_error import (
     differentiable_errors,
     finished_latents,
     nearest_steps,
+    noise_level,
     structure_of,
 )
 from gerl.engine.transitions import FlowMapRule, FlowRule
@@ -140,3 +141,15 @@ def test_the_gradient_is_that_of_the_naive_loop(kind: str) -> None:
     found, wanted = (torch.autograd.grad((weights * e).sum(), clean)[0] for e in (errors, expected))
     assert wanted.abs().max() > 0
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5 * float(wanted.abs().max()) + 1e-7)
+
+
+def test_the_noise_level_is_the_share_of_the_noise_in_the_latents() -> None:
+    differ = []
+    for kind in ("flow", "epsilon"):
+        pipe, call = model(kind)
+        for k, step in enumerate(structure_of(pipe, call, STEPS).steps):
+            one, nothing = torch.ones(len(tiny.PROMPTS), 1), torch.zeros(len(tiny.PROMPTS), 1)
+            image, noised = (float(step.rule.noised(x, eps)[0]) for x, eps in ((one, nothing), (nothing, one)))
+            if noise_level(step.rule) != pytest.approx(noised / (image + noised), rel=1e-5):
+                differ.append((kind, k, noise_level(step.rule), noised / (image + noised)))
+    assert not differ

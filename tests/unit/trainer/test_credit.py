@@ -13,7 +13,7 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError
 from gerl.protocol import Scores
-from gerl.trainer.step import Metrics, credit_of, usable_rewards
+from gerl.trainer.step import Metrics, _counted, check_failures, credit_of, usable_rewards
 
 
 def credited(c: Config, scores: Scores) -> tuple[Metrics, torch.Tensor]:
@@ -93,3 +93,18 @@ def test_batch_normalisation_is_over_the_samples_that_have_a_score() -> None:
     found.add(Scores(plan_samples(c, PROMPTS[:2], 1, 0), [1.0, 3.0, 0.0, 1000.0], columns, [[]] * 4))
     _, credit = credited(c, found)
     assert credit[:, 0].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], abs=1e-3)
+
+
+def test_a_scorer_of_some_prompts_is_normalised_over_their_groups() -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    scores = [None, None, None, 1.0, 3.0, 10.0, 30.0]
+    for how, low in (("group", -1.0), ("rank", 0.0)):
+        values = _counted(ScorerConfig(normalise=how), scores, ids)
+        assert values.tolist() == pytest.approx([0.0, 0.0, 0.0, low, 1.0, low, 1.0], rel=1e-3)
+
+
+def test_as_many_failures_as_allowed_stop_no_run() -> None:
+    config = RewardConfig(on_error="drop_group", max_failed=0.5)
+    check_failures([None, 1.0], "it broke", config, "images", "go on")
+    with pytest.raises(RewardError, match=r"reward\.max_failed=0\.5"):
+        check_failures([None, None, 1.0], "it broke", config, "images", "go on")

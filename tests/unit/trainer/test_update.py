@@ -9,9 +9,9 @@ import torch
 from gerl.algorithms import build_algorithm
 from gerl.config import ActorConfig, Config, algorithm_config
 from gerl.errors import TrainingError
-from gerl.protocol import StepResult, UpdateStats
+from gerl.protocol import Prompt, RolloutTask, Sample, StepResult, UpdateStats
 from gerl.run.checkpoint import RunState
-from gerl.trainer.update import Update, actor_metrics, has_signal, off_policy_metrics
+from gerl.trainer.update import Update, actor_metrics, has_signal, off_policy_metrics, update_parts
 
 
 def update(half_precision: bool = False, **actor: float) -> Update:
@@ -117,3 +117,21 @@ def test_how_far_ratios_went_is_said_of_off_policy_updates_only(caplog: pytest.L
         "in the first off-policy update |log ratio| is 0.1 on average and |ratio - 1| at most 0.31: 75 % of the "
         "(sample, timestep) pairs are outside the clip range of 0.002 below and 0.001 above 1"
     )
+
+
+def test_parts_of_a_step_are_nearly_equal() -> None:
+    def task(number: int) -> RolloutTask:
+        return RolloutTask(number, [Sample(Prompt(number, "a"), 0, number, number)], ())
+
+    uneven = []
+    for n in range(1, 12):
+        for updates in range(1, 7):
+            parts = [[t.id for t in part] for part in update_parts([task(i) for i in range(n)], updates)]
+            sizes = [len(part) for part in parts]
+            if (
+                [i for part in parts for i in part] != list(range(n))
+                or len(sizes) != min(n, updates)
+                or max(sizes) - min(sizes) > 1
+            ):
+                uneven.append((n, updates, parts))
+    assert not uneven

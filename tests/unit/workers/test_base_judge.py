@@ -16,7 +16,7 @@ from gerl.model.lora import lora_disabled
 from gerl.model.policy import EMA
 from gerl.protocol import Prompt, Sample
 from gerl.run.validation import JUDGED
-from gerl.workers.base_judge import BaseJudge, LatentReward
+from gerl.workers.base_judge import BaseJudge, LatentReward, geometric_mean
 from gerl.workers.rollout import FinishedCall
 
 PROMPTS = contrasted([Prompt(i, text) for i, text in enumerate(["a red fox", "blue", "a sign 482", "x y"])])
@@ -30,6 +30,11 @@ def judged(t: training.Training, samples: list[Sample] = SAMPLES, draws: int = 1
 @pytest.fixture(scope="module")
 def trained() -> training.Training:
     return training.Training(training.config("awm", steps=6))
+
+
+def test_noise_levels_count_alike_however_large_their_errors_are() -> None:
+    errors = torch.tensor([[1.0, 4.0, 16.0], [2.0, 2.0, 2.0]])
+    assert geometric_mean(errors).tolist() == pytest.approx([4.0, 2.0])
 
 
 def test_the_lora_is_off_while_the_base_model_judges(trained: training.Training) -> None:
