@@ -113,9 +113,7 @@ def log_prompts(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
         logger.info("%d of the %d prompts of data.train repeat another one", repeated, len(prompts))
     for name, texts in (("data.train", prompts), ("validation.data", held_out)):
         if blank := [prompt.id for prompt in texts if not _has_visible_character(prompt.text)]:
-            logger.warning(
-                "%d prompts of %s have no visible character: the first is prompt %d", len(blank), name, blank[0]
-            )
+            logger.warning("%s: %d prompts have no visible character, the first is %d", name, len(blank), blank[0])
 
 
 def _identity(prompt: Prompt) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ REMEDIES = {
 KINDS = (
     diffusers.FluxPipeline, diffusers.StableDiffusion3Pipeline, diffusers.StableDiffusionXLPipeline,
     diffusers.StableDiffusionPipeline, diffusers.QwenImagePipeline, diffusers.WanPipeline,
-    diffusers.PixArtSigmaPipeline, diffusers.StableDiffusionInpaintPipeline, diffusers.LTXPipeline, diffusers.HiDreamImagePipeline,
+    diffusers.PixArtSigmaPipeline, diffusers.StableDiffusionInpaintPipeline, diffusers.LTXPipeline,
+    diffusers.HiDreamImagePipeline,
 )  # fmt: skip
 
 

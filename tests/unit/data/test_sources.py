@@ -316,7 +316,7 @@ def test_prompts_that_make_a_result_doubtful_are_logged(caplog: pytest.LogCaptur
     overlap, repeated, blank = caplog.messages
     assert overlap.startswith("1 of 3 held-out prompts are also trained on") and "validation.data" in overlap
     assert repeated.startswith("1 of the 4 prompts of data.train")
-    assert blank.startswith("1 prompts of data.train") and blank.endswith("prompt 3")
+    assert blank.startswith("data.train: 1 prompts") and blank.endswith("is 3")
     caplog.clear()
     log_prompts(prompts[:2], [Prompt(0, "a cow")])
     assert not caplog.messages
