@@ -353,7 +353,7 @@ def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: S
     for teacher in teachers:
         if isinstance(kind, type) and teacher.changed:
             try:
-                check_arguments(kind, replace(sampling, call={**sampling.call, **teacher.changed}))
+                check_arguments(kind, sampling, **teacher.changed)
             except ModelError as error:
                 raise ModelError(f"{NAME}: {error}") from None
         if teacher.path is not None:

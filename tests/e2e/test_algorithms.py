@@ -97,7 +97,7 @@ OF_GRADIENTS = "tensor_reward without_gradient"
 MEASURED |= dict.fromkeys(GRADIENTS, OF_GRADIENTS) | {"mixed_gradient": f"{RATIO} {OF_GRADIENTS} reward_loss"}
 WITH_KL = ("awm", "dgpo", "diffusion_nft", "rwr")
 EVERY_STEP = "loss grad_norm grad_rms lr lora_max nonfinite_updates policy_version"
-ON_SD15 = {"sampling__call": "{output_type: np}"}
+ON_SD15 = {"sampling__call": "{max_sequence_length: null}"}
 
 
 @pytest.fixture(scope="module")

@@ -118,9 +118,9 @@ def test_other_layouts_have_a_critic_too(layout: str, whole: Any, train: Train, 
 
 PIPELINES = {
     "flux": (tiny.flux, "{max_sequence_length: 8}", ""),
-    "sdxl": (text_to_image.sdxl, "{output_type: np}", "sampling.kernel=ddim sampling.noise_level=1"),
+    "sdxl": (text_to_image.sdxl, "{max_sequence_length: null}", "sampling.kernel=ddim sampling.noise_level=1"),
     "wan": (tiny.wan, "{num_frames: 5, max_sequence_length: 16}", ""),
-    "z_image": (tiny.z_image, "{output_type: np}", ""),
+    "z_image": (tiny.z_image, "{max_sequence_length: null}", ""),
 }
 CRITICS = {"hidden": "critic.features=hidden", "latents": "critic.features=latents critic.residual=true"}
 

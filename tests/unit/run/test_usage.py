@@ -9,7 +9,7 @@ from gerl.run.validation import SamplingRecord, Validation
 CONFIG: dict[str, Any] = {
     "model": {"path": "owner/model", "dtype": "auto"},
     "sampling": {"height": 64, "width": None, "num_inference_steps": 10, "guidance_scale": 4.5,
-                 "call": {"negative_prompt": "it's", "output_type": "np"}},
+                 "call": {"negative_prompt": "it's"}},
     "validation": {"num_inference_steps": 40, "guidance_scale": None},
 }  # fmt: skip
 
