@@ -825,3 +825,10 @@ def test_a_cache_of_an_earlier_step_is_neither_branched_from_nor_trained_in_fp16
     _, tape = record(pipe, call, generators=tiny.generators(entry.batch))
     with pytest.raises(ReplayError, match="bfloat16"):
         replay(pipe, tape, lambda k, step: step.log_prob.sum())
+
+
+def test_both_parts_of_a_gradient_of_latents_are_free_of_the_loss_scale(tape: Tape) -> None:
+    pipes = [pipeline_of_loss_scale(dtype)[0] for dtype in (torch.float32, torch.float16)]
+    exact, scaled = (reward_gradient(pipe, in_precision(tape, pipe)).chunk(2) for pipe in pipes)
+    for part, expected in zip(scaled, exact, strict=True):
+        assert float(part.norm() / expected.norm()) == pytest.approx(1, abs=0.02)
