@@ -3,7 +3,7 @@
 from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,17 +11,6 @@ import torch
 # A pipeline's `joint_attention_kwargs={"scale": s}` (`attention_kwargs`, `cross_attention_kwargs`) scales the LoRA
 # layers while the denoiser's forward pass runs. Checkpointed blocks are computed again in the backward pass, after the
 # denoiser has removed the scale: their activations, and so the gradient, would be those of another scale.
-
-
-def scales_lora(call: Mapping[str, object]) -> bool:
-    """Whether the arguments of a pipeline's call scale the LoRA of its denoisers."""
-    return any(lora_scale(value) not in (None, 1) for value in call.values())
-
-
-def lora_scale(argument: object) -> float | None:
-    """Return the scale of the LoRA in an argument such as `joint_attention_kwargs`; None if it has none."""
-    scale = argument.get("scale") if isinstance(argument, Mapping) else None
-    return float(scale) if isinstance(scale, int | float) else None
 
 
 @contextlib.contextmanager

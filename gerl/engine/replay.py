@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
 from gerl.engine.latents import started_at
-from gerl.engine.recomputing import constant_scale, scales_lora
+from gerl.engine.recomputing import constant_scale
 from gerl.engine.record import (
     COUNTED,
     Arguments,
@@ -261,8 +261,8 @@ def play(pipe: DiffusionPipeline, player: Replayer, start: dict[int, Tree]) -> N
     """Run the pipeline with `player` up to the last trained step; `start`: see `started_at`."""
     player.components, player.start = pipe.components, start
     plainly = unguided(pipe) if player.cfg == "off" else contextlib.nullcontext()
-    scales = player.grad and scales_lora(player.tape.call)
-    scaled = constant_scale(pipe.components.values()) if scales else contextlib.nullcontext()
+    scales = player.grad and any(isinstance(v, Mapping) and "scale" in v for v in player.tape.call.values())
+    scaled = constant_scale(pipe.components.values()) if scales else contextlib.nullcontext()  # of the LoRA
     with torch.set_grad_enabled(player.grad), plainly, scaled:
         if rerun(pipe, player) is not None:
             raise ReplayError(
