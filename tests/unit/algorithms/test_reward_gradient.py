@@ -321,7 +321,7 @@ def test_srpo_leaps_between_the_published_noise_levels() -> None:
 
 @pytest.mark.parametrize("name", ["leapalign", "flowbp_sparse", "flowbp_lagrange", "srpo"])
 def test_leaps_are_for_flow_matching(name: str) -> None:
-    given = {"sampling_kernel": "ode", "sampling_call": {"output_type": "np"}}
+    given = {"sampling_kernel": "ode", "sampling_call": {}}
     t = Training(config(name, n=1, steps=STEPS, **given), policy=same_policy("sd15"))
     t.algorithm.reward = reward  # type: ignore[attr-defined]
     with pytest.raises(ReplayError, match=rf"algorithm\.name={name}: its leaps .* has a DDIM scheduler; use draft"):
@@ -329,7 +329,7 @@ def test_leaps_are_for_flow_matching(name: str) -> None:
 
 
 def test_epsilon_models_are_trained_by_what_their_steps_predict() -> None:
-    given = {"sampling_kernel": "ddim", "sampling_noise_level": 1.0, "sampling_call": {"output_type": "np"}}
+    given = {"sampling_kernel": "ddim", "sampling_noise_level": 1.0, "sampling_call": {}}
     for name in ("refl", "drtune", "draft_lv"):
         t = Training(config(name, n=1, steps=STEPS, **given), policy=same_policy("sd15"))
         t.algorithm.reward = reward  # type: ignore[attr-defined]
