@@ -47,7 +47,7 @@ def test_kwargs_as_a_configuration_gives_them_are_taken(name: str, kwargs: dict[
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("ocr", {"thread": 1}, "thread=1 is invalid .*; ocr takes threads, metadata_key, match, detect, min_width"),
+        ("ocr", {"thread": 1}, "thread=1 is invalid .*; ocr takes threads, .*match, strict, detect, min_width"),
         ("ocr", {"threads": 0}, "threads=0 is invalid"),
         ("ocr", {"backend": "tesseract"}, "backend='tesseract' is invalid"),
         ("jpeg_compressibility", {"quality": 101}, "quality=101 is invalid.*takes quality"),
