@@ -32,7 +32,7 @@ demo: $(STAMP)
 	$(BIN)/python -m gerl.trainer.main_flowgrpo $(ARGS)
 
 test: $(STAMP)
-	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(GERL_DRILLS),--durations=40) $(ARGS)
 
 test-lowest: $(STAMP)
 	$(PYTHON) -m venv $(LOWEST)
