@@ -1,4 +1,4 @@
-"""Arguments of the pipeline's call that a run decides itself are refused with the key that replaces them."""
+"""Call arguments that the run sets itself are refused, naming the key to use instead."""
 
 import inspect
 import re

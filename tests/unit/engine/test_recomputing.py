@@ -1,4 +1,4 @@
-"""A LoRA scale in the pipeline's call: with gradient checkpointing the gradient is that without."""
+"""Gradient checkpointing leaves the gradient unchanged when the pipeline's call scales the LoRA."""
 
 from typing import Any
 
