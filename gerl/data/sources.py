@@ -2,12 +2,14 @@
 
 import hashlib
 import logging
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import floor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING
@@ -20,13 +22,15 @@ from gerl.data import tables
 from gerl.data.code import code_digest, code_rows, folder_of
 from gerl.data.preferences import merge_duplicates, with_images
 from gerl.errors import DataError
+from gerl.progress import waiting
 from gerl.protocol import DATA_SOURCE, ORIGINAL, Prompt
-from gerl.utils.condition_images import COLUMNS, with_absolute_paths
+from gerl.utils.condition_images import COLUMNS, files_of, problem_of, with_absolute_paths
 
 if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
 logger = logging.getLogger(__name__)
+DECODERS = 8  # threads that decode images
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of images
 
 
@@ -123,6 +127,28 @@ def _identity(prompt: Prompt) -> tuple[str, ...]:
 
 def _has_visible_character(text: str) -> bool:
     return any(unicodedata.category(character)[0] not in "CZ" for character in text)
+
+
+def check_images(prompts: Sequence[Prompt]) -> None:
+    """Decode the image files of `prompts`, each once. Raises `DataError` naming those that cannot be used."""
+    owners = {path: prompt for prompt in reversed(prompts) for path in files_of(prompt)}
+    if not owners:
+        return
+    done, problems = 0, dict[str, str]()
+    with (
+        waiting(f"decoding {len(owners)} images of the prompts", lambda: f"{done} images"),
+        ThreadPool(min(DECODERS, os.cpu_count() or 1)) as pool,  # Pillow decodes without Python's lock
+    ):
+        for path, problem in zip(owners, pool.imap(problem_of, owners, chunksize=16), strict=True):
+            done += 1
+            if problem:
+                problems[path] = problem
+                logger.error("prompt %d %r: %s", owners[path].id, owners[path].text[:80], problem)
+    if problems:
+        path, problem = next(iter(problems.items()))
+        many = f"{len(problems)} of {len(owners)} images cannot be used, and the log names them; the first is that of "
+        first = f"prompt {owners[path].id} {owners[path].text!r:.80}: {problem}"
+        raise DataError(first if len(problems) == 1 else many + first)
 
 
 def contrasted(prompts: Sequence[Prompt]) -> list[Prompt]:

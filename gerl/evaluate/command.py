@@ -10,7 +10,7 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, logged_at, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment
 from gerl.config import Config
-from gerl.data.sources import source_names
+from gerl.data.sources import check_images, source_names
 from gerl.errors import ConfigError
 from gerl.evaluate.loras import (
     BASE,
@@ -145,6 +145,7 @@ def run(request: Request) -> Evaluation:
     request, prompts = replace(request, loras=selection.loras), selection.prompts
     if request.roles is not None:
         Turns(config).check(prompts)
+    check_images(prompts)
     if out is not None:
         make_folder(out)
     # imported late, since torch takes seconds, and keys and files are checked first

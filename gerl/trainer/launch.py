@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gerl.algorithms.planning import planned_steps, prompt_schedule
+from gerl.algorithms.planning import plan_images, planned_steps, prompt_schedule
 from gerl.commandline.command import PAGE, importing, logged_at, watching
 from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
-from gerl.data.sources import log_prompts
+from gerl.data.sources import check_images, log_prompts
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.progress import waiting
@@ -114,6 +114,8 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             if of_epochs is not None:
                 logger.info("%s", epochs_words(config, prompts))
             log_prompts(prompts, held_out)
+            done = folder.checkpoint.step if folder.checkpoint else 0
+            check_images([*used_first(config, inputs, done), *held_out])
             for sentence in filter(None, [folder.composed.kept, inputs.kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):
@@ -133,6 +135,18 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                         for _ in steps:
                             pass
                 logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))
+
+
+def used_first(config: Config, inputs: Inputs, start: int) -> list[Prompt]:
+    """Return the prompts, and rows of `data.regularise`, of the first epoch after step `start`."""
+    schedule = prompt_schedule(config, inputs.prompts)
+    steps = range(start, min(planned_steps(config, inputs.prompts), start + schedule.steps_per_epoch))
+    chosen = sorted({i for step in steps for i in schedule.batch(step)})
+    found = [inputs.prompts[i] for i in chosen]
+    if inputs.regularising:
+        images = {p.id: p for step in steps for p in plan_images(config, inputs.regularising, step + 1)}
+        found += images.values()
+    return found
 
 
 def epochs_words(config: Config, prompts: Sequence[Prompt]) -> str:

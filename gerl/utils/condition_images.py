@@ -65,6 +65,20 @@ def pictures_of(prompt: Prompt) -> tuple[str, ...]:
     return (*turn, *(part for part in parts if isinstance(part, str)))
 
 
+def files_of(prompt: Prompt) -> tuple[str, ...]:
+    """Return the paths of a prompt's image files: those to train on, and the images of its columns."""
+    return *(image.path for image in prompt.dataset_images), *pictures_of(prompt)
+
+
+def problem_of(path: str) -> str:
+    """Return why an image file cannot be used, decoding it; empty if it can."""
+    try:
+        open_picture(path)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
 def picture_arguments(pipe: object, prompt: Prompt) -> dict[str, Image.Image | list[Image.Image]]:
     """Read the prompt's images as arguments of the pipeline, which ignores other columns. Raises `DataError`."""
     accepted = inspect.signature(type(pipe).__call__).parameters

@@ -7,12 +7,14 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 
 from gerl.api.training import write_prompts
 from gerl.config import Config, DataConfig, ValidationConfig
 from gerl.config.blocks import HubParts, hub_parts, sources
 from gerl.config.user_files import load_module
 from gerl.data.sources import (
+    check_images,
     check_mixture,
     digest,
     filled,
@@ -320,3 +322,25 @@ def test_prompts_that_make_a_result_doubtful_are_logged(caplog: pytest.LogCaptur
     caplog.clear()
     log_prompts(prompts[:2], [Prompt(0, "a cow")])
     assert not caplog.messages
+
+
+def test_images_that_cannot_be_decoded_are_all_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["whole.jpg", "cut.jpg", "deep.png", "cut too.jpg"]
+    for name in names:
+        Image.effect_noise((64, 64), 50).convert("I;16" if name == "deep.png" else "RGB").save(tmp_path / name)
+    for name in ("cut.jpg", "cut too.jpg"):
+        file = tmp_path / name
+        file.write_bytes(file.read_bytes()[:-900])
+    texts = {name: f"prompt of {name}" for name in names}
+    rows = [{"prompt": text, "image": name} for name, text in texts.items()] + [{"prompt": "again", "image": "cut.jpg"}]
+    liked = [row | {"label": True} for row in rows]
+    for data, written in ((DataConfig(), rows), (DataConfig(train_on="files"), liked)):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, written)))
+        prompts = load(str(tmp_path / "rows.jsonl"), data, "data.train")
+        check_images(prompts[:1])
+        with pytest.raises(DataError, match=r"prompt 1 'prompt of cut\.jpg': .*cut\.jpg .*replace"):
+            check_images(prompts[:2])
+        caplog.clear()
+        with pytest.raises(DataError, match=r"^3 of 4 images .* prompt 1 '"):
+            check_images(prompts)
+        assert [name for name in names if any(texts[name] in said for said in caplog.messages)] == names[1:]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gerl.config import Config, RewardConfig, ScorerConfig, TrainerConfig
+from gerl.config import Config, DataConfig, RewardConfig, RolloutConfig, ScorerConfig, TrainerConfig
+from gerl.protocol import Prompt
 from gerl.run.validation import save_validation
-from gerl.trainer.launch import closing_screen
+from gerl.trainer.launch import Inputs, closing_screen, used_first
 
 
 def test_the_closing_screen(tmp_path: Path) -> None:
@@ -46,3 +47,12 @@ def test_the_closing_screen_without_validation(tmp_path: Path) -> None:
     with_change = closing_screen(config, tmp_path, 7, 1.0).splitlines()
     (line,) = set(with_change) - set(text.splitlines())
     assert "0.500" in line and "0.750" in line
+
+
+def test_images_are_checked_of_an_epoch_at_most() -> None:
+    prompts, images = ([Prompt(sign * (i + 1), f"{i}") for i in range(5)] for sign in (1, -1))
+    data = DataConfig(shuffle=False, regularise_images=1)
+    for steps, start, expected in ((1, 0, [1, 2, -1]), (9, 0, [1, 2, 3, 4, 5, -1, -2, -3]), (5, 4, [3, 4, -5])):
+        config = Config(data=data, rollout=RolloutConfig(prompts_per_step=2), trainer=TrainerConfig(steps=steps))
+        found = used_first(config, Inputs(config, prompts, [], images, ""), start)
+        assert [prompt.id for prompt in found] == expected
