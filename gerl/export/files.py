@@ -15,6 +15,7 @@ from gerl.config import ModelConfig
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.model import denoisers as skeletons
+from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import find_denoisers
 from gerl.model.lora import (
     Lora,
@@ -99,7 +100,9 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
         folder = Path(resolve(base.path))
         if not folder.is_dir():
             folder = Path(diffusers.DiffusionPipeline.download(str(folder)))
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder))
+        check_files(folder)
+        with weights_checked():
+            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder))
     if base.merged is not None:
         merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), find_denoisers(pipe))
     for name, lora in loras.items():
@@ -132,8 +135,8 @@ def loading(base: str) -> Iterator[None]:
     """Convert exceptions of loading to a `ModelError` that names the pipeline and the reason."""
     try:
         yield
-    except ModelError as error:
-        raise ModelError(f"{error}; set model=FOLDER to the base model") from None
     except (OSError, ValueError, RuntimeError, AttributeError, ImportError, KeyError, TypeError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model={base} cannot be loaded as a diffusers pipeline: {why}") from error
+    except ModelError as error:
+        raise ModelError(f"{error}; set model=FOLDER to the base model") from None

@@ -12,6 +12,7 @@ import torch
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
+from gerl.model.components import weights_checked
 from gerl.model.lora import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
@@ -38,7 +39,8 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
         model_class = getattr(diffusers, entry, None)
         if model_class is None:
             raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")
-        model = model_class.from_pretrained(folder, dtype="auto")
+        with weights_checked():
+            model = model_class.from_pretrained(folder, dtype="auto")
         _copy_weights(checkpoint, kind, {name: model})
         model.save_pretrained(out / name)
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from gerl.config import Config
 from gerl.errors import ModelError
+from gerl.model.components import weights_checked
 from gerl.model.loading import precision, weights_fingerprint
 from gerl.model.lora import add_lora
 from gerl.model.policy import EMA, Policy
@@ -84,7 +85,8 @@ def load_language_policy(config: Config, device: str, temperature: float, limit:
         folder = Path(model.path).expanduser()
         path = str(folder) if folder.is_dir() else model.path
         tokenizer = AutoTokenizer.from_pretrained(path)
-        loaded = AutoModelForCausalLM.from_pretrained(path, dtype=precision(model, device)).to(device).eval()
+        with weights_checked():
+            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=precision(model, device)).to(device).eval()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path={model.path} cannot be loaded as a causal language model of transformers "

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
+from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
 from gerl.model.hub import fetch, model_folder, refusal_of_code
@@ -68,6 +69,7 @@ def read_pipeline(
     own = Path(source).is_dir()
     with _loading(path):
         folder = source if own else fetch(source)
+        check_files(Path(folder))
         index = DiffusionPipeline.load_config(folder)
         code = own_code(Path(folder), index) if own else []
         if code:
@@ -88,7 +90,8 @@ def read_pipeline(
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
         given = {**models, **dict.fromkeys(encoders), "quantization_config": quantised}
-        pipe = kind.from_pretrained(folder, dtype=dtypes, trust_remote_code=bool(code), **given)
+        with weights_checked():
+            pipe = kind.from_pretrained(folder, dtype=dtypes, trust_remote_code=bool(code), **given)
     for name, encoder in encoders.items():
         setattr(pipe, name, encoder)
     return pipe
@@ -127,6 +130,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         return
     with _loading(config.path):
         folder = str(model_folder(config.path))
+        check_files(Path(folder))
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)

@@ -21,6 +21,7 @@ from gerl.config import ModelConfig
 from gerl.config.blocks import Offload, RolloutPrecision
 from gerl.engine.record import Arguments, Tree
 from gerl.errors import ConfigError, ModelError
+from gerl.model.components import weights_checked
 from gerl.model.quantization import quantisation_config, text_encoders
 from gerl.model.sharding import repeated_blocks
 from gerl.utils.files import first_line, reason
@@ -375,7 +376,8 @@ def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> 
 
         def read() -> torch.nn.Module:
             logger.info("loading %s, for a prompt whose embedding is not cached", name)
-            return kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
+            with weights_checked():
+                return kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
 
         with accelerate.init_empty_weights():
             skeleton = kind(kind.config_class.from_pretrained(Path(folder) / name))

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from gerl.errors import ModelError
+from gerl.model.components import weights_checked
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import (
     ADAPTER,
@@ -379,7 +380,8 @@ def _differing(pipe: DiffusionPipeline, models: Mapping[str, Path]) -> Values:
         if not isinstance(model, ModelMixin):
             raise ModelError(f"{folder} is a {name}, which {type(pipe).__name__} does not have")
         try:
-            given = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+            with weights_checked():
+                given = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{folder} cannot be loaded as {type(model).__name__}: {reason(error)}") from None
         own = model.state_dict()

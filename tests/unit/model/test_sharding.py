@@ -139,14 +139,11 @@ def test_what_does_not_come_from_one_tensor_of_a_file_is_read_whole(
     assert "every rank reads all of transformer" in caplog.text and "no diffusion_pytorch_model.saf" in caplog.text
 
 
-def test_a_weight_that_is_missing_is_left_to_the_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "gerl.model.sharding")
+def test_a_weight_that_is_missing_is_refused(tmp_path: Path) -> None:
     tiny.build(tiny.CASES["sd3"]).save_pretrained(tmp_path)
     edit(tmp_path, lambda weights: weights.pop("proj_out.bias"))
-    unread = Unread()
-    diffusers.logging.set_verbosity_error()
-    load_pipeline(ModelConfig(path=str(tmp_path), shard="denoiser"), "cpu", True, unread=unread)
-    assert not unread and "its files contain proj_out.bias 0 times" in caplog.text
+    with pytest.raises(ModelError, match=r"transformer .*proj_out\.bias"):
+        load_pipeline(ModelConfig(path=str(tmp_path), shard="denoiser"), "cpu", True, unread=Unread())
 
 
 def test_of_a_merged_lora_the_denoiser_is_read_whole(tmp_path: Path) -> None:
