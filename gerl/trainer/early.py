@@ -159,6 +159,7 @@ def add_task_gradient(worker: PolicyWorker, credit: PackedTensors, pairs: int, k
 
 def drop_gradient(worker: PolicyWorker) -> None:
     worker.actor.optimizer.zero_grad(set_to_none=True)
+    worker.evaluations.taken()
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

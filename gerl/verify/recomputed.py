@@ -369,8 +369,7 @@ def _compare_update(r: Recomputation, tally: Tally, step: DumpedStep, counted: b
         most = max(1e-6, ratio_limit(step.config.actor, record.environment.dtype != "float32"))
         tally.compare(where, "actor/ratio_deviation", min(deviation, most), deviation, number, "but 0 is expected")
     row = r.run.row_of.get(number, {})
-    # counted in the step in which they are made, with the padding of ranks in lockstep
-    counted &= compared.exact and not step.config.trainer.staleness and not r.run.config(number).lockstep
+    counted &= compared.exact and not r.run.config(number).lockstep  # ranks in lockstep count their padding
     for name in ("evaluations/forward", "evaluations/backward") if counted else ():
         if row.get(name) is not None:
             tally.compare(METRICS, name, row[name], found.metrics[name], number)

@@ -81,12 +81,13 @@ class PolicyWorker:
         self.trajectories: dict[int, Trajectory] = {}  # by task id
         self.ended: int | None = None  # last finished trainer step; None: nothing is loaded
         self.blank: Counter[int] = Counter()  # by step: number of images of a single colour
+        self.rollout_evaluations: Counter[int] = Counter()  # by step: those of its samples, which may be made ahead
         self.notes: list[str] = []  # messages of this step for the run's log
         self.meeting = Meeting()
         self.ranks: Ranks | None = None  # in lockstep
         self.leads = rank % config.cluster.context == 0  # whether this is the first of the context-parallel ranks
         self.policy: Policy
-        self.evaluations: Evaluations  # since the last finished trainer step, without those of validations
+        self.evaluations: Evaluations  # of training since the last finished trainer step
         self.rollout: Rollout
         self.judge: BaseJudge | None = None
         self.actor: Actor
@@ -171,7 +172,10 @@ class PolicyWorker:
         if self.ended:
             self.snapshots.begin(self.ended)  # all workers have finished that step, or nothing new was sampled
         seed_everything("rollout", self.config.trainer.seed, step, task.id)
+        before = self.evaluations.forward
         pixels, self.trajectories[task.id], scores = self.generate(task)
+        self.rollout_evaluations[step] += self.evaluations.forward - before
+        self.evaluations.forward = before
         self.blank[step] += count_blank(pixels)
         return Images(task.id, pixels, time.perf_counter() - start, scores=scores)
 
@@ -253,7 +257,9 @@ class PolicyWorker:
         """Drop gradients, and the trajectories up to a finished `step`, or all."""
         for i in [i for i, kept in self.trajectories.items() if step is None or kept.task.samples[0].step <= step]:
             del self.trajectories[i]
-        self.blank = Counter({k: count for k, count in self.blank.items() if step is not None and k > step})
+        for counts in (self.blank, self.rollout_evaluations):
+            for k in [k for k in counts if step is None or k <= step]:
+                del counts[k]
         self.actor.optimizer.zero_grad(set_to_none=True)
 
     def batches(
@@ -289,7 +295,9 @@ def end_step(worker: PolicyWorker, step: int, result: StepResult = NO_UPDATE) ->
     """End trainer step `step` of a worker, which may only sample; return `result` with its report."""
     blank, notes = worker.blank[step], worker.notes.copy()
     counted = worker.evaluations
-    forward, backward = (counted.forward, counted.backward) if worker.leads else (0, 0)
+    forward, backward = counted.forward + worker.rollout_evaluations[step], counted.backward
+    if not worker.leads:
+        forward = backward = 0
     counted.forward = counted.backward = 0
     worker.clear(step)
     worker.notes.clear()
