@@ -14,6 +14,7 @@ from gerl.protocol import Prompt
 from gerl.rewards.scorers import SCORERS, Scorer, build_scorer, known_scorer, scorer_class
 from gerl.rewards.total import applies
 from gerl.rewards.worker import FRAMES
+from gerl.utils.seeding import isolated
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,7 @@ class TensorReward:
                 totals = totals.index_add(0, torch.tensor(rows, device=images.device), value)
         return totals
 
+    @isolated()
     def _score(
         self, name: str, images: torch.Tensor, prompts: Sequence[Prompt], text: Callable[[str], str]
     ) -> torch.Tensor:

@@ -23,6 +23,7 @@ from gerl.rewards.scorers import Scorer, build_scorer
 from gerl.rewards.scorers.base import Metadata, PeopleScorer, ReturnError
 from gerl.rewards.total import LARGEST
 from gerl.utils.files import capture_logs
+from gerl.utils.seeding import isolated
 
 log = logging.getLogger(__name__)
 Row = dict[str, float | ScorerFailure]  # the columns of an image
@@ -101,7 +102,7 @@ class RewardWorker:
         if self.scorers[name].on_worker:
             return Answer(_given_rows(name, places, images), time.perf_counter() - start, [], [])
         pixels = [images[i].pixels[row] for i, row in places]
-        with capture_logs("reward_models.scorers", logging.WARNING) as warnings:
+        with isolated(), capture_logs("reward_models.scorers", logging.WARNING) as warnings:
             rows, retried = self._attempt(name, pixels, prompts, metadata), list[str]()
             while (failed := _failures(rows)) and len(retried) < self.retries:
                 retried.append(f"{len(failed)} of {len(rows)} images: {failed[0].reason}")

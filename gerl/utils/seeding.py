@@ -1,11 +1,17 @@
-"""Seeds derived from their purpose: no generator state to save, and equal samples on any number of workers."""
+"""Seeds derived from their purpose: no generator state to save, and equal samples on any number of workers.
+
+Code of others that runs in the same process, such as a scorer, leaves generators and settings as they were.
+"""
 
 from __future__ import annotations  # annotations name torch classes, see `lazy`
 
+import contextlib
 import hashlib
 import random
-from functools import cache
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -58,3 +64,88 @@ def _first_word() -> int:
     if place < 0:
         raise RuntimeError(f"torch {torch.__version__} stores the state of its CPU generator in an unknown format")
     return place
+
+
+# --- Global state
+
+
+_foreign: dict[int, Any] = {}  # values of `_settings` that code of others chose, by place
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Run the block, code of others, as in a process of its own: the settings it chooses hold in such blocks only.
+
+    Restores the random generators after the block.
+    """
+    imported = "torch" in sys.modules
+    settings = _settings() if imported else []
+    before = [_value(read) for read, _, _ in settings]
+    for i, value in _foreign.items() if imported else ():
+        settings[i][1](value)
+    generators = random.getstate(), np.random.get_state(), [read() for read, _ in _generators()]
+    try:
+        yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        for state, (_, write) in zip(generators[2], _generators(), strict=False):
+            write(state)
+        if "torch" in sys.modules:
+            settings = settings or _settings()
+            before = before or [default for _, _, default in settings]  # of a process that imports torch
+            after = [_value(read) for read, _, _ in settings]
+            _foreign.clear()
+            for i, value in enumerate(before):
+                if value is not None and after[i] not in (None, value):
+                    _foreign[i] = after[i]
+                if value is not None and _value(settings[i][0]) != value:
+                    settings[i][1](value)
+
+
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """Return how torch's generators are read and written, those of GPUs if they are in use."""
+    if "torch" not in sys.modules:
+        return []
+    found: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [(torch.get_rng_state, torch.set_rng_state)]
+    if torch.cuda.is_initialized():
+        found.append((torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+    return found
+
+
+def _value(read: Callable[[], Any]) -> Any:
+    """Return a setting; None if it was set through torch's newer names, so that the older one has no value."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
+    """Return how torch's global settings are read and written, and their defaults (None: left as it is)."""
+
+    def of(owner: Any, **defaults: Any) -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
+        return [(partial(getattr, owner, name), partial(setattr, owner, name), defaults[name]) for name in defaults]
+
+    cpu, b = torch.device("cpu"), cast(Any, torch.backends)  # whose stubs lack some names
+    return [
+        (torch.is_grad_enabled, torch.set_grad_enabled, True),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+        (torch.get_default_device, lambda device: torch.set_default_device(None if device == cpu else device), cpu),
+        (torch.get_num_threads, torch.set_num_threads, None),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),  # before its newer names
+        *of(b, fp32_precision="none"),
+        *of(b.cudnn, enabled=True, benchmark=False, deterministic=False, fp32_precision="none"),
+        *of(b.cudnn.conv, fp32_precision="tf32"),
+        *of(b.cudnn.rnn, fp32_precision="tf32"),
+        *of(b.cuda.matmul, fp32_precision="none", allow_fp16_reduced_precision_reduction=True),
+        *of(b.cuda.matmul, allow_bf16_reduced_precision_reduction=True),
+        *of(b.mkldnn.matmul, fp32_precision="none"),
+        *of(b.mkldnn.conv, fp32_precision="none"),
+        (b.cuda.flash_sdp_enabled, b.cuda.enable_flash_sdp, True),
+        (b.cuda.mem_efficient_sdp_enabled, b.cuda.enable_mem_efficient_sdp, True),
+        (b.cuda.math_sdp_enabled, b.cuda.enable_math_sdp, True),
+        (b.cuda.cudnn_sdp_enabled, b.cuda.enable_cudnn_sdp, True),
+    ]

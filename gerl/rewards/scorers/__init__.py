@@ -11,6 +11,7 @@ from gerl.errors import RewardError
 from gerl.objects import PREFIX
 from gerl.rewards.scorers.base import PeopleScorer, RemoteOnlyScorer, Scorer, require
 from gerl.rewards.scorers.custom import CustomScorer, FunctionScorer
+from gerl.utils.seeding import isolated
 
 __all__ = [
     "SCORERS",
@@ -70,6 +71,7 @@ def asks_people(name: str) -> bool:
     return name in SCORERS and issubclass(scorer_class(name), PeopleScorer)
 
 
+@isolated()
 def build_scorer(name: str, config: ScorerConfig) -> Scorer:
     """Build the scorer `name`, custom if `config.path` is given, without weights; raises `RewardError` if it cannot."""
     key = f"reward.scorers.{name}"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from gerl.config import ScorerConfig
+from gerl.config import RewardConfig, ScorerConfig
 from gerl.errors import Interrupted
-from gerl.protocol import Images, ScorerFailure
+from gerl.protocol import Images, Prompt, ScorerFailure
+from gerl.rewards.gradients import TensorReward
 from gerl.rewards.scorers import Scorer
 from gerl.rewards.worker import Answer, RewardWorker
+from gerl.utils.seeding import isolated
 
 
 class Fake(Scorer):
@@ -187,3 +190,36 @@ def test_scorers_are_built_from_the_config_and_paths_are_seen_from_the_drivers_f
     images = Images(0, np.zeros((1, 4, 4, 3), np.uint8), 0.0)
     assert made.score("mine", [(0, 0)], ["p"], [{}], images).rows == [{"mine": 5.0}]
     RewardWorker({}, 0, str(tmp_path / "not on this machine")).build()
+
+
+DOUBLE = """
+import torch
+torch.set_default_dtype(torch.float64)
+
+def compute_score(images, prompts, metadata):
+    torch.set_grad_enabled(False)
+    return [float(torch.get_default_dtype() == torch.float64) for _ in images]
+
+def of_tensors(images, prompts, metadata):
+    return images.mean((1, 2, 3)) * torch.ones((), dtype=torch.get_default_dtype())
+
+of_tensors.takes_tensors = True
+"""
+
+
+def test_settings_of_torch_that_a_scorer_chooses_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "double.py").write_text(DOUBLE)
+    config = ScorerConfig(path=str(tmp_path / "double.py"), weight=1.0)
+    made = RewardWorker({"a": config}, 0, os.getcwd())
+    made.build()
+    for _ in range(2):
+        answer = made.score("a", [(0, 0)], ["a fox"], [{}], Images(0, np.zeros((1, 4, 4, 3), np.uint8), 0.0))
+        assert answer.rows == [{"a": 1.0}]
+        assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    reward = RewardConfig({"a": replace(config, function="of_tensors")})
+    with isolated():
+        torch.set_grad_enabled(True)
+    total = TensorReward(reward, ["a"], "cpu")(torch.ones(1, 3, 4, 4, requires_grad=True), [Prompt(0, "a fox")])
+    assert total.requires_grad and torch.get_default_dtype() == torch.float32
+    with isolated():
+        torch.set_default_dtype(torch.float32)

@@ -1,13 +1,15 @@
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gerl.utils.seeding import derive_seed, sample_generators, seed_everything
+from gerl.utils.seeding import _settings, _value, derive_seed, isolated, sample_generators, seed_everything
 
 parts = st.lists(st.one_of(st.integers(), st.text()), min_size=1, max_size=4)
 
@@ -79,3 +81,54 @@ def test_a_generator_counts_on_as_any_other() -> None:
     twister.state = {"bit_generator": "MT19937", "state": {"key": twister.state["state"]["key"], "pos": 624}}
     uniform = torch.rand(700, generator=sample_generators([2**40])[0])
     assert (uniform * 2**24).tolist() == (twister.random_raw(700) % 2**24).tolist()
+
+
+def change_settings() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
+def change_precision() -> None:
+    torch.backends.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+
+@pytest.mark.parametrize("change", [change_settings, change_precision])
+def test_code_of_others_changes_the_settings_of_its_own_blocks_only(change: Callable[[], None]) -> None:
+    def settings() -> list[object]:
+        return [_value(read) for read, _, _ in _settings()]
+
+    before = settings()
+    seed_everything("rollout", 0, 1)
+    with isolated():
+        change()
+        inside = settings()
+        [random.random(), np.random.rand(), torch.rand((), device="cpu")]
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    seed_everything("rollout", 0, 1)
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+    assert settings() == before != inside
+    with isolated():  # as in a process of its own, where they hold from then on
+        assert settings() == inside
+        for value, (read, write, _) in zip(before, _settings(), strict=True):
+            if _value(read) != value:
+                write(value)
+    with isolated():
+        assert settings() == before
+    assert settings() == before
+
+
+def test_a_file_that_imports_torch_first_leaves_its_defaults() -> None:
+    code = (
+        "from gerl.utils.seeding import isolated\n"
+        "with isolated():\n import torch\n torch.set_default_dtype(torch.float64)\n"
+        "assert torch.get_default_dtype() == torch.float32"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
