@@ -73,7 +73,8 @@ class CRD(ForwardProcess):
 
     def _implicit(self, s: Noised) -> torch.Tensor:
         assert s.old is not None
-        return implicit_reward(s.output, s.old, s.target)
+        rewards = implicit_reward(s.output, s.old, s.target)
+        return rewards if s.scale is None else rewards / s.scale
 
 
 def implicit_reward(output: torch.Tensor, old: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,8 @@ class DiffusionNFT(ForwardProcess):
         assert s.old is not None
         mix, clip = self.settings.mix, self.settings.advantage_clip
         losses = nft_loss(lambda output: s.rule.clean(s.x, output), s.x0, s.output, s.old, s.advantages, mix, clip)
+        if s.scale is not None:
+            losses = losses / s.scale  # as large as the errors, unlike a mean of squares
         return losses, {"old_distance": ((s.output.detach() - s.old) ** 2).mean()}
 
 

@@ -131,6 +131,7 @@ class Noised:
     groups: torch.Tensor  # [B] int64, equal for rows of one group
     gate: torch.Tensor | None = None  # [B] factors of the KL to the base model; None: 1
     pooled: Sums | None = None  # sums of `pooled` over whole groups; None if groups are complete
+    scale: torch.Tensor | None = None  # [B] factors of rows in `transitions.unwritten`; None: 1
 
     @property
     def target(self) -> torch.Tensor:
@@ -147,11 +148,13 @@ class Noised:
 
         Raises `ReplayError` if nothing of a row is left.
         """
-        return self._mapped(functools.partial(transitions.unwritten, written=written))
+        counts = transitions.numbers_left(written)
+        found = self._mapped(functools.partial(transitions.unwritten, written=written))
+        return replace(found, scale=(counts.max() / counts).sqrt())
 
     def rows(self, index: list[int]) -> Noised:
         """Return the rows `index`."""
-        return self._mapped(lambda values: values[index], "advantages", "groups", "gate")
+        return self._mapped(lambda values: values[index], "advantages", "groups", "gate", "scale")
 
 
 # called for each noise level k with the rows that have credit there, and their samples; returns a loss or None

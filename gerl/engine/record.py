@@ -34,6 +34,7 @@ from gerl.engine.transitions import (
     Timestep,
     Transitions,
     advance,
+    differs,
     family,
     gaussian_log_prob,
     lcm_clean,
@@ -1262,6 +1263,10 @@ class Recorder(LatentsTracker):
         if not found:
             self.tape.steps[k] = replace(self.tape.steps[k], x=carried)  # as stored for the step before
             return
+        if bool(self.tape.steps[k].x[written].isnan().any()):
+            raise ModelError(
+                f"before step {k} the pipeline's callback or condition turned latents into nan: check what it computes"
+            )
         self.tape.steps[k] = replace(self.tape.steps[k], written=written)
         self._leave_out_overwritten(k - 1)
 
@@ -1292,7 +1297,7 @@ class Recorder(LatentsTracker):
             return sample.float().clone(), None  # first step
         if self.source_of(scheduler, sample) is x:
             return x, None
-        written = x.to(sample.dtype) != sample
+        written = differs(x.to(sample.dtype), sample)
         return torch.where(written, sample.float(), x), written
 
     def _arrive(self, k: int, scheduler: SchedulerMixin, timestep: Timestep, sample: torch.Tensor) -> None:

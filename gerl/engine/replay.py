@@ -39,7 +39,7 @@ from gerl.engine.record import (
     tensors_inside,
     unguided,
 )  # fmt: skip
-from gerl.engine.transitions import Rule, gaussian_log_prob, unwritten
+from gerl.engine.transitions import Rule, differs, gaussian_log_prob, unwritten
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:
@@ -306,7 +306,11 @@ class ReplayedStep:
         kept = self.tape_mean is None or self.tape_mean.is_meta
         mean = self.tape_mean if kept or self.tape_mean is None else self.part(self.tape_mean)
         x, output = self.part(self.x), self.part(self.model_output)
-        return replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
+        found = replace(self, x=x, x_next=x_next, tape_mean=mean, model_output=output, overwritten=None)
+        found.__dict__["mean"] = self.part(self.mean)  # the rule of scaled rows may clip at another value
+        if self.x_next is not None and self.rule.std > 0:
+            found.__dict__["log_prob"] = self.log_prob  # bitwise that of the record
+        return found
 
     @property
     def recorded_mean(self) -> torch.Tensor | None:
@@ -533,13 +537,13 @@ class Replayer(TapeHead):
         )
         if sample.shape != x.shape:
             raise ReplayError(missed)
-        changed = x.to(sample.dtype) != sample
+        changed = differs(x.to(sample.dtype), sample)
         if recorded.x.is_meta or not (self.overwrites or k == 0):
             self.refuse_if(changed.any(), missed)
             return x, recorded.written
         condition = torch.where(changed, recorded.x.to(sample.dtype), sample)
         self.refuse_if(
-            (condition != sample).any(),
+            differs(condition, sample).any(),
             f"the pipeline did not reach the latents given for step {k}: it mixes its condition with them, and "
             "cannot be trained on noised images",
         )

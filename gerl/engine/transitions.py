@@ -103,23 +103,34 @@ def transition_mean(
     return a * x.float() + b * velocity.float()
 
 
+def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return where `a` and `b` are different, bool; NaN is equal to NaN, otherwise it would count as overwritten."""
+    return (a != b) & ~(a.isnan() & b.isnan())
+
+
+def numbers_left(written: torch.Tensor) -> torch.Tensor:
+    """Return how many elements of each row are not `written` `[B, ...]`, `[B]`; raises `ReplayError` if none is."""
+    counts = (~written).flatten(1).sum(1)
+    if not bool(counts.all()):
+        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: use a mask with an opening")
+    return counts
+
+
 def unwritten(values: torch.Tensor, written: torch.Tensor | None) -> torch.Tensor:
     """Return each row of `values` `[B, ...]` without its elements `written` (bool, same shape), `[B, N]`.
 
-    Returns `values` if `written` is None. Rows with more written elements are padded with their own from the first one
-    on: in half precision an overwritten value may by chance stay the same. Raises `ReplayError` if nothing is left of a
-    row.
+    Returns `values` if `written` is None. A row with fewer elements than N ends in zeros and is scaled by the square
+    root of N over their number, so that a mean of squares is that of its own elements: their number differs between
+    rows already because in half precision an overwritten value may by chance stay the same. Raises `ReplayError` if
+    nothing is left of a row.
     """
     if written is None:
         return values
-    left = (~written).flatten(1)
-    counts = left.sum(1, keepdim=True)
-    if not bool(counts.all()):
-        raise ReplayError("the pipeline's condition leaves nothing of a sample to learn: use a mask with an opening")
+    left, counts = (~written).flatten(1), numbers_left(written)[:, None]
     most = int(counts.max())
-    order = left.to(torch.int8).argsort(dim=1, descending=True, stable=True)
-    places = order.gather(1, torch.arange(most, device=left.device) % counts)
-    return values.flatten(1).gather(1, places)
+    places = left.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    scaled = values.flatten(1).gather(1, places) * (most / counts).sqrt().to(values.dtype)
+    return scaled.masked_fill(torch.arange(most, device=left.device) >= counts, 0.0)
 
 
 def gaussian_log_prob(
@@ -133,9 +144,12 @@ def gaussian_log_prob(
     if std <= 0:
         raise ValueError("a step with std 0 is deterministic and has no log-probability")
     z = (x_next.detach().float() - mean.float()) / std
-    if overwritten is not None:
-        z = unwritten(z, overwritten)
-    return -0.5 * (z * z).flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    squares = (z * z).flatten(1)
+    if overwritten is None:
+        distance = squares.mean(1)
+    else:  # a sum of all, whose order does not depend on the other rows
+        distance = squares.masked_fill(overwritten.flatten(1), 0.0).sum(1) / numbers_left(overwritten)
+    return -0.5 * distance - math.log(std) - 0.5 * math.log(2 * math.pi)
 
 
 class TransitionRule:

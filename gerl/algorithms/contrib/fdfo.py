@@ -118,7 +118,7 @@ def directions(finished: torch.Tensor, partner: torch.Tensor, overwritten: torch
     finished = finished.float()
     d = (finished - finished[partner.to(finished.device)]) / 2
     d = d if overwritten is None else d.masked_fill(overwritten, 0.0)
-    squares = transitions.unwritten(d**2, overwritten).flatten(1).mean(1).clamp_min(LEAST)
+    squares = (transitions.unwritten(d, overwritten) ** 2).flatten(1).mean(1).clamp_min(LEAST)
     return d / squares.view(-1, *[1] * (d.ndim - 1))
 
 

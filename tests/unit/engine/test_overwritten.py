@@ -15,6 +15,7 @@ from gerl.algorithms import Batch, build_algorithm
 from gerl.algorithms.contrib.fdfo import directions
 from gerl.engine import RequiredTensors, Tape, branch, compact, record, replay
 from gerl.engine.transitions import unwritten
+from gerl.errors import ModelError, ReplayError
 from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample
 
@@ -151,7 +152,60 @@ def test_the_rows_that_are_left() -> None:
     assert unwritten(values, None) is values
     assert unwritten(values, written).tolist() == [[1, 2, 5], [6, 8, 11]]
     written[1, 0, 0] = True  # by chance, as in half precision
-    assert unwritten(values, written).tolist() == [[1, 2, 5], [8, 11, 8]]
+    assert unwritten(values, written).tolist() == [
+        [1, 2, 5],
+        [pytest.approx(8 * 1.5**0.5), pytest.approx(11 * 1.5**0.5), 0],
+    ]
+    written[1] = True
+    with pytest.raises(ReplayError, match="opening"):
+        unwritten(values, written)
+
+
+def test_rows_in_half_precision_count_for_themselves() -> None:
+    """Overwritten latents that stay the same by chance: log-probability, KL and gradient of rows alone and together."""
+    entry = next(e for e in ENTRIES if e.name == "FluxInpaintPipeline")
+    pipe = entry.build().to(torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    parameters = tiny.add_lora(pipe)
+    for p in parameters:
+        p.data = p.data.float()  # as in a run
+    tape = rollout(pipe, call_for(entry, pipe, False), entry.kernel)
+    left = torch.stack([(~tape.overwritten(k)).flatten(1).sum(1) for k in tape.stochastic_steps])  # type: ignore[operator]
+    assert (left.amin(1) < left.amax(1)).any(), "no chance in this rollout: use another seed"
+    lora = {f"transformer.{i}": p for i, p in enumerate(parameters)}
+    policy = Policy(pipe, {"transformer": pipe.transformer}, lora, EMA(lora, 0.9))
+    trained = tuple(tape.stochastic_steps)
+    credit = torch.tensor([1.0, -2.0, 0.5, 3.0])[:, None].expand(-1, len(tape.steps))
+    batch = Batch(tape, [Sample(Prompt(0, "p"), i, i, 1) for i in range(4)], trained, credit)
+
+    def gradient(name: str, parts: list[list[int]], **keys: float) -> torch.Tensor:
+        algorithm = build_algorithm(config(name, **keys))
+        pipe.transformer.zero_grad()
+        for rows in parts:
+            stats = algorithm.train(policy, batch, rows, 4 * len(trained))
+            assert name != "flow_grpo" or stats.ratio_deviation == 0
+        return torch.cat([p.grad.flatten().float() for p in parameters if p.grad is not None])
+
+    for name, keys in (("flow_grpo", {"kl_coef": 0.5}), ("diffusion_nft", {}), ("awm", {})):
+        together, alone = (gradient(name, parts, **keys) for parts in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]))
+        assert (together - alone).norm() < 1e-4 * together.norm(), name
+
+
+def test_nan_is_named_or_handed_on_but_not_taken_for_a_condition() -> None:
+    pipe = tiny.build(tiny.CASES["sd3"])
+
+    def spoiled(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values[:1], values[1:2] * math.nan, values[2:]])
+
+    call = tiny.call_for(tiny.CASES["sd3"], False)
+    hook = pipe.transformer.register_forward_hook(lambda module, inputs, output: (spoiled(output[0]),))
+    call["callback_on_step_end"] = lambda pipe, i, t, values: {"latents": values["latents"] * 1.0}
+    tape = rollout(pipe, call, "flow_sde")
+    hook.remove()
+    assert tape.overwritten(0) is None and tape.steps[1].log_prob.isnan().tolist() == [False, True, False, False]  # type: ignore[union-attr]
+    call["callback_on_step_end"] = lambda pipe, i, t, values: {"latents": spoiled(values["latents"])}
+    with pytest.raises(ModelError, match="nan"):
+        rollout(pipe, call, "flow_sde")
 
 
 def test_fdfo_divides_by_what_is_left() -> None:
