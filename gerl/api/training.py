@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import re
@@ -292,10 +293,16 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
     """
     from diffusers import DiffusionPipeline  # imported here: a path needs no diffusers
 
-    from gerl.model.denoisers import check_offered
+    from gerl.model.denoisers import check_offered, unstored
 
     if not isinstance(pipe, DiffusionPipeline):
         check_offered(pipe)
+    if changes := unstored(pipe):
+        pipeline_logger.warning(
+            "the pipeline in memory computes with what none of its files holds (%s): it is trained with that, but "
+            "exports, evaluation and whatever else reads files go without",
+            ", ".join(changes),
+        )
     if saved.exists():
         return str(saved)
     known = getattr(pipe, "name_or_path", None) or ""
@@ -306,7 +313,7 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
         return str(saved)
     pipeline_logger.info("comparing the pipeline in memory with its files, %s ...", known)
     index = DiffusionPipeline.load_config(str(source))
-    changed = [
+    changed = _other_settings(pipe, index) + [
         name
         for name, part in pipe.components.items()
         if index.get(name, [None, None])[1] != (None if part is None else type(part).__name__)
@@ -329,6 +336,19 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
         elif part is not None and (source / name).exists():
             (saved / name).symlink_to((source / name).resolve(), target_is_directory=True)
     return str(saved)
+
+
+def _other_settings(pipe: DiffusionPipeline, index: Mapping[str, Any]) -> list[str]:
+    """Return the settings of `pipe` itself that differ from its file `index`: its class, and values of its config."""
+    import diffusers
+
+    defaults = {name: p.default for name, p in inspect.signature(type(pipe).__init__).parameters.items()}
+    values = {name: value for name, value in pipe.config.items() if name[0] != "_" and name not in pipe.components}
+    found = [name for name, value in values.items() if value != index.get(name, defaults.get(name, value))]
+    kinds = type(pipe).__name__, index.get("_class_name")
+    if kinds[0] != kinds[1] and all(isinstance(kind, str) and hasattr(diffusers, kind) for kind in kinds):
+        found.append(f"class {kinds[0]}")
+    return found
 
 
 def _folder(known: str) -> Path | None:

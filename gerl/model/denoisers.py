@@ -79,20 +79,21 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
     config = config or ModelConfig()
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights on loading: give the path instead")
-    for name, denoiser in find_denoisers(pipe).items():
-        adapted = adapted_layers([denoiser])
-        names = [set(layer._all_available_adapter_names()) - set(layer.merged_adapters) for layer in adapted]
-        if adapted and not any(names) and all(layer.merged for layer in adapted):  # left behind by `pipe.fuse_lora()`
-            logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
-            remove_lora(denoiser)
-        check_plain(name, denoiser)
-        if hooked := [part or name for part, m in denoiser.named_modules() if m._forward_hooks or m._forward_pre_hooks]:
-            logger.warning(
-                "%s has forward hooks from the calling program (on %s), which run in both rollouts and replays: "
-                "one that keeps state between calls makes them differ",
-                name,
-                hooked[0],
-            )
+    denoisers = find_denoisers(pipe)
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            _remove_fused(name, component)
+            if name in denoisers:
+                check_plain(name, component)
+            else:
+                check_unadapted(name, component)
+            if hooked := [part or name for part, m in component.named_modules() if _has_hooks(m)]:
+                logger.warning(
+                    "%s has forward hooks from the calling program (on %s), which no file of it holds and which run in "
+                    "both rollouts and replays: one that keeps state between calls makes them differ",
+                    name,
+                    hooked[0],
+                )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module) and any(p.is_meta for p in component.parameters()):
             raise ModelError(
@@ -101,14 +102,31 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
             )
 
 
-def check_plain(name: str, denoiser: torch.nn.Module) -> None:
-    """Raise `ModelError` for adapters, fused projections or caches, with which no LoRA fits a plain pipeline."""
-    adapters = [type(layer).__module__ for layer in adapted_layers([denoiser])]
-    if kinds := sorted({name.split(".")[2] for name in adapters if name.startswith("peft.tuners.")}):
+def _remove_fused(name: str, model: torch.nn.Module) -> None:
+    """Remove the layers that `pipe.fuse_lora()` leaves behind, if all adapters of `model` are fused."""
+    adapted = adapted_layers([model])
+    names = [set(layer._all_available_adapter_names()) - set(layer.merged_adapters) for layer in adapted]
+    if adapted and not any(names) and all(layer.merged for layer in adapted):
+        logger.info("the fused adapters of %s stay in its weights, their layers are removed", name)
+        remove_lora(model)
+        if isinstance(model, PreTrainedModel):
+            model._hf_peft_config_loaded = False  # else it is saved as an adapter
+
+
+def check_unadapted(name: str, model: torch.nn.Module) -> None:
+    """Raise `ModelError` for adapters, which are in no file of the pipeline."""
+    adapters = [type(layer).__module__ for layer in adapted_layers([model])]
+    if kinds := sorted({module.split(".")[2] for module in adapters if module.startswith("peft.tuners.")}):
         raise ModelError(
             f"{name} already has adapters ({', '.join(kinds)}): call pipe.unload_lora_weights() to start without "
-            "them, or pipe.fuse_lora() and then pipe.unload_lora_weights() to train on top of them"
+            f"them, or pipe.fuse_lora(components=[{name!r}]) and then pipe.unload_lora_weights() to train on top of "
+            "them"
         )
+
+
+def check_plain(name: str, denoiser: torch.nn.Module) -> None:
+    """Raise `ModelError` for adapters, fused projections or caches, with which no LoRA fits a plain pipeline."""
+    check_unadapted(name, denoiser)
     # an `Attention` remains marked as fused after unfuse_qkv_projections() has restored its processor
     fused = [
         type(m.processor).__name__.startswith("Fused")
@@ -126,6 +144,46 @@ def check_plain(name: str, denoiser: torch.nn.Module) -> None:
             f"{name} keeps state between denoising steps ({', '.join(stateful)}), which cannot be replayed: call "
             f"pipe.{name}.disable_cache() first, and use sampling.cache for rollouts"
         )
+
+
+LIBRARIES = (
+    "accelerate", "bitsandbytes", "diffusers", "diffusers_modules", "gguf", "kernels", "optimum", "peft", "timm",
+    "torch", "torchao", "torchvision", "transformers", "transformers_modules", "xformers",
+)  # fmt: skip
+MOVING = re.compile("offload|tracker|autocast|context_parallel")  # hooks that change no result
+
+
+def unstored(pipe: DiffusionPipeline) -> list[str]:
+    """Describe what changes the results of `pipe` in memory, but is in no file that it saves."""
+    found = []
+    for name, part in pipe.components.items():
+        if not isinstance(part, torch.nn.Module):
+            continue
+        modules = dict(part.named_modules())
+        if any(getattr(m, "b1", None) is not None and getattr(m, "s1", None) is not None for m in modules.values()):
+            found.append(f"FreeU on {name}")
+        hooks = {
+            h for m in modules.values() if (registry := getattr(m, "_diffusers_hook", None)) for h in registry.hooks
+        }
+        found += [f"{hook} of {name}" for hook in sorted(hooks) if not MOVING.search(hook)]
+        processors = {type(p) for m in modules.values() if (p := getattr(m, "processor", None)) is not None}
+        kinds = {type(m) for m in modules.values()} if _is_of_a_library(type(part)) else set[type]()
+        own = sorted(kind.__name__ for kind in processors | kinds if not _is_of_a_library(kind))
+        found += [f"{kind} in {name}" for kind in own]
+        found += [f"another forward of {place or name}" for place, m in modules.items() if _is_patched(m)][:1]
+    return found
+
+
+def _is_of_a_library(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in LIBRARIES
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _is_patched(module: torch.nn.Module) -> bool:
+    return "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
 
 
 def has_adapter(denoiser: torch.nn.Module) -> bool:

@@ -11,12 +11,14 @@ import pytest
 import tiny
 import torch
 import yaml
+from diffusers.models.attention_processor import AttnProcessor
 from huggingface_hub import constants
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 
 from gerl.api.training import nested, path_of, plain, scorers_of, write_experiment, write_prompts
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, DataError, ModelError
+from gerl.model.denoisers import check_offered
 
 
 def read(folder: Path) -> Any:
@@ -114,6 +116,100 @@ def test_one_with_adapters_that_was_changed_is_refused(stored: Path, tmp_path: P
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(ModelError, match=r"unload_lora_weights\(\)"):
         path_of(pipe, tmp_path / "saved")
+
+
+@pytest.fixture(scope="module")
+def stored_unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unet")
+    tiny.sd15().save_pretrained(str(folder))
+    return folder
+
+
+CALL = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "np"}
+TEXT = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+
+def fused_text_encoder(pipe: Any) -> None:
+    pipe.text_encoder.add_adapter(TEXT)
+    pipe.fuse_lora(components=["text_encoder"])
+
+
+def doubled(module: torch.nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **keys: 2 * forward(*args, **keys)  # type: ignore[method-assign]
+
+
+class OwnLinear(torch.nn.Linear):
+    """A class of the calling program, as of token merging."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnProcessor(AttnProcessor):
+    """An attention processor of the calling program."""
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        return 2 * super().__call__(*args, **keys)
+
+
+def first_linear(pipe: Any) -> torch.nn.Module:
+    return next(m for m in pipe.unet.modules() if type(m) is torch.nn.Linear)  # type: ignore[no-any-return]
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "text-encoder LoRA": ("refused", lambda pipe: pipe.text_encoder.add_adapter(TEXT)),
+    "VAE adapter": (
+        "refused",
+        lambda pipe: inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q"]), pipe.vae),
+    ),
+    "fused text-encoder LoRA": ("kept", fused_text_encoder),
+    "scaling factor": ("kept", lambda pipe: pipe.vae.register_to_config(scaling_factor=2.0)),
+    "setting of the pipeline": (
+        "kept",
+        lambda pipe: pipe.register_to_config(requires_safety_checker=not pipe.config.requires_safety_checker),
+    ),
+    "FreeU": ("said", lambda pipe: pipe.enable_freeu(0.9, 0.2, 1.2, 1.4)),
+    "AttnProcessor": ("nothing", lambda pipe: pipe.unet.set_attn_processor(AttnProcessor())),
+    "OwnProcessor": ("said", lambda pipe: pipe.unet.set_attn_processor(OwnProcessor())),
+    "layerwise_casting": (
+        "said",
+        lambda pipe: pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+    ),
+    "forward": ("said", lambda pipe: doubled(pipe.vae.decoder)),
+    "OwnLinear": ("said", lambda pipe: setattr(first_linear(pipe), "__class__", OwnLinear)),
+    "forward hooks": ("said", lambda pipe: pipe.text_encoder.register_forward_hook(lambda *_: None)),
+    "attention slicing": ("nothing", lambda pipe: pipe.enable_attention_slicing()),
+    "tiling": ("nothing", lambda pipe: pipe.vae.enable_tiling()),
+    "checkpointing": ("nothing", lambda pipe: pipe.unet.enable_gradient_checkpointing()),
+    "model offload": ("nothing", lambda pipe: pipe.unet.enable_group_offload("cpu", torch.device("cpu"), "leaf_level")),
+}
+
+
+def test_what_changes_a_pipeline_is_kept_refused_or_said(
+    stored_unet: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What files do not hold: images of the pipeline and of the files that its run would name are equal, or it said."""
+    wrong = []
+    for i, (name, (expected, change)) in enumerate(CHANGES.items()):
+        pipe = read(stored_unet)
+        change(pipe)
+        caplog.clear()
+        try:
+            check_offered(pipe)
+            folder = Path(path_of(pipe, tmp_path / str(i)))
+        except ModelError as error:
+            outcome = "refused" if "fuse_lora(components" in str(error) else str(error)
+        else:
+            images = [p("a", generator=torch.Generator().manual_seed(0), **CALL).images for p in (pipe, read(folder))]
+            same, said = (
+                abs(images[0] - images[1]).max() < 1e-4,
+                [r for r in caplog.records if r.levelname == "WARNING"],
+            )
+            outcome = "said" if said and name in caplog.text else "kept" if folder != stored_unet else "nothing"
+            outcome = outcome if outcome == "said" or same else "silently other images"
+        wrong += [] if outcome == expected else [f"{name}: {outcome}, not {expected}"]
+    assert not wrong
 
 
 def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:
