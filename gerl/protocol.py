@@ -161,6 +161,7 @@ class ModelFacts:
     lora_lines: list[str]  # Python that loads its LoRA in plain diffusers; empty if weights are trained
     arguments: list[str]  # of the pipeline's call
     warnings: list[str] = field(default_factory=list)  # messages about settings known to harm it
+    components: list[str] = field(default_factory=list)  # Python arguments for those left out or replaced
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,13 @@ from gerl.config.roles import check_roles
 from gerl.config.suggestions import other_value
 from gerl.errors import ConfigError
 
-FREE = ("sampling.call", "reward.scorers", "data.columns", "algorithm")  # blocks to which a sweep may add keys
+FREE = (
+    "sampling.call",
+    "model.parts",
+    "reward.scorers",
+    "data.columns",
+    "algorithm",
+)  # blocks to which a sweep may add keys
 RUN_DIR, SWEEPS = "hydra.run.dir", "hydra.sweep.dir"
 GROUPS = ("launcher", "sweeper", "env", "help", "hydra_help", "hydra_logging", "job_logging", "output")
 PLUGINS = {"sweeper": "optuna", "launcher": "submitit_slurm"}

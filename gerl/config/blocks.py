@@ -700,6 +700,11 @@ class TrainerConfig(Block):
 @dataclass(frozen=True)
 class ModelConfig(Block):
     path: str = main_key("signs", "diffusers pipeline: Hub id, folder, or 'signs' (the small SD3 that ships with gerl)")
+    parts: dict[str, str | None] = key(
+        {},
+        "components that are replaced by those of a folder or Hub id, such as {vae: FOLDER}, or left out: "
+        "{text_encoder_3: null}",
+    )
     dtype: Dtype = main_key(
         "auto",
         "precision of the frozen weights; auto is bfloat16 on a GPU and float32 on a CPU; LoRA is always float32",
@@ -760,6 +765,8 @@ class ModelConfig(Block):
     def check(self) -> None:
         if not self.train:
             raise ConfigError("model.train='': use lora, full, or a regular expression on the names of weights")
+        for name in (name for name, part in self.parts.items() if part is not None and not part.strip()):
+            raise ConfigError(f"model.parts.{name}='': give a folder or a Hub id, or null to leave {name} out")
         check_exclusions(MODEL, {"model": self})
         self._check_expression("lora_targets", self.lora_targets or "", "null")
         self._check_expression("train", self.train, "lora or full")

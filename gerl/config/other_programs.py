@@ -37,7 +37,7 @@ ABSENT: dict[str, str] = _read(_TABLE["absent"])
 FLAGS: dict[str, dict[str, str | Why]] = _read(_TABLE["flags"])
 VALUES: dict[str, dict[str, str | Why]] = _read(_TABLE["values"])
 HINTS: dict[str, Why] = _read(_TABLE["hints"])
-FREE = ("sampling.call.", "reward.scorers.")  # dictionaries with entries of any name
+FREE = ("sampling.call.", "model.parts.", "reward.scorers.")  # dictionaries with entries of any name
 
 
 def ends(name: str) -> list[str]:

@@ -116,6 +116,7 @@ def run(request: Request) -> list[Path]:
         from gerl.export.files import lora_files, merged_pipeline, write_files
         from gerl.export.full_weights import extract, whole_pipeline, write_denoisers
         from gerl.model.denoisers import quiet_libraries
+        from gerl.model.loading import required_and_absent
 
     quiet_libraries()
     logger.info("checkpoint: %s (%s), %s weights", checkpoint.path, why, request.weights)
@@ -125,15 +126,17 @@ def run(request: Request) -> list[Path]:
         loras = {} if request.rank is None else extract(checkpoint, request.weights, base, request.rank)
     if request.format == "hub":
         return publish(request, run_dir, checkpoint.step, loras, base)
-    if request.format == "merged":
+    facts: dict[str, Any] = {"out": str(request.out), "format": request.format, "loras": loras}
+    facts |= {"merged": request.format == "merged", "absent": []}
+    if facts["merged"]:
         pipe = whole_pipeline(checkpoint, request.weights, base) if whole else merged_pipeline(loras, base)
         written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
+        facts["absent"] = required_and_absent(pipe)
     elif loras:
         files = lora_files(request.format, loras, base)
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
     else:
         written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
-    facts = {"out": str(request.out), "format": request.format, "merged": request.format == "merged", "loras": loras}
     denoisers = models_in(request.folder)
     logger.info("%s", render("exported.txt.j2", written=written, base=base, denoisers=denoisers, **facts).rstrip())
     return written
@@ -206,7 +209,9 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
         model = settings["model"] if role is None else model_of_role(settings, role, is_text)
         merged = str(model["lora"]) if model.get("merge_lora") is True else None
         quantised = str(model.get("quantize", "none"))
-        return Base(str(model["path"]), float(model["lora_alpha"]), merged, quantised, role, is_text)
+        return Base(
+            str(model["path"]), float(model["lora_alpha"]), merged, quantised, role, is_text, model.get("parts") or {}
+        )
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({reason(error)}): the export needs it next to checkpoints/, for the LoRA's alpha"

@@ -17,6 +17,7 @@ from gerl.export.base import Base
 from gerl.model import denoisers as skeletons
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import find_denoisers
+from gerl.model.hub import model_folder
 from gerl.model.lora import (
     Lora,
     check_fit,
@@ -28,6 +29,7 @@ from gerl.model.lora import (
     merge_start,
     peft_files,
 )
+from gerl.model.parts import left_out
 from gerl.model.paths import WEIGHTS, resolve
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
                 files |= {f"{name}/{file}": content for file, content in peft_files(lora, str(base)).items()}
         case "kohya":
             for name, lora in loras.items():
-                denoiser = skeleton(base.path, name)
+                denoiser = skeleton(base, name)
                 check_fit(lora, denoiser, f"{name} of {base.path}")
                 content = files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser, str(base))
                 try:
@@ -74,20 +76,20 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
 def _check(content: bytes, loras: Mapping[str, Lora], base: Base) -> None:
     """Raise `ModelError` unless plain diffusers loads the file completely; skipped if the base model is missing."""
     try:
-        denoisers = {name: skeleton(base.path, name) for name in loras}
+        denoisers = {name: skeleton(base, name) for name in loras}
     except ModelError as error:
         logger.info("the file was not tested in diffusers: %s", error)
     else:
         check_loads(content, denoisers)
 
 
-def skeleton(base: str, name: str) -> diffusers.ModelMixin:
+def skeleton(base: Base, name: str) -> diffusers.ModelMixin:
     """Return the denoiser `name` of a pipeline without weights, on the meta device, built from its configuration."""
-    with loading(base):
-        folder = resolve(base)
+    with loading(base.path):
+        folder = str(model_folder(base.path, base.parts)) if base.parts else resolve(base.path)
         index = diffusers.DiffusionPipeline.load_config(folder)
         if name not in index:
-            raise ModelError(f"model={base} has no {name}, to which the LoRA belongs")
+            raise ModelError(f"model={base.path} has no {name}, to which the LoRA belongs")
         return skeletons.skeleton(folder, name, index)
 
 
@@ -97,12 +99,11 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
     A LoRA merged into the base before training is merged first.
     """
     with loading(base.path):
-        folder = Path(resolve(base.path))
-        if not folder.is_dir():
-            folder = Path(diffusers.DiffusionPipeline.download(str(folder)))
+        folder = model_folder(base.path, base.parts)
         check_files(folder)
+        without = left_out(diffusers.DiffusionPipeline.load_config(str(folder)))
         with weights_checked():
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder))
+            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder), **without)
     if base.merged is not None:
         merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), find_denoisers(pipe))
     for name, lora in loras.items():

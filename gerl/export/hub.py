@@ -66,7 +66,7 @@ def _comfyui(
     files: dict[str, bytes] = {}
     try:
         for name, lora in loras.items():
-            denoiser = skeleton(base.path, name)
+            denoiser = skeleton(base, name)
             check_fit(lora, denoiser, f"{name} of {base.path}")
             suffix = f"_{name}" if len(loras) > 1 else ""
             files[f"comfyui/{stem}{suffix}.safetensors"] = kohya_file(lora, denoiser, noted, facts)

@@ -77,6 +77,10 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
         instead = "one with the same components, such as FluxPipeline(**pipe.components)" if modular else "one"
         raise ModelError(f"{type(pipe).__name__} is not a diffusers pipeline: give {instead}, a Hub id or a folder")
     config = config or ModelConfig()
+    if config.parts:
+        raise ModelError(
+            "model.parts replaces components on loading: set those of the pipeline in memory instead, such as pipe.vae"
+        )
     if config.quantize != "none" or config.quantize_encoders != "none" or config.merge_lora:
         raise ModelError("model.quantize and model.merge_lora change weights on loading: give the path instead")
     denoisers = find_denoisers(pipe)

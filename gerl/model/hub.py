@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,11 +20,14 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx
 
 from gerl.errors import GerlError, ModelError, causes
+from gerl.model.parts import NO_PARTS, Parts, arranged, check_names, variants_in, with_tokenizers
 from gerl.model.paths import INDEX, resolve
 from gerl.progress import waiting
 from gerl.utils.files import reason
 
 logger = logging.getLogger(__name__)
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+FILES = (".safetensors", ".json", ".txt", ".model")  # files of a component; .bin where there are no others
 PATIENCE = 10.0  # seconds to wait for the Hub's first response
 
 
@@ -47,25 +52,57 @@ def cache_bytes() -> int:
     return total
 
 
-def model_folder(path: str) -> Path:
-    """Return the folder of the pipeline `path`, fetched if it is on the Hub. Raises `ModelError`."""
+def model_folder(path: str, parts: Parts = NO_PARTS) -> Path:
+    """Return the folder of the pipeline `path` with `parts`, fetched if it is on the Hub. Raises `ModelError`."""
     given = resolve(path)
-    return Path(given if Path(given).is_dir() else fetch(given))
+    folder = Path(given if Path(given).is_dir() else fetch(given, parts))
+    if parts:
+        check_names(parts, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+    return arranged(folder, {name: None if part is None else part_folder(name, part) for name, part in parts.items()})
 
 
-def fetch(path: str) -> str:
+def part_folder(name: str, source: str) -> Path:
+    """Return the folder of the component `name` in `source`, folder or Hub id of it or of a pipeline that has it."""
+    given, folder = f"model.parts.{name}={source!r}", Path(source).expanduser()
+    if not folder.exists():
+        if not HUB_ID.fullmatch(source):
+            raise ModelError(f"{given}: there is no folder {folder.absolute()}; correct the path, or give a Hub id")
+        unreached = _unreached(source)
+        with _readable(source, unreached, f"model.parts.{name}"), waiting(f"fetching {source}", Downloads()):
+            infos = [] if unreached else model_info(source, timeout=PATIENCE).siblings or []
+            files = [entry.rfilename for entry in infos]
+            old = not any(file.endswith(".safetensors") for file in files)
+            component = [f for f in files if "/" not in f and f.endswith((*FILES, ".bin") if old else FILES)]
+            wanted = [INDEX, f"{name}/*"] if INDEX in files else component
+            folder = Path(snapshot_download(source, allow_patterns=wanted, local_files_only=unreached is not None))
+    part = folder / name if (folder / INDEX).is_file() else folder
+    if not part.is_dir():
+        raise ModelError(
+            f"{given} is not a folder with a {name}: give one that pipe.{name}.save_pretrained has written"
+        )
+    return part.absolute()
+
+
+def fetch(path: str, parts: Parts = NO_PARTS) -> str:
     """Download missing files of the pipeline with Hub id `path`, and return its folder in the Hub's cache.
 
+    Components in `parts` are not downloaded; a variant is if there are no other weights.
     Without access to the Hub, or with HF_HUB_OFFLINE, the cache must hold the complete pipeline. Raises `ModelError`.
     """
     from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
-    unreached = _unreached(path)
+    unreached, without = _unreached(path), dict.fromkeys(with_tokenizers(parts))
     with _readable(path, unreached, "model.path"):
         if unreached is None:
+            if parts:
+                check_names(parts, DiffusionPipeline.load_config(path))
+            files = [entry.rfilename for entry in model_info(path, timeout=PATIENCE).siblings or []]
+            variants = variants_in(file for file in files if file.partition("/")[0] not in parts)
             with waiting(f"fetching {path} from {constants.ENDPOINT}", Downloads()):
-                return str(DiffusionPipeline.download(path))
-        folder = DiffusionPipeline.download(path, local_files_only=True)
+                for variant in sorted(set(variants.values())):
+                    DiffusionPipeline.download(path, variant=variant, **without)
+                return str(DiffusionPipeline.download(path, **without))
+        folder = DiffusionPipeline.download(path, local_files_only=True, **without)
         if not isinstance(unreached, OfflineModeIsEnabled):
             logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
     return str(folder)

@@ -81,6 +81,8 @@ class LanguageModel:
 def load_language_policy(config: Config, device: str, temperature: float, limit: int) -> Policy:
     """Load the language model `model.path` with a LoRA. Raises `ModelError` if it cannot be loaded."""
     model = config.model
+    if model.parts:
+        raise ModelError(f"model.parts={model.parts}: a language model has no components; remove it")
     try:
         folder = Path(model.path).expanduser()
         path = str(folder) if folder.is_dir() else model.path

@@ -75,7 +75,7 @@ class ImageLatents:
 
 def latents_folder(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for VAE outputs of `model` in `dtype`."""
-    return cache.expanduser() / "images" / identity(model_folder(model.path), ("vae",), dtype)
+    return cache.expanduser() / "images" / identity(model_folder(model.path, model.parts), ("vae",), dtype)
 
 
 def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:

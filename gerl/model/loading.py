@@ -21,7 +21,7 @@ from gerl.errors import ModelError
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
-from gerl.model.hub import fetch, model_folder, refusal_of_code
+from gerl.model.hub import model_folder, part_folder, refusal_of_code
 from gerl.model.lora import (
     add_lora,
     begin_with,
@@ -32,6 +32,7 @@ from gerl.model.lora import (
     targets_of,
     with_lora,
 )
+from gerl.model.parts import NO_PARTS, Parts, left_out, with_tokenizers
 from gerl.model.paths import resolve
 from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
 from gerl.model.policy import EMA, Gathered, Policy, alone, chosen, divide, parameters_of
@@ -65,10 +66,10 @@ def read_pipeline(
     """
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return offered
-    source = resolve(path)
-    own = Path(source).is_dir()
+    parts = NO_PARTS if config is None else config.parts
+    own = Path(resolve(path)).is_dir()
     with _loading(path):
-        folder = source if own else fetch(source)
+        folder = str(model_folder(path, parts))
         check_files(Path(folder))
         index = DiffusionPipeline.load_config(folder)
         code = own_code(Path(folder), index) if own else []
@@ -89,7 +90,7 @@ def read_pipeline(
             known = skeletons(folder)
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
-        given = {**models, **dict.fromkeys(encoders), "quantization_config": quantised}
+        given = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
         with weights_checked():
             pipe = kind.from_pretrained(folder, dtype=dtypes, trust_remote_code=bool(code), **given)
     for name, encoder in encoders.items():
@@ -129,7 +130,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         check_arguments(type(offered), sampling)
         return
     with _loading(config.path):
-        folder = str(model_folder(config.path))
+        folder = str(model_folder(config.path, config.parts))
         check_files(Path(folder))
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
@@ -320,9 +321,33 @@ def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> lis
     return lines + [f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)" for name in others]
 
 
-def replaced_scheduler(pipe: DiffusionPipeline, path: str) -> str | None:
-    """Return the class of the original scheduler of the pipeline `path` if `pipe` has another one, else None."""
-    own = DiffusionPipeline.load_config(resolve(path)).get("scheduler", [None, None])[1]
+def required_and_absent(pipe: DiffusionPipeline) -> list[str]:
+    """Return the components that `pipe` lacks although its class requires them: `from_pretrained` must be told."""
+    signature = inspect.signature(type(pipe).__init__).parameters.values()
+    required = [p.name for p in signature if p.default is inspect.Parameter.empty]
+    return [name for name, component in pipe.components.items() if component is None and name in required]
+
+
+def component_arguments(pipe: DiffusionPipeline, config: ModelConfig) -> list[str]:
+    """Return Python arguments of `from_pretrained` for components that are left out or replaced; DTYPE: a precision."""
+    absent, parts, found = required_and_absent(pipe), with_tokenizers(config.parts), []
+    for name, component in pipe.components.items():
+        if component is None and (name in parts or name in absent):
+            found.append(f"{name}=None")
+        elif (source := parts.get(name)) is not None:
+            folder, kind = part_folder(name, source), type(component)
+            place = repr(str(folder)) if Path(source).expanduser().exists() else repr(source)
+            inside = f", subfolder={name!r}" if folder.name == name and not Path(source).expanduser().exists() else ""
+            dtype = ", dtype=torch.DTYPE" if isinstance(component, torch.nn.Module) else ""
+            library = kind.__module__.partition(".")[0]
+            found.append(f"{name}={library}.{kind.__name__}.from_pretrained({place}{inside}{dtype})")
+    return found
+
+
+def replaced_scheduler(pipe: DiffusionPipeline, config: ModelConfig) -> str | None:
+    """Return the class of the original scheduler of the pipeline if `pipe` has another one, else None."""
+    folder = str(model_folder(config.path, config.parts)) if config.parts else resolve(config.path)
+    own = DiffusionPipeline.load_config(folder).get("scheduler", [None, None])[1]
     return None if own in (None, type(pipe.scheduler).__name__) else str(own)
 
 
@@ -352,7 +377,7 @@ def weights_fingerprint(denoisers: dict[str, ModelMixin], unread: Unread | None 
 
 def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: SamplingConfig) -> None:
     """Check the teachers before weights are loaded; those on the Hub are fetched. Raises `ModelError`."""
-    folder, own = _found(config.path)
+    folder, own = _found(config.path, config.parts)
     kind = getattr(diffusers, own, None) if own is not None else None
     for teacher in teachers:
         if isinstance(kind, type) and teacher.changed:
@@ -372,11 +397,11 @@ def check_teachers(teachers: Sequence[Teacher], config: ModelConfig, sampling: S
             read_teachers(teachers, denoisers_among(models))
 
 
-def _found(path: str) -> tuple[str | None, str | None]:
+def _found(path: str, parts: Parts = NO_PARTS) -> tuple[str | None, str | None]:
     """Return the folder of a pipeline and its class name, as far as known."""
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return None, type(offered).__name__
-    folder = str(model_folder(path))
+    folder = str(model_folder(path, parts))
     name = DiffusionPipeline.load_config(folder)["_class_name"]
     return folder, name if isinstance(name, str) else None
 
@@ -405,7 +430,7 @@ def load_teacher(
 ) -> DiffusionPipeline:
     """Load a teacher with the student's `config` and noise levels. Raises `ModelError` if it differs in kind."""
     try:
-        own = replace(config, path=path, lora=None, merge_lora=False, train="lora", compile=None)
+        own = replace(config, path=path, parts={}, lora=None, merge_lora=False, train="lora", compile=None)
         pipe = load_pipeline(own, device, to_shard=mesh is not None)
     except ModelError as error:
         raise ModelError(in_teachers(str(error), f"path={path!r}")) from None

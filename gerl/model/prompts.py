@@ -241,7 +241,7 @@ class PromptCache:
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
     parts = ("text_encoder", "tokenizer", "processor")
-    return cache.expanduser() / identity(model_folder(model.path), parts, dtype, model.quantize_encoders)
+    return cache.expanduser() / identity(model_folder(model.path, model.parts), parts, dtype, model.quantize_encoders)
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:

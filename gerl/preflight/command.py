@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import diffusers
 import torch
 
 from gerl.algorithms import Algorithm, Rewards, build_algorithm
@@ -17,8 +16,7 @@ from gerl.data import tables
 from gerl.data.sources import check_mixture
 from gerl.data.sources import load as load_sources
 from gerl.errors import DataError, GerlError, TrainingError
-from gerl.model.loading import check_model
-from gerl.model.paths import resolve
+from gerl.model.loading import check_model, replaced_scheduler
 from gerl.model.schedulers import SameSigmas
 from gerl.preflight import findings
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
@@ -101,7 +99,7 @@ def load(worker: PolicyWorker, report: Report) -> bool:
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe = worker.policy.pipe
     kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
-    own = diffusers.DiffusionPipeline.load_config(resolve(config.model.path)).get("scheduler", [None])[-1]
+    own = replaced_scheduler(pipe, config.model)
     report.pipeline, report.scheduler = type(pipe).__name__, kind
     report.components = findings.components(pipe.components, worker.policy.trained)
     if own is not None and own != kind:

@@ -54,9 +54,12 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
         given[name] = parts[0] if isinstance(value, str) else f"[{', '.join(parts)}]"
     call = {name: value for name, value in call_of(config).items() if value is not None and name != "output_type"}
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
+    components = [line.replace("DTYPE", dtype) for line in drawing.components]
+    libraries = [name for name in ("diffusers", "transformers") if any(f"={name}." in line for line in components)]
     own = any(line.startswith("load_lora(") for line in loads)
     shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
-    return render("program.py.j2", drawing=drawing, own_loader=own, **shown)
+    shown |= {"components": components, "libraries": libraries, "own_loader": own}
+    return render("program.py.j2", drawing=drawing, **shown)
 
 
 def call_of(config: Mapping[str, Any]) -> dict[str, Any]:

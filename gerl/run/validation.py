@@ -236,6 +236,7 @@ class SamplingRecord:
     video: bool = False  # an image shows some frames of a video side by side
     scheduler: str | None = None  # the pipeline's own scheduler, if the run replaced it
     lora_lines: list[str] = field(default_factory=list)  # Python that loads the LoRA in FOLDER, if unusual
+    components: list[str] = field(default_factory=list)  # Python arguments for components left out or replaced
 
 
 @dataclass(frozen=True)

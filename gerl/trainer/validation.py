@@ -164,7 +164,8 @@ def keep_images(
     chosen = [scores.samples[i] for i in shown]
     given = [{n: v for n in COLUMNS if (v := s.prompt.metadata.get(n)) and n in model.arguments} for s in chosen]
     seeds, alone = [sample.seed for sample in chosen], not any(sample.prompt.turn for sample in chosen)
-    drawing = SamplingRecord(seeds, given, device, pixels[0].ndim == 4, model.scheduler, model.lora_lines)
+    video, loaded = pixels[0].ndim == 4, (model.scheduler, model.lora_lines, model.components)
+    drawing = SamplingRecord(seeds, given, device, video, *loaded)
     stills = [still(image) for image in pixels]
     ids = [sample.prompt.id for sample in scores.samples]
     columns = {name: [finite(float(v)) for v in values] for name, values in _columns(looks, ids).items()}

@@ -19,6 +19,7 @@ from gerl.model.latents import ImageLatents, latents_folder
 from gerl.model.loading import (
     check_model,
     check_teachers,
+    component_arguments,
     load_policy,
     load_teachers,
     lora_lines,
@@ -95,7 +96,7 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
 def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     """Describe a loaded policy to the driver; `notes`: messages logged while it was loaded."""
     unheeded = [unguided(type(policy.pipe), config.sampling), scaled_lora(config.sampling.call)]
-    replaced = replaced_scheduler(policy.pipe, config.model.path)
+    replaced = replaced_scheduler(policy.pipe, config.model)
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
     return ModelFacts(
         type(policy.pipe).__name__,
@@ -108,6 +109,7 @@ def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
         [] if policy.whole else lora_lines(policy.pipe, policy.denoisers),
         list(inspect.signature(type(policy.pipe).__call__).parameters),
         warnings + [sentence for sentence in unheeded if sentence is not None],
+        component_arguments(policy.pipe, config.model),
     )
 
 

@@ -5,7 +5,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -28,8 +28,10 @@ from gerl.config.algorithms import Teacher
 from gerl.data.sources import may_have_pictures
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.denoisers import default_dtype, find_denoisers
+from gerl.model.hub import model_folder
 from gerl.model.loading import prepare
 from gerl.model.lora import ADAPTER, add_lora, targets_of
+from gerl.model.parts import NO_PARTS, Parts, with_tokenizers
 from gerl.model.paths import INDEX, resolve
 from gerl.model.policy import EMA, Policy, chosen, parameters_of
 from gerl.model.quantization import stored_bytes
@@ -277,7 +279,7 @@ def named_on_record(path: str) -> str:
     return path if Path(path).is_dir() else also.get(path, path)
 
 
-def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
+def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta", parts: Parts = NO_PARTS) -> DiffusionPipeline:
     """Build the pipeline of `path`, on `meta` without weights, else with random ones; raises `ModelError`."""
     path = named_on_record(path)
     given = resolve(path)
@@ -289,7 +291,12 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
             "config.json of every component"
         )
     try:
-        pipe = _from_folder(folder, dtype, device) if folder is not None else _from_record(path, dtype, device)
+        if folder is None:
+            pipe = _from_record(
+                path, dtype, device, [name for name, part in with_tokenizers(parts).items() if part is None]
+            )
+        else:
+            pipe = _from_folder(model_folder(str(folder), parts), dtype, device)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ModelError(
@@ -302,7 +309,7 @@ def build_pipeline(path: str, dtype: torch.dtype, device: str = "meta") -> Diffu
 def build_policy(config: Config, dtype: torch.dtype, stage: Stage | None) -> Policy:
     """Build the policy like `load_policy`, but of shapes that run on `stage`; if None, of random weights."""
     model, device = config.model, "meta" if stage is not None else "cpu"
-    pipe = build_pipeline(model.path, dtype, device)
+    pipe = build_pipeline(model.path, dtype, device, model.parts)
     denoisers, whole = find_denoisers(pipe), model.train != "lora"
     targets = {} if whole else targets_of(denoisers, model.lora_targets)
     with torch.device(device):
@@ -373,7 +380,7 @@ def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipe
     return _assembled(getattr(diffusers, index["_class_name"]), components)
 
 
-def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipeline:
+def _from_record(path: str, dtype: torch.dtype, device: str, absent: Sequence[str] = ()) -> DiffusionPipeline:
     record = architectures()
     model = record["models"][path]
     components: dict[str, Any] = {}
@@ -386,6 +393,7 @@ def _from_record(path: str, dtype: torch.dtype, device: str) -> DiffusionPipelin
             components[name] = build_part(part, dtype, device)
         else:
             components[name] = part
+    components |= {name: None for name in absent if name in components}
     return _assembled(getattr(diffusers, model["pipeline"]), components)
 
 

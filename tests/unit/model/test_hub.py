@@ -19,7 +19,7 @@ from gerl.model.hub import Downloads
 
 COMMIT = "a" * 40
 READ = """
-import sys, time, logging
+import json, sys, time, logging
 from gerl.commandline.command import importing
 with importing():
     from gerl.config import ModelConfig, SamplingConfig
@@ -36,8 +36,11 @@ for path in sys.argv[1:]:
             found = fetch_lora(path.removeprefix("lora:"))
             print(found.name, sorted(file.name for file in found.rglob("*")) if found.is_dir() else "file")
             continue
-        check_model(ModelConfig(path=path), SamplingConfig())
-        print("read", type(read_pipeline(path, torch.float32)).__name__)
+        path, _, parts = path.partition("?")
+        config = ModelConfig(path=path, parts=json.loads(parts or "{}"))
+        check_model(config, SamplingConfig())
+        pipe = read_pipeline(path, torch.float32, config)
+        print("read", type(pipe).__name__, *(name for name, part in pipe.components.items() if part is None and parts))
     except GerlError as error:
         print(f"{type(error).__name__} {error}")
     assert time.monotonic() - start < 60
@@ -94,7 +97,10 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadingHTTPServer]:
     Hub.root, Hub.requests = tmp_path_factory.mktemp("hub"), []
-    tiny.sd3(layers=1).save_pretrained(Hub.root / "owner" / "tiny")
+    pipe = tiny.sd3(layers=1)
+    pipe.save_pretrained(Hub.root / "owner" / "tiny")
+    pipe.save_pretrained(Hub.root / "owner" / "half", variant="fp16")
+    pipe.vae.save_pretrained(Hub.root / "owner" / "vae")
     for name, index in {"gated": {}, "code": {"_class_name": ["mine", "Mine"]}, "other": None}.items():
         (Hub.root / "owner" / name).mkdir()
         file = "readme.md" if index is None else "model_index.json"
@@ -119,6 +125,19 @@ def read(home: Path, hub: ThreadingHTTPServer, *paths: str, **environment: str) 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
+
+
+@more
+def test_parts_are_fetched_and_those_left_out_are_not(hub: ThreadingHTTPServer, tmp_path: Path) -> None:
+    parts = json.dumps({"text_encoder_3": None, "vae": "owner/vae", "text_encoder": "owner/tiny"})
+    (half, wrong), shown = read(tmp_path, hub, f"owner/half?{parts}", 'owner/half?{"vaee": null}')
+    assert half.startswith("read StableDiffusion3Pipeline text_encoder_3 tokenizer_3")
+    assert "model.parts.vaee" in wrong and "did you mean model.parts.vae" in wrong
+    assert shown.count("variant fp16") == 1
+    fetched = [path for path in Hub.requests if path.endswith((".safetensors", "tokenizer.json"))]
+    assert fetched and not [path for path in fetched if "_3/" in path or ("owner/half" in path and "/vae/" in path)]
+    assert any("owner/vae/" in path for path in fetched)
+    assert not any("owner/tiny/" in path and "/text_encoder/" not in path for path in fetched)
 
 
 @more
