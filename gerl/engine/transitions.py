@@ -619,7 +619,10 @@ class Transitions:
         return DDIMRule(s, s_next, *cosines, kappa, std * scale, "v_prediction", None, noise_scale=scale)
 
     def _ddim(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config, timestep = self.plan.kernel, scheduler.config, int(self._value(scheduler, timestep))
+        kernel, config = self.plan.kernel, scheduler.config
+        if hasattr(scheduler, "alphas_of_steps"):
+            return self._ddim_along(scheduler, scheduler.alphas_of_steps, timestep, stochastic, span)
+        timestep = int(self._value(scheduler, timestep))
         here, previous = (self._ddim_timestep(scheduler, timestep, steps) for steps in span)
         noise = 0.0 if kernel == "ode" else self._noise(stochastic, last=previous < 0)
         alpha, alpha_next = (
@@ -628,6 +631,18 @@ class Transitions:
         std = noise * scheduler._get_variance(timestep, previous) ** 0.5 if noise else torch.zeros(())
         direction = float((1 - alpha_next - std**2).clamp(min=0) ** 0.5)  # 0 up to rounding where alpha is 0
         return _ddim_rule(config, alpha, alpha_next, direction, float(std), config.clip_sample)
+
+    def _ddim_along(
+        self, scheduler: SchedulerMixin, alphas: torch.Tensor, timestep: Timestep, stochastic: bool | None, span: Span
+    ) -> DDIMRule:
+        """Return a step between values of alpha_bar that are known by step, `alphas` [steps + 1]."""
+        here, following = (self._position(scheduler, timestep) + steps for steps in span)
+        noise = 0.0 if self.plan.kernel == "ode" else self._noise(stochastic, last=following + 1 >= len(alphas))
+        alpha, alpha_next = alphas[here], alphas[following]
+        variance = (1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next)
+        std = noise * float(variance.clamp(min=0)) ** 0.5
+        direction = float((1 - alpha_next - std**2).clamp(min=0) ** 0.5)
+        return _ddim_rule(scheduler.config, alpha, alpha_next, direction, std, scheduler.config.clip_sample)
 
     def _ddim_timestep(self, scheduler: SchedulerMixin, timestep: int, steps: int) -> int:
         """Return the timestep of the latents' noise level `steps` steps after `timestep`; negative at the end."""

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -25,7 +26,8 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from gerl.config import Config
-from gerl.engine.transitions import FLOW, Timestep, family
+from gerl.engine.record import SamplingPlan
+from gerl.engine.transitions import FLOW, Timestep, Transitions, family
 from gerl.errors import ModelError
 
 # --- Replacements with a transition kernel: Euler for flow matching and EDM, otherwise DDIM
@@ -42,6 +44,7 @@ SPACING = ("timestep_spacing", "steps_offset")  # attributes that hold the posit
 # arguments of a general solver's `set_timesteps`; schedulers with more are specific to a pipeline, and are kept
 USUAL = {"num_inference_steps", "device", "sigmas", "mu", "timesteps"}
 SHOWN = 10  # schedule steps shown in the log
+UNEVEN = 28  # steps that do not divide a usual number of timesteps
 
 
 def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
@@ -175,9 +178,90 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     # with zero terminal SNR other schedulers keep a last level of 2^-24, DDIM has 0
     if not torch.allclose(ddim.alphas_cumprod, alphas.float(), rtol=0, atol=1e-7):
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has another noise schedule than DDIM")
+    if hasattr(scheduler, "sigmas") and not all(_same_levels(scheduler, ddim, steps) for steps in (SHOWN, UNEVEN)):
+        return SameLevels.of(scheduler, ddim)
     logger.info("replaced %s by DDIMScheduler, which has a transition kernel", type(scheduler).__name__)
     _note_spacing(scheduler, ddim)
     return ddim
+
+
+class SameLevels(DDIMScheduler):
+    """DDIM steps along another scheduler's noise levels, from each to the next.
+
+    DDIM itself steps by a constant number of timesteps, whatever the next one is.
+    """
+
+    original: SchedulerMixin
+    alphas_of_steps: torch.Tensor  # [steps + 1] fp32 on the CPU
+
+    @classmethod
+    def of(cls, original: SchedulerMixin, ddim: DDIMScheduler) -> "SameLevels":
+        """Return `ddim` with the levels of `original`."""
+        scheduler = cls.from_config(ddim.config)
+        scheduler.alphas_cumprod, scheduler.original = ddim.alphas_cumprod, original
+        scheduler.set_timesteps(SHOWN)
+        levels = " ".join(f"{sigma:.3g}" for sigma in _distinct_levels(original)[1])
+        logger.info(
+            "replaced %s by DDIMScheduler with the same noise levels (in %d steps sigma %s)",
+            type(original).__name__, SHOWN, levels,
+        )  # fmt: skip
+        return scheduler
+
+    def set_timesteps(self, num_inference_steps: int, device: str | torch.device | None = None) -> None:
+        """Take timesteps and noise levels of the original scheduler."""
+        self.original.set_timesteps(num_inference_steps)
+        timesteps, levels = _distinct_levels(self.original)
+        if len(set(timesteps)) < len(timesteps):  # rounded to equal integers, but a step is known by its timestep
+            trained = ((1 - self.alphas_cumprod) / self.alphas_cumprod).log().double() / 2
+            timesteps = np.interp(np.log(levels[:-1]), trained.numpy(), np.arange(len(trained))).tolist()
+        self.timesteps = torch.tensor(timesteps, device=device)
+        self.alphas_of_steps = 1 / (1 + torch.tensor(levels, dtype=torch.float64) ** 2).float()
+        self.num_inference_steps = len(timesteps)
+        first = float(self.original.init_noise_sigma)  # of latents that are not scaled, if it is above 1
+        self.init_noise_sigma = first / (1 + levels[0] ** 2) ** 0.5 if first > 1 else first
+
+    def step(
+        self,
+        model_output: torch.Tensor,
+        timestep: Timestep,
+        sample: torch.Tensor,
+        *args: object,
+        return_dict: bool = True,
+        **kwargs: object,
+    ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
+        """Take the step without noise."""
+        del args, kwargs
+        following = Transitions(SamplingPlan(kernel="ode", noise_level=0.0)).next_rule(self, timestep, False)
+        x_next = following.mean(sample, model_output).to(sample.dtype)
+        return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+
+    def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+        """Return `sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise` at `timesteps`, some of the schedule's."""
+        steps = (self.timesteps[None].cpu() == timesteps.flatten()[:, None].cpu()).int().argmax(1)
+        alphas = self.alphas_of_steps[steps].to(original_samples)
+        alphas = alphas.view(-1, *[1] * (original_samples.ndim - 1))
+        return alphas.sqrt() * original_samples + (1 - alphas).sqrt() * noise
+
+
+def _distinct_levels(scheduler: SchedulerMixin) -> tuple[list[float], list[float]]:
+    """Return the timesteps of `scheduler` and its noise levels sigma, one more, without repeated evaluations."""
+    times, levels = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+    # solvers of second order have each level but the first twice, the second time at its own timestep
+    chosen = [i for i in range(len(times)) if levels[i] not in (0, levels[i + 1]) or i + 1 == len(times)]
+    return [float(times[i]) for i in chosen], [*(levels[i] for i in chosen), levels[-1]]
+
+
+def _same_levels(scheduler: SchedulerMixin, ddim: DDIMScheduler, steps: int) -> bool:
+    """Whether `ddim` calls the model at the levels of `scheduler`, and its steps write those of the next calls."""
+    theirs, ours = (copy.deepcopy(kind) for kind in (scheduler, ddim))
+    for kind in (theirs, ours):
+        kind.set_timesteps(steps)
+    timesteps, levels = _distinct_levels(theirs)
+    own = [int(t) for t in ours.timesteps]
+    alphas = [float(ours.alphas_cumprod[t]) if t >= 0 else float(ours.final_alpha_cumprod)
+              for t in (step - ours.config.num_train_timesteps // steps for step in own)]  # fmt: skip
+    written = [((1 - alpha) / alpha) ** 0.5 for alpha in alphas]
+    return timesteps == own and all(abs(a - b) <= 1e-3 * b for a, b in zip(written, levels[1:], strict=True))
 
 
 def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
@@ -193,6 +277,9 @@ def _note_spacing(scheduler: SchedulerMixin, ddim: DDIMScheduler) -> None:
             "plain pipeline; set a DDIMScheduler there to get the same ones",
             SHOWN, type(scheduler).__name__, " ".join(map(str, own)), " ".join(map(str, found)),
         )  # fmt: skip
+
+
+SUBSTITUTES = (SameSigmas, SameLevels)
 
 
 # --- Distilled models: few-step models, and models with guidance as an input

@@ -17,7 +17,7 @@ from gerl.data.sources import check_mixture
 from gerl.data.sources import load as load_sources
 from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model, replaced_scheduler
-from gerl.model.schedulers import SameSigmas
+from gerl.model.schedulers import SUBSTITUTES
 from gerl.preflight import findings
 from gerl.preflight.bench import TEXT, Bench, attempt, first_run, further_runs
 from gerl.preflight.findings import Report, Run
@@ -98,7 +98,7 @@ def load(worker: PolicyWorker, report: Report) -> bool:
     report.warnings += info.warnings
     report.load_seconds, report.load_peak = usage.seconds, usage.peak
     pipe = worker.policy.pipe
-    kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SameSigmas) else 0].__name__
+    kind = type(pipe.scheduler).mro()[1 if isinstance(pipe.scheduler, SUBSTITUTES) else 0].__name__
     own = replaced_scheduler(pipe, config.model)
     report.pipeline, report.scheduler = type(pipe).__name__, kind
     report.components = findings.components(pipe.components, worker.policy.trained)

@@ -1,6 +1,7 @@
 """Schedulers without a transition kernel, and what takes their place."""
 
 import copy
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from gerl.commandline.composition import compose_run, experiments
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
-from gerl.engine import record
+from gerl.engine import record, replay
 from gerl.errors import ModelError
 from gerl.model.schedulers import SameSigmas, distilled_warnings, few_steps, guidance_notes, trainable_scheduler
 from gerl.workers.setup import load_worker_policy, model_facts
@@ -134,7 +135,7 @@ def test_ddim_keeps_what_the_replaced_scheduler_predicts_and_clips() -> None:
         prediction_type="v_prediction", beta_end=0.015, timestep_spacing="trailing"
     )
     ddim = trainable_scheduler(euler)
-    assert type(ddim) is diffusers.DDIMScheduler
+    assert isinstance(ddim, diffusers.DDIMScheduler)
     assert ddim.config.prediction_type == "v_prediction" and ddim.config.timestep_spacing == "trailing"
     assert torch.equal(ddim.alphas_cumprod, euler.alphas_cumprod)
     assert trainable_scheduler(diffusers.DDPMScheduler(clip_sample=True)).config.clip_sample is True
@@ -207,24 +208,64 @@ def test_schedulers_of_another_kind_are_refused(scheduler: Any, message: str) ->
         trainable_scheduler(scheduler())
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "other"),
-    [
-        (diffusers.EulerDiscreteScheduler(timestep_spacing="linspace"), False),
-        (diffusers.EulerAncestralDiscreteScheduler(timestep_spacing="trailing"), False),
-        (diffusers.PNDMScheduler(steps_offset=1, skip_prk_steps=True), False),
-        (diffusers.DPMSolverMultistepScheduler(use_karras_sigmas=True), True),
-        (diffusers.UniPCMultistepScheduler(), True),
-    ],
-)
-def test_ddim_keeps_the_spacing_of_the_steps_or_says_that_it_is_another(
-    scheduler: Any, other: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        ddim = trainable_scheduler(scheduler)
-    assert ddim.config.timestep_spacing == scheduler.config.timestep_spacing
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == other and all("in 10 steps" in text and "DDIMScheduler at" in text for text in said)
+EPSILON = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+# a scheduler, and the distance of its images, with a LoRA of zeros, from those of its substitute in 10 steps
+SPACINGS = {
+    f"Euler {spacing} {more}": (diffusers.EulerDiscreteScheduler(**EPSILON, timestep_spacing=spacing, **more), 1e-5)
+    for spacing in ("linspace", "leading", "trailing")
+    for more in ({}, {"use_karras_sigmas": True}, {"prediction_type": "v_prediction", "steps_offset": 1})
+} | {
+    "first order": (diffusers.DPMSolverMultistepScheduler(**EPSILON, solver_order=1), 1e-5),
+    "Karras": (diffusers.DPMSolverMultistepScheduler(**EPSILON, use_karras_sigmas=True), 0.06),
+    "Heun": (diffusers.HeunDiscreteScheduler(**EPSILON), 0.06),
+    "KDPM2": (diffusers.KDPM2DiscreteScheduler(**EPSILON), 0.06),
+    "UniPC": (diffusers.UniPCMultistepScheduler(**EPSILON), 0.06),
+    "DDIM": (diffusers.DDIMParallelScheduler(**EPSILON), 1e-5),
+}
+
+
+def test_the_steps_of_a_substitute_end_where_the_next_one_begins(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tiny.sd15()
+    pipe.set_progress_bar_config(disable=True)
+    wrong = []
+    for name, (scheduler, bound) in SPACINGS.items():
+        for steps in (4, 10) if bound < 1e-3 else (10,):
+            pipe.scheduler = scheduler
+            call = {"prompt": ["a"], "height": 16, "width": 16, "num_inference_steps": steps, "output_type": "latent"}
+            stock = pipe(**call, generator=tiny.generators()[:1]).images
+            pipe.scheduler = trainable_scheduler(scheduler)
+            _, tape = record(pipe, call, kernel="ode", noise_level=0.0, generators=tiny.generators()[:1], probe=False)
+            own = pipe(**call, generator=tiny.generators()[:1]).images
+            for found in (tape.steps[-1].x_next, own):
+                far = float((found - stock).norm() / stock.norm())
+                wrong += [f"{name} in {steps} steps: {far}"] if far > bound else []
+            levels = [(step.rule.sigma, step.rule.sigma_next) for step in tape.steps]
+            wrong += [
+                f"{name} in {steps} steps: {a[1]} is followed by {b[0]}"
+                for a, b in itertools.pairwise(levels)
+                if abs(a[1] - b[0]) > 1e-6
+            ]
+    assert not wrong and not caplog.records
+
+
+def test_steps_with_noise_along_other_levels_are_replayed() -> None:
+    pipe = tiny.sd15()
+    tiny.add_lora(pipe)
+    pipe.scheduler = trainable_scheduler(diffusers.EulerDiscreteScheduler(**EPSILON))
+    call = {"prompt": ["a", "b"], "height": 16, "width": 16, "num_inference_steps": 4, "output_type": "latent"}
+    _, tape = record(pipe, call, kernel="ddim", noise_level=1.0, generators=tiny.generators()[:2], probe=False)
+    assert tape.stochastic_steps == [0, 1, 2]
+    for step in tape.steps[:3]:  # eta 1: the posterior of the forward process between these levels
+        a, b = 1 - step.rule.sigma**2, 1 - step.rule.sigma_next**2
+        assert step.rule.std == pytest.approx(((1 - b) / (1 - a) * (1 - a / b)) ** 0.5, rel=1e-3)
+    replay(pipe, tape, lambda k, s: torch.testing.assert_close(s.log_prob, s.recorded_log_prob), grad=False)
+
+
+def test_other_timesteps_without_known_levels_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    trainable_scheduler(diffusers.PNDMScheduler(steps_offset=1, skip_prk_steps=True))
+    assert not caplog.records
+    trainable_scheduler(diffusers.PNDMScheduler())  # steps of a Runge-Kutta method first
+    assert "in 10 steps" in caplog.text and "DDIMScheduler at" in caplog.text
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
