@@ -67,8 +67,8 @@ def compute_score(images, prompts, metadata):
 
 compute_score.takes_tensors = True
 """
-# evaluations include repeated work
-UNTIMED = re.compile(r"(?!time|timing/|evaluations/|scorer/|cluster/|val/.*/gain_)")
+# evaluations include repeated work, and the gradient_ metrics are 1 up to rounding
+UNTIMED = re.compile(r"(?!time|timing/|evaluations/|scorer/|cluster/|val/.*/gain_|actor/gradient_)")
 Rows = list[dict[str, Any]]
 
 

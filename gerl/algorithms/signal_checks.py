@@ -8,6 +8,12 @@ from gerl.protocol import SamplingProbe
 LARGEST_SPREAD = 10.0
 
 
+NOT_FINITE = (
+    "not finite (NaN or infinite): use model.dtype=float32, or bfloat16 rather than float16, and check the weights of "
+    "the model and of model.lora"
+)
+
+
 def ratio_limit(config: ActorConfig, half_precision: bool) -> float:
     """Return the largest acceptable |ratio - 1| on policy; `half_precision`: whether the base weights are."""
     return config.max_ratio_deviation or (2e-2 if half_precision else 1e-3)

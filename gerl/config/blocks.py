@@ -324,6 +324,11 @@ class ActorConfig(Block):
         "with base weights in half precision, where another batch size rounds differently",
         above=0,
     )
+    check_gradient: bool = key(
+        True,
+        "before the first update, compare the gradient of a micro-batch with the plain one: without checkpointing, "
+        "compiled or offloaded blocks, merged rows, joined steps and loss scaling, as far as the run has them",
+    )
 
     @property
     def updates(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations  # annotations name diffusers classes, which 
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -458,7 +459,7 @@ class Replayer(TapeHead):
         x = self.latents[self.step] if self.step in self.latents else self.tape.steps[self.step].x
         n, probe = self.tape.batch_size, self.tape.probe
         # merged samples would share the gradient of their latents
-        self.parted = self.parted or self.leaf is not None
+        self.parted = self.parted or self.leaf is not None or not _DEDUPLICATES.get()
         # given latents are noised images, equal only where no image is left: not compared later, as that synchronises
         later = self.step in self.latents and self.step > 0
         if self.parted or later or probe is None or probe.batch_size == n or not self.probed:
@@ -631,6 +632,17 @@ def check_compacted(tape: Tape, trained: set[int], latents: Mapping[int, torch.T
 # and replaces the others, and its gradient is the sum of theirs.
 
 KEY = 16  # number of values used to hash a row before rows are compared
+_DEDUPLICATES = ContextVar("deduplicates", default=True)
+
+
+@contextlib.contextmanager
+def without_deduplication() -> Iterator[None]:
+    """Compute equal rows separately within the block."""
+    before = _DEDUPLICATES.set(False)
+    try:
+        yield
+    finally:
+        _DEDUPLICATES.reset(before)
 
 
 def first_of_duplicates(x: torch.Tensor) -> list[int]:

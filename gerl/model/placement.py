@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import accelerate
 import torch
@@ -79,8 +80,10 @@ class OffloadedBlocks:
     def __init__(self, denoisers: Modules, device: str) -> None:
         self.device = torch.device(device)
         self.present: torch.nn.Module | None = None
+        self.resident = False  # whether all blocks are on the device
         self.homes: dict[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for denoiser in denoisers:
+            OFFLOADED[denoiser] = self
             blocks = repeated_blocks(denoiser)
             for block in blocks:
                 for tensor in (*block.parameters(), *block.buffers()):
@@ -97,7 +100,7 @@ class OffloadedBlocks:
 
     def enter(self, block: torch.nn.Module) -> None:
         """Move the weights of `block` to the device, replacing those of the previous block."""
-        if block is self.present:
+        if block is self.present or self.resident:
             return
         self.leave()
         self.present = block
@@ -114,10 +117,37 @@ class OffloadedBlocks:
                 tensor.data = home
             self.present = None
 
+    @contextlib.contextmanager
+    def all_resident(self) -> Iterator[None]:
+        """Hold the weights of all blocks on the device within the block."""
+        tensors = [pair for pairs in self.homes.values() for pair in pairs]
+        self.leave()
+        self.resident = True
+        try:
+            for tensor, home in tensors:
+                tensor.data = home.to(self.device)
+            yield
+        finally:
+            self.resident = False
+            for tensor, home in tensors:
+                tensor.data = home
+
     def _after(self, block: torch.nn.Module, part: torch.nn.Module, args: object, output: object) -> None:
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self.enter(block))
+
+
+OFFLOADED: WeakKeyDictionary[torch.nn.Module, OffloadedBlocks] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def resident_blocks(denoisers: Modules) -> Iterator[None]:
+    """Hold the weights of offloaded blocks of `denoisers` on their device within the block."""
+    with contextlib.ExitStack() as stack:
+        for blocks in {OFFLOADED[denoiser] for denoiser in denoisers if denoiser in OFFLOADED}:
+            stack.enter_context(blocks.all_resident())
+        yield
 
 
 def place(

@@ -23,6 +23,7 @@ from gerl.protocol import Prompt, RolloutTask, SamplingProbe, UpdateStats
 from gerl.trainer.extensions.kl_in_reward import kl_to_base
 from gerl.utils.condition_images import COLUMNS, pictures_of
 from gerl.workers.calibration import calibrate
+from gerl.workers.gradient_check import LARGEST, GradientComparison, check_gradient, compare_gradient
 from gerl.workers.setup import give_reward
 from gerl.workers.worker import PolicyWorker
 
@@ -83,8 +84,7 @@ class Bench:
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(sized(self.config, rollout, actor))
         give_reward(algorithm, worker.device, {})  # a differentiable reward uses memory too
         task = self.task(algorithm)
-        credit = torch.ones(len(task.samples), self.config.sampling.num_inference_steps)
-        credit[1::2] = -1.0
+        credit = alternating_credit(task, self.config)
         trained = [segment for segment in task.segments if segment.trained]
         self.trained_steps = tuple(sorted({k for segment in trained for k in segment.trained}))
         sampled, parts = rows_of(task.segments), min(actor, rows_of(trained))
@@ -117,12 +117,41 @@ class Bench:
 
         return attempt("rollout", rollout, self.worker.device, compared)[0]
 
+    def check_gradient(self, run: Run, half_precision: bool) -> GradientComparison | None:
+        """Run the trainer's check of a micro-batch's gradient, in the sizes of `run`; raises as it does."""
+        worker, whole = self.worker, sized(self.config, run.sampled, run.trained)
+        algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(whole)
+        give_reward(algorithm, worker.device, {})
+        task = self.task(algorithm)
+        credit = {task.id: alternating_credit(task, self.config)}
+        pairs = count_pairs([(task, credit[task.id])])
+        logger.info("%d images: gradient, with and without what saves memory and time", len(task.samples))
+
+        def compare(kept: Sequence[str], reorder: bool) -> GradientComparison | None:
+            pooled = worker.pool(credit) if algorithm.pools else None
+            return compare_gradient(worker, credit, pairs, pooled, kept=kept, reorder=reorder)
+
+        try:
+            attempt("rollout", run.sampled, worker.device, lambda: worker.sample(task))
+            return attempt(
+                "update", run.trained, worker.device, lambda: check_gradient(compare, LARGEST[half_precision])
+            )[0]
+        finally:
+            worker.clear()
+
     def probe(self, rollout: int) -> SamplingProbe:
         """Run the trainer's calibration probe on a micro-batch of `rollout` images."""
         algorithm = build_algorithm(sized(self.config, rollout, rollout))
         task = self.plain_task(algorithm, rollout)
         logger.info("%d images: numerical noise of the ratio", len(task.samples))
         return attempt("rollout", rollout, self.worker.device, lambda: calibrate(self.worker, task))[0]
+
+
+def alternating_credit(task: RolloutTask, config: Config) -> torch.Tensor:
+    """Return a credit of 1 and -1 in turn, [B, T]."""
+    credit = torch.ones(len(task.samples), config.sampling.num_inference_steps)
+    credit[1::2] = -1.0
+    return credit
 
 
 def update(worker: PolicyWorker, task: RolloutTask, credit: torch.Tensor, pairs: int) -> UpdateStats:

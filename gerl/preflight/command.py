@@ -65,6 +65,11 @@ def examine(config: Config, report: Report, folder: Path) -> None:
     if config.algorithm.needs.ratio and config.algorithm.cfg != "off":
         report.probe = bench.probe(report.run.sampled)
         report.clip = nearer_bound(config.algorithm, report.probe)
+    if config.actor.check_gradient:
+        try:
+            report.gradient = bench.check_gradient(report.run, half)
+        except TrainingError as error:
+            report.problems.append(str(error))
     report.stock_difference, report.parts_difference = bench.compare(COMPARED)
     judge_faithful(report, config, half)
     findings.judge_run(report, bench.trained_steps)

@@ -23,6 +23,7 @@ from gerl.errors import ConfigError
 from gerl.protocol import RolloutTask, SamplingProbe, Segment
 from gerl.trainer.update import update_parts
 from gerl.utils.files import finite, reason
+from gerl.workers.gradient_check import GradientComparison
 
 T = TypeVar("T")
 PROC = Path("/proc")
@@ -289,6 +290,7 @@ class Report:
     probe: SamplingProbe | None = None
     stock_difference: float | None = None  # relative, between images sampled without noise and the pipeline's
     parts_difference: float | None = None  # relative, between summed gradients of single samples and the batch's
+    gradient: GradientComparison | None = None  # of a micro-batch, with the plain one
     clip: float | None = None  # nearer clipping bound of the ratio
     max_ratio_deviation: float | None = None
     seconds: Seconds | None = None

@@ -495,6 +495,7 @@ class RunState:
     finished: bool = False  # there is nothing left to do
     policy_version: int = 0  # optimizer steps taken
     nonfinite: int = 0  # updates that were skipped because their gradient was not finite
+    checked: str = ""  # digest of the settings with which the gradient was checked, see `Update.check_gradient`
     val_reward: float | None = None  # of the validation after this very step, if there was one
     val_metrics: dict[str, float] = field(default_factory=dict)  # its metrics, without those that are not finite
     signals: list[str] = field(default_factory=list)  # keys of the guard's signals at that validation

@@ -188,6 +188,7 @@ class DumpedStep:
         run.set_kl_coef(record.kl_coef)
         run.update = Update(config, run.algorithm, run.fleet, run.state, half_precision=False)
         run.update.ratio_limit = math.inf  # reported, not judged
+        run.update.compares_gradient = False  # the run has done so
         run.update.resets_reference = lambda step: any(run.notify("updating", step))
         if run.algorithm.needs.ratio and config.algorithm.cfg != "off":
             run.update.clip_range = config.algorithm.clip_range(self.fleet.dimensions)

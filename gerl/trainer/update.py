@@ -1,8 +1,11 @@
 """Turn the credit of a step into optimizer steps, the same on all workers."""
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -10,7 +13,7 @@ import torch
 
 from gerl.algorithms import Algorithm, KLWeight, count_pairs
 from gerl.algorithms.core_algos import SPREAD
-from gerl.algorithms.signal_checks import nearer_bound, probe_warnings, ratio_limit, ratio_problem
+from gerl.algorithms.signal_checks import NOT_FINITE, nearer_bound, probe_warnings, ratio_limit, ratio_problem
 from gerl.config import Config
 from gerl.errors import TrainingError
 from gerl.protocol import RolloutTask, StepResult, UpdateStats
@@ -20,6 +23,7 @@ from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import seed_everything
 from gerl.utils.tensors import PackedTensors
 from gerl.workers.calibration import calibrate
+from gerl.workers.gradient_check import LARGEST, GradientComparison, check_gradient, compare_gradient, worst
 
 if TYPE_CHECKING:
     from gerl.workers.fleet import LocalFleet
@@ -35,7 +39,8 @@ class Update:
         self, config: Config, algorithm: Algorithm, fleet: "LocalFleet", state: RunState, half_precision: bool
     ) -> None:
         self.config, self.algorithm, self.fleet, self.state = config, algorithm, fleet, state
-        self.ratio_limit = ratio_limit(config.actor, half_precision)
+        self.ratio_limit, self.half_precision = ratio_limit(config.actor, half_precision), half_precision
+        self.settings, self.compares_gradient = gradient_settings(config), config.actor.check_gradient
         self.clip_range: tuple[float, float] | None = None  # of the ratio, for the latents of this model
         self.prefix = ""  # of messages: the role, if it is another than the run's own
         self.said_spread = False
@@ -47,6 +52,8 @@ class Update:
         config = self.config.algorithm
         probes = [self.fleet.trainers.submit(rank, calibrate, task) for rank in range(ranks)]
         probe = probes[0].result()
+        if not math.isfinite(probe.log_ratio_noise):
+            raise TrainingError(f"{self.prefix}the model computes numbers that are {NOT_FINITE}")
         logger.info("%son policy |log ratio| is at most %.1e (99th percentile)", self.prefix, probe.log_ratio_noise)
         self.clip_range = config.clip_range(probe.dimensions)
         if self.clip_range is not None:
@@ -60,19 +67,32 @@ class Update:
 
     def run(self, step: Step) -> Metrics:
         """Train on the credit of `step`; raises `TrainingError` for a first ratio other than 1 or NaN gradients."""
-        state, counts = self.state, (self.state.policy_version, self.state.nonfinite)
+        state, counts = self.state, (self.state.policy_version, self.state.nonfinite, self.state.checked)
         try:
             return self._run(step)
         except BaseException:
-            state.policy_version, state.nonfinite = counts  # the record is that of the finished step
+            state.policy_version, state.nonfinite, state.checked = counts  # the record is that of the finished step
             raise
+
+    def check_gradient(self, credit: PackedTensors, pairs: int, kl: KLWeight) -> Metrics:
+        """Compare the gradient of a micro-batch with the plain one, as `check_gradient` does; log and return both."""
+
+        def compare(kept: Sequence[str], reorder: bool) -> GradientComparison | None:
+            return worst(self.fleet.on_credit(compare_gradient, credit, pairs, kl, kept=kept, reorder=reorder))
+
+        found = check_gradient(compare, LARGEST[self.half_precision])
+        self.state.checked = self.settings
+        if found is None or found.is_zero:
+            return {}
+        logger.info("%s%s", self.prefix, found.text)
+        return {"actor/gradient_cosine": found.cosine, "actor/gradient_norm_ratio": found.norm}
 
     def _run(self, step: Step) -> Metrics:
         assert step.credit is not None
         config, credit, fleet = self.config, step.credit, self.fleet
-        seed_everything("update", config.trainer.seed, self.state.step)
         tasks, images = split_rollout_and_dataset(step.tasks, self.algorithm)
         all_samples = self.algorithm.needs_all_samples
+        seed_everything("update", config.trainer.seed, self.state.step)
         by_task = split_by_task(tasks, credit)
         per_sample = None if step.kl_weight is None else PackedTensors(split_by_task(tasks, step.kl_weight))
         kl = KLWeight(self.algorithm.kl_coef, per_sample)
@@ -84,12 +104,15 @@ class Update:
         # decided here for all workers, which must take the same steps
         learned = [n for n, own in enumerate(credit_of) if has_signal(torch.cat(list(own.values())), all_samples)]
         learned *= config.actor.epochs
+        metrics: Metrics = {}
         results: list[StepResult] = []  # of an optimizer step, by worker
         for turn, number in enumerate(learned, start=1):
             own = credit_of[number]
             pairs = count_pairs([(task, own[task.id]) for task in parts[number]])
             if images:
                 own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
+            if self.state.checked != self.settings and self.compares_gradient:
+                metrics |= self.check_gradient(own, pairs, kl)
             early = step.early.complete(own, pairs, kl) if step.early is not None and turn == 1 else None
             new = fleet.accumulate(own, pairs, kl) if early is None else early
             stats += new
@@ -112,6 +135,7 @@ class Update:
         self._say([note for end in ends for note in end.notes])
         return (
             actor_metrics(stats, results[0] if results else None, deviation)
+            | metrics
             | self.spread(off_policy)
             | {
                 "actor/nonfinite_updates": float(self.state.nonfinite),
@@ -160,11 +184,20 @@ class Update:
         if not result.applied:
             self.state.nonfinite += 1
             found = self.state.nonfinite
+            if not self.state.policy_version:
+                raise TrainingError(f"{self.prefix}the gradient of the first update is {NOT_FINITE}")
             logger.warning("%supdate skipped: its gradient is not finite (%d so far)", self.prefix, found)
             if found > MAX_NONFINITE:
                 raise TrainingError(
                     f"{self.prefix}{found} updates had no finite gradient: lower actor.lr, or use model.dtype=float32"
                 )
+
+
+def gradient_settings(config: Config) -> str:
+    """Return a digest of the settings and versions that decide how a gradient is computed."""
+    blocks = {name: asdict(getattr(config, name)) for name in ("model", "sampling", "algorithm", "rollout", "actor")}
+    values = [config.cluster.device, torch.__version__, blocks]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def has_signal(credit: torch.Tensor, all_samples: bool) -> bool:

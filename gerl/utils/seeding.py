@@ -69,6 +69,19 @@ def _first_word() -> int:
 # --- Global state
 
 
+@contextlib.contextmanager
+def forked_generators() -> Iterator[None]:
+    """Restore the states of the global random generators after the block."""
+    states = random.getstate(), np.random.get_state(), [read() for read, _ in _generators()]
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for state, (_, write) in zip(states[2], _generators(), strict=False):
+            write(state)
+
+
 _foreign: dict[int, Any] = {}  # values of `_settings` that code of others chose, by place
 
 
@@ -83,14 +96,10 @@ def isolated() -> Iterator[None]:
     before = [_value(read) for read, _, _ in settings]
     for i, value in _foreign.items() if imported else ():
         settings[i][1](value)
-    generators = random.getstate(), np.random.get_state(), [read() for read, _ in _generators()]
     try:
-        yield
+        with forked_generators():
+            yield
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        for state, (_, write) in zip(generators[2], _generators(), strict=False):
-            write(state)
         if "torch" in sys.modules:
             settings = settings or _settings()
             before = before or [default for _, _, default in settings]  # of a process that imports torch

@@ -20,7 +20,7 @@ from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.algorithms.core_algos import decay_at
 from gerl.config import ActorConfig
 from gerl.engine.replay import StepGradients, squared_norm
-from gerl.errors import CheckpointError, ConfigError
+from gerl.errors import CheckpointError, ConfigError, TrainingError
 from gerl.model.errors import is_full, release
 from gerl.model.policy import EMA, Policy, local
 from gerl.model.shards import Part, part_of
@@ -202,7 +202,7 @@ class Actor:
         """Add the gradient of `batches`, a part of `num_pairs` pairs; `by_step`: measure it by step (LoRA only)."""
         stats, measured = UpdateStats(), dict[int, torch.Tensor]()
         for batch in batches:
-            parts, idle = self._parts(batch)
+            parts, idle = self.parts(batch)
             algorithm = self.algorithm.of(batch.samples)
             for rows in parts:
                 new = by_step and not self.policy.whole and not measured.keys() >= set(batch.trained)
@@ -245,7 +245,7 @@ class Actor:
         """Halve the micro-batches; return False if the largest one of `batches` cannot be halved."""
 
         def largest() -> int:
-            return max((len(rows) for batch in batches for rows in self._parts(batch)[0]), default=0)
+            return max((len(rows) for batch in batches for rows in self.parts(batch)[0]), default=0)
 
         rows, known = largest(), self.most
         self.most = half(rows)
@@ -264,13 +264,13 @@ class Actor:
         for batch in batches:
             if self.algorithm.of(batch.samples) is not self.algorithm:
                 continue
-            parts, idle = self._parts(batch)
+            parts, idle = self.parts(batch)
             found += [self.algorithm.pool(self.policy, batch, rows) for rows in parts]
             for blank, rows in idle:
                 self.algorithm.pool(self.policy, blank, rows)
         return pooled_sum(found)
 
-    def _parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
+    def parts(self, batch: Batch) -> tuple[list[list[int]], list[tuple[Batch, list[int]]]]:
         """Return the micro-batches of `batch` as row indices, and zero-weight padding to equal counts on all ranks."""
         parts = list(self.algorithm.of(batch.samples).micro_batches(batch, self.most))
         more = 0 if self.ranks is None else self.ranks.most(len(parts)) - len(parts)
@@ -283,7 +283,7 @@ class Actor:
         """Return what `accumulate` adds by trained step, as vectors on the CPU; drops accumulated gradients."""
         found: dict[int, torch.Tensor] = {}
         for batch in batches:
-            parts, idle = self._parts(batch)
+            parts, idle = self.parts(batch)
             for rows in parts:
                 self.optimizer.zero_grad(set_to_none=True)  # avoids adding small numbers to large ones
                 meter = StepGradients(self.parameters, flat_copy)
@@ -339,6 +339,11 @@ class Actor:
         if finite and norm > 0 and not self.looked:
             self.looked = True
             self._name_idle()
+        elif norm == 0 and not self.policy.whole and not any(p.any() for p in self.parameters):
+            raise TrainingError(
+                "the gradient of the LoRA is 0 everywhere, since all of its weights are, and it stays so: remove "
+                "model.lora, or give a file whose weights are not 0"
+            )
         elif norm == 0 and not self.looked and (frozen := self.policy.frozen):
             self.say(
                 f"an update had no gradient: its steps are those of {' and '.join(frozen)}, which is not trained, or "

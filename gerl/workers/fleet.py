@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -213,9 +213,15 @@ class LocalFleet:
 
     def accumulate(self, credit: Credit, num_pairs: int, kl: KLWeight) -> UpdateStats:
         """Add the gradient of the tasks in `credit` on the trainers that hold them, as a part of `num_pairs` pairs."""
+        return sum(self.on_credit(PolicyWorker.accumulate, credit, num_pairs, kl), UpdateStats())
+
+    def on_credit(
+        self, function: Callable[..., R], credit: Credit, num_pairs: int, kl: KLWeight, **options: Any
+    ) -> list[R]:
+        """Call `function(worker, credit, num_pairs, pooled, groups, kl, **options)` on all trainers."""
         groups = self.lockstep_groups(credit)
         pooled = self.pool(credit, groups, kl)
-        return sum(self.trainers.run(PolicyWorker.accumulate, credit, num_pairs, pooled, groups, kl), UpdateStats())
+        return self.trainers.run(function, credit, num_pairs, pooled, groups, kl, **options)
 
     def step(self, finished: int, last: bool, resets: bool) -> list[StepResult]:
         """Take an optimizer step with the sum of all gradients; `last`: also end the trainer step."""

@@ -528,6 +528,12 @@ def to_uint8(output: BaseOutput) -> np.ndarray:
             f"the pipeline returned an array of shape {list(pixels.shape)}: gerl trains on images [B, H, W, 3] and "
             "videos [B, F, H, W, 3]"
         )
+    finite = np.isfinite(pixels).reshape(len(pixels), -1).all(1)
+    if not finite.all():
+        raise ModelError(
+            f"{(~finite).sum()} of {len(pixels)} images have pixels that are not finite (NaN or infinite): use "
+            "model.dtype=float32, or bfloat16 rather than float16, and check the weights of the model and its decoder"
+        )
     return (pixels * 255).round().astype(np.uint8)
 
 

@@ -55,9 +55,9 @@ class Run:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def untimed(self) -> list[dict[str, Any]]:
-        """The metrics without times and the base model's judgement, whose last bits depend on the layout of the
-        micro-batches."""
-        left_out = ("time", "timing/", "scorer/", "val/base/")
+        """The metrics without times, and without the base model's judgement and the check of the gradient, whose last
+        bits depend on the layout of the micro-batches."""
+        left_out = ("time", "timing/", "scorer/", "val/base/", "actor/gradient_")
         return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in self.metrics]
 
     def column(self, name: str) -> list[float]:

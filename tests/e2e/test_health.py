@@ -86,17 +86,38 @@ def test_weights_that_grow_are_said_before(train: Train, tmp_path: Path, caplog:
     assert "actor.lr=20" in warned and "stops above 1000" in warned
 
 
-@pytest.mark.filterwarnings("always:invalid value:RuntimeWarning")
-def test_images_of_a_single_colour_are_said(
-    train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_images_with_pixels_that_are_not_finite_stop_the_run_where_they_are_first_seen(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pipe = tiny.sd3()
     pipe.vae.decoder.conv_out.weight.data.fill_(float("nan"))  # as one that overflows in half precision
     pipe.save_pretrained(tmp_path / "model")
+    with pytest.raises(AssertionError):
+        train(tmp_path / "run", *SMALL, model__path=tmp_path / "model", trainer__steps=1)
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "2 of 2 images" in error and "not finite" in error and "model.dtype=float32" in error
+
+
+def test_base_weights_that_are_not_finite_stop_the_run_before_its_first_step(
+    train: Train, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tiny.sd3()
+    pipe.transformer.proj_out.weight.data[0, 0] = float("nan")
+    pipe.save_pretrained(tmp_path / "model")
+    with pytest.raises(AssertionError):
+        train(tmp_path / "run", *SMALL, model__path=tmp_path / "model", trainer__steps=1)
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "not finite" in error and "model.dtype=float32" in error
+
+
+def test_images_of_a_single_colour_are_said(
+    train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = tiny.sd3()
+    pipe.vae.decoder.conv_out.weight.data.fill_(0.0)
+    pipe.save_pretrained(tmp_path / "model")
     name = scorer(workplace, "counting.py", "float(i)")
     run = train(tmp_path / "run", *SMALL, model__path=tmp_path / "model", scorer=name, trainer__steps=1)
-    warnings = [record.getMessage() for record in caplog.records if record.name == "py.warnings"]
-    assert any("RuntimeWarning: invalid value" in warning for warning in warnings)  # numpy's, of the cast to uint8
     assert run.column("health/blank_fraction") == [1]
     (warned,) = [record.message for record in caplog.records if "single colour" in record.message]
     assert "100%" in warned and "model.dtype=float32" in warned and warned in report(run).replace("&#39;", "'")

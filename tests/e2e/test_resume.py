@@ -121,6 +121,7 @@ def rewrite(run: Any, state: dict[str, Any], tensors: dict[str, torch.Tensor] | 
 def test_three_steps_and_two_are_five(resume: Resume, stopped: Any, caplog: pytest.LogCaptureFixture) -> None:
     resume(stopped.folder)
     assert any("resumed" in m and str(stopped.checkpoint(3)) in m for m in caplog.messages)
+    assert [row["step"] for row in stopped.metrics if "actor/gradient_cosine" in row] == [1]  # its settings are checked
 
 
 def test_a_single_checkpoint_can_be_named(resume: Resume, stopped: Any) -> None:

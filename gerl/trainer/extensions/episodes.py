@@ -297,6 +297,7 @@ class Role:
         update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
         update.prefix = f"{name}: "
         if rewrites := isinstance(algorithm, TokenGRPO):
+            update.compares_gradient = False  # it replays no denoiser
             update.clip_range = algorithm.settings.clip_low, algorithm.settings.clip_high
         return cls(name, own, algorithm, fleet, update, calibrated=rewrites)
 
@@ -314,6 +315,7 @@ class Role:
         return {
             "policy_version": counts.policy_version,
             "nonfinite": counts.nonfinite,
+            "checked": counts.checked,
             "algorithm": self.algorithm.state(),
         }
 
@@ -322,7 +324,9 @@ class Role:
         counts = [state.get(name, 0) for name in ("policy_version", "nonfinite")]
         if not all(type(count) is int for count in counts):
             raise CheckpointError(f"state.json has no usable counts of the role {self.name}")
-        self.update.state = RunState(policy_version=counts[0], nonfinite=counts[1])
+        self.update.state = RunState(
+            policy_version=counts[0], nonfinite=counts[1], checked=str(state.get("checked", ""))
+        )
         if "algorithm" in state:
             self.algorithm.load_state(state["algorithm"])
 
@@ -338,12 +342,12 @@ class RoleUpdates(Update):
     def run(self, step: Step) -> Metrics:
         """Train on the credit of `step`; if the update of a role fails, those before it count as not done."""
         records = [self.state, *(role.update.state for role in self.others.values())]
-        counts = [(record.policy_version, record.nonfinite) for record in records]
+        counts = [(record.policy_version, record.nonfinite, record.checked) for record in records]
         try:
             return self._run_roles(step)
         except BaseException:
-            for record, (policy_version, nonfinite) in zip(records, counts, strict=True):
-                record.policy_version, record.nonfinite = policy_version, nonfinite
+            for record, values in zip(records, counts, strict=True):
+                record.policy_version, record.nonfinite, record.checked = values
             raise
 
     def _run_roles(self, step: Step) -> Metrics:

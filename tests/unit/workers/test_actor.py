@@ -20,7 +20,7 @@ from gerl.config import ActorConfig
 from gerl.config.registry import ALGORITHMS
 from gerl.engine import ReplayedStep, Tape, record, replay
 from gerl.engine.record import select_call
-from gerl.errors import CheckpointError, ConfigError
+from gerl.errors import CheckpointError, ConfigError, TrainingError
 from gerl.model.lora import lora_disabled
 from gerl.model.policy import EMA, Policy
 from gerl.protocol import Prompt, Sample, StepResult, UpdateStats
@@ -478,3 +478,12 @@ def test_denoisers_are_trained_in_turn() -> None:
         actor.step(finished)
         changed = {name for name, p in weights.items() if not torch.equal(before[name], p)}
         assert changed == ({"transformer.a", "transformer.b"} if finished // 2 % 2 == 0 else {"transformer_2.a"})
+
+
+def test_a_lora_of_zeros_has_no_gradient_and_stops_the_run() -> None:
+    policy = new_policy()
+    for p in policy.trained.values():
+        p.data.zero_()
+    actor = new_actor(policy)
+    with pytest.raises(TrainingError, match=r"0 everywhere.*model\.lora"):
+        stepped(actor, torch.zeros_like(actor.flat_gradient()))
