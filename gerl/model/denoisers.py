@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import diffusers
 import torch
 import transformers
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from gerl.config import ModelConfig
 from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
-from gerl.model.lora import adapted_layers, remove_lora
+from gerl.model.lora import adapted_layers, bare_model, remove_lora
 
 # --- Find the denoisers among a pipeline's components, and check whether a loaded one can be trained
 
@@ -204,8 +203,7 @@ def skeleton(folder: str, name: str, index: Mapping[str, object] | None = None) 
     kind = component_class(entries.get(name))
     if kind is None or not issubclass(kind, ModelMixin):
         raise ModelError(f"the pipeline in {folder} has no {name} that is a diffusers model")
-    with accelerate.init_empty_weights():
-        return kind.from_config(kind.load_config(folder, subfolder=name))
+    return bare_model(kind, kind.load_config(folder, subfolder=name))
 
 
 def skeletons(folder: str) -> dict[str, ModelMixin] | None:

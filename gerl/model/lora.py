@@ -108,12 +108,21 @@ def targets_of(denoisers: Mapping[str, torch.nn.Module], pattern: str | None) ->
     return {name: layers for name, layers in found.items() if layers}
 
 
+def bare_model(kind: type[ModelMixin], config: Mapping[str, Any]) -> ModelMixin:
+    """Build a model without weights and buffers: a table of positions alone may take seconds and gigabytes."""
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config)
+    except (RuntimeError, NotImplementedError, TypeError):  # it reads values of its buffers
+        with accelerate.init_empty_weights():
+            return kind.from_config(config)
+
+
 def _plain_layers(denoiser: torch.nn.Module) -> list[str]:
     linear = linear_layers(denoiser)
     if not isinstance(denoiser, ModelMixin):
         return linear
-    with accelerate.init_empty_weights():
-        plain = set(linear_layers(type(denoiser).from_config(denoiser.config)))
+    plain = set(linear_layers(bare_model(type(denoiser), denoiser.config)))
     return [name for name in linear if name in plain]
 
 
@@ -710,8 +719,7 @@ def check_loads(content: bytes, denoisers: Mapping[str, torch.nn.Module]) -> Non
         if not (isinstance(denoiser, PeftAdapterMixin) and isinstance(denoiser, ModelMixin)):
             continue
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-        with accelerate.init_empty_weights():
-            plain = type(denoiser).from_config(denoiser.config)
+        plain = bare_model(type(denoiser), denoiser.config)
         try:
             plain.load_lora_adapter(own, prefix=None, adapter_name=CHECK_ADAPTER, low_cpu_mem_usage=True)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:

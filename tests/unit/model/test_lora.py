@@ -30,6 +30,7 @@ from gerl.model.loading import check_model, load_policy, weights_fingerprint
 from gerl.model.lora import (
     Lora,
     add_lora,
+    bare_model,
     check_fit,
     check_loads,
     collect_loras,
@@ -868,3 +869,12 @@ def test_what_is_of_another_model_or_has_one_matrix_is_refused(tmp_path: Path) -
     found = read_layers(tmp_path / "other.safetensors", {"transformer": transformer})
     with pytest.raises(ModelError, match=r"no linear layer double_blocks\.0"):
         check_fit(found["transformer"], transformer, "transformer")
+
+
+@pytest.mark.parametrize("build", [tiny.sd3, tiny.flux, tiny.sd15])
+def test_a_model_without_weights_has_the_same_layers_and_computes_no_table(build: Callable[[], Any]) -> None:
+    for denoiser in find_denoisers(build()).values():
+        bare = bare_model(type(denoiser), denoiser.config)
+        assert all(value.is_meta for value in [*bare.parameters(), *bare.buffers()])
+        shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (bare, denoiser)]
+        assert shapes[0] == shapes[1]
