@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from drills import more
+from tables import each
 
 from gerl.commandline.composition import compose_run, hydra_options
 from gerl.errors import GerlError
@@ -150,7 +151,7 @@ def test_experiment_files_compose(named_files: Path) -> None:
         assert all(Path(scorer.path).is_file() for scorer in scorers.values() if scorer.path)
 
 
-@pytest.mark.parametrize(("line", "keys"), TRAINING, ids=lambda value: f"{value}")
+@each(("line", "keys"), TRAINING, every=20)
 @pytest.mark.usefixtures("named_files")
 def test_training_commands_compose(line: int, keys: str) -> None:
     scorers = compose_run(shlex.split(keys)).config.reward.scorers
@@ -227,7 +228,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "module", "arguments"), OTHERS, ids=lambda value: f"{value}")
+@each(("line", "module", "arguments"), OTHERS, every=5)
 @pytest.mark.usefixtures("named_files")
 def test_other_commands_have_these_keys(line: int, module: str, arguments: str) -> None:
     _, overrides = PARSERS[module].values(shlex.split(arguments))
@@ -252,7 +253,7 @@ PROGRAM = [
 ]
 
 
-@pytest.mark.parametrize(("line", "arguments"), PROGRAM, ids=lambda value: f"{value}")
+@each(("line", "arguments"), PROGRAM, every=20)
 @pytest.mark.usefixtures("named_files")
 def test_commands_of_the_program_have_these_keys(line: int, arguments: list[str]) -> None:
     """The words behind `gerl`; plugins of Hydra that are not installed are left out of a sweep."""
@@ -290,7 +291,7 @@ def test_modules_that_are_run_exist() -> None:
     assert places and all(p.with_suffix(".py").is_file() or (p / "__main__.py").is_file() for p in places), modules
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.name}")
+@each("page", LINKING)
 def test_links_lead_somewhere(page: Path) -> None:
     """To a file, and where a link names a heading, to that heading."""
     text = page.read_text(encoding="utf-8")
@@ -311,7 +312,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.name}")
+@each("page", LINKING)
 def test_files_that_are_named_exist(page: Path) -> None:
     folders = "gerl|tests|configs|docs|examples|benchmarks|reward_models"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text("utf-8"))

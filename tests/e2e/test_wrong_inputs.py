@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
+from tables import each
 from wrong_files import FILES, LORAS
 from wrong_inputs import TABLE
 from wrong_rows import Row
@@ -168,7 +169,7 @@ def is_typed(row: Row) -> bool:
 TYPED = [parameter for parameter in TABLE if is_typed(parameter.values[0])]
 
 
-@pytest.mark.parametrize("row", TYPED)
+@each("row", [parameter.values[0] for parameter in TYPED], every=20)
 def test_the_studio_answers_as_the_command_line_does(row: Row, here: Path, fill: Callable[[str], str]) -> None:
     keys = dict(argument.split("=", 1) for argument in shlex.split(fill(row.line))[1:])
     problem = check(Draft("draft", keys), here / "outputs").problem

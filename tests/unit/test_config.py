@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from training import DRAWN
 
 from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
@@ -256,7 +257,7 @@ def test_one_image_per_prompt_is_enough_where_no_group_is_compared() -> None:
         assert from_mapping({"algorithm": algorithm, "rollout": {"n": 1}}).rollout.n == 1
 
 
-@pytest.mark.parametrize(("values", "named", "remedy"), BAD, ids=[named for _, named, _ in BAD])
+@each(("values", "named", "remedy"), BAD)
 def test_a_bad_value_is_named_with_its_remedy(values: dict[str, Any], named: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(values)
@@ -283,7 +284,7 @@ def test_a_key_with_two_letters_swapped_is_suggested(name: str, data: st.DataObj
 ON_FILES = {"sft": {"train_on": "files"}}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@each("name", ALGORITHMS)
 def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
     sampling = DRAWN.get(name, {"kernel": "flow_sde"})
     settings = from_mapping(
@@ -302,7 +303,7 @@ def test_a_run_has_the_keys_that_its_algorithm_reads(name: str) -> None:
     assert len([f for _, f in keys(ALGORITHMS[name].config_class) if f.metadata["often"]]) <= 40
 
 
-@pytest.mark.parametrize(("name", "key"), keys(), ids=[name for name, _ in keys()])
+@each(("name", "key"), keys())
 def test_every_key_has_a_help_text_and_a_default(name: str, key: dataclasses.Field[Any]) -> None:
     assert len(key.metadata["help"].split()) >= 2, name
     assert key.default is not dataclasses.MISSING or key.default_factory is not dataclasses.MISSING

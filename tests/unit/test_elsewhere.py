@@ -1,6 +1,7 @@
 """Names of other programs: the key of gerl that a hint has in their place."""
 
 import pytest
+from tables import each
 
 from gerl.commandline.composition import CHOICES
 from gerl.config import did_you_mean, is_foreign, keys, nearest_key, other_name
@@ -46,7 +47,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@each("name", GIVEN)
 def test_a_name_of_another_program(name: str) -> None:
     assert nearest_key(name) == other_name(name) == GIVEN[name]
     assert did_you_mean(name) == f", did you mean {GIVEN[name]!r}"
@@ -91,9 +92,7 @@ def test_a_slip_of_the_pen_stays_one(name: str, near: str) -> None:
     assert nearest_key(name) == near
 
 
-@pytest.mark.parametrize(
-    "name", ["reward.scorers.mine.kwargs.model_path", "sampling.call.resolution", "zebra", *sorted(KNOWN)]
-)
+@each("name", ["reward.scorers.mine.kwargs.model_path", "sampling.call.resolution", "zebra", *sorted(KNOWN)])
 def test_what_is_no_name_of_another_program(name: str) -> None:
     assert other_name(name) is None
 

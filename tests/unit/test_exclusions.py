@@ -4,6 +4,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
+from tables import each
 
 from gerl.algorithms import every_exclusion
 from gerl.config import Config, ModelConfig, from_mapping, keys
@@ -18,7 +19,7 @@ KNOWN = {*(name for name, _ in keys()), *(f"needs.{f.name}" for f in fields(Need
 ROWS = every_exclusion()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row.key} beside {row.beside}" for row in ROWS])
+@each("row", ROWS)
 def test_a_row_names_keys_that_there_are(row: Exclusion) -> None:
     for condition in (row.key, *re.split(r" [&|] ", row.beside)):
         match = CONDITION.fullmatch(condition)

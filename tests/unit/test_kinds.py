@@ -1,9 +1,11 @@
 """The kind of a value: true and false are no numbers, by whichever way a key is set; what else is converted."""
 
 import dataclasses
+from itertools import product
 from typing import Any, get_args, get_origin
 
 import pytest
+from tables import each
 
 from gerl.commandline.composition import compose_run
 from gerl.config import RolloutConfig, ScorerConfig, TrainerConfig, from_mapping, keys, readers
@@ -33,21 +35,19 @@ def refused(name: str, value: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("name", NUMBERS)
+@each(("name", "value"), product(NUMBERS, (True, False)))
 def test_true_and_false_are_no_numbers(name: str, value: bool) -> None:
     message = refused(name, value)
     assert message.startswith(f"{name.replace('NAME', 'ocr')}={str(value).lower()}: it must be a"), message
     assert "number" in message or "an integer" in message
 
 
-@pytest.mark.parametrize("name", LISTS)
+@each("name", LISTS)
 def test_nor_are_they_in_lists(name: str) -> None:
     assert "a list" in refused(name, [0.9, True])
 
 
-@pytest.mark.parametrize("value", [0, 1, 1.0, "yes", "1"])
-@pytest.mark.parametrize("name", SWITCHES)
+@each(("name", "value"), product(SWITCHES, (0, 1, 1.0, "yes", "1")))
 def test_a_switch_is_true_or_false(name: str, value: object) -> None:
     assert refused(name, value).endswith("it must be true or false")
 
@@ -87,7 +87,7 @@ def test_on_the_command_line() -> None:
             compose_run([given])
 
 
-@pytest.mark.parametrize("f", [f for _, f in keys()], ids=[name for name, _ in keys()])
+@each("f", [f for _, f in keys()])
 def test_every_default_is_of_its_kind(f: dataclasses.Field[Any]) -> None:
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     assert default is dataclasses.MISSING or fits(default, f.type)

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from tables import each
 
 from gerl.commandline.composition import experiments, shipped
 from gerl.config import keys, nearest_key
@@ -121,7 +121,7 @@ def found(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("theirs", "ours"), renamed())
+@each(("theirs", "ours"), renamed())
 def test_the_command_line_says_the_same(theirs: str, ours: list[str]) -> None:
     """A key of theirs has the hint that the table has; both may have it under the same name."""
     assert all(key in KEYS | CHOICES or key.startswith("sampling.call.") for key in ours)

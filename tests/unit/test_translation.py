@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
+from tables import each
 
 from gerl.commandline.composition import compose_run
 from gerl.config import answered, is_foreign, keys, readers
@@ -159,13 +160,13 @@ MEANT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "meant", "why"), MEANT, ids=[line for line, *_ in MEANT])
+@each(("line", "meant", "why"), MEANT)
 def test_what_is_written_means_the_same(line: str, meant: str, why: str) -> None:
     given, message = written(line)
     assert given == meant and why in message
 
 
-@pytest.mark.parametrize("line", [line for line, *_ in MEANT])
+@each("line", [line for line, *_ in MEANT], every=20)
 def test_what_is_written_composes_or_has_a_value_and_a_reason(line: str) -> None:
     arguments = shlex.split(written(line)[0])
     done = [argument for argument in arguments if not argument.endswith(f"={OPEN}")]
@@ -180,7 +181,7 @@ def test_what_is_written_composes_or_has_a_value_and_a_reason(line: str) -> None
 NAMES = [*MEANING, *ABSENT, *(f"{block}.x" for block in BLOCKS)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES, every=50)
 def test_no_name_has_a_wrong_answer(name: str) -> None:
     """Whatever the value: no number from true or false, no key twice, no NAME; a VALUE has a reason."""
     for value in SAMPLES:
