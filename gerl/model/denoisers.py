@@ -13,6 +13,7 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import IPAdapterTimeImageProjection, MultiIPAdapterImageProjection
 from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
@@ -130,6 +131,11 @@ def check_unadapted(name: str, model: torch.nn.Module) -> None:
 def check_plain(name: str, denoiser: torch.nn.Module) -> None:
     """Raise `ModelError` for adapters, fused projections or caches, with which no LoRA fits a plain pipeline."""
     check_unadapted(name, denoiser)
+    if any(isinstance(module, IMAGE_PROJECTIONS) for module in denoiser.modules()):
+        raise ModelError(
+            f"{name} has an IP-Adapter, which needs an image (ip_adapter_image) that no column of the data gives: call "
+            "pipe.unload_ip_adapter() first"
+        )
     # an `Attention` remains marked as fused after unfuse_qkv_projections() has restored its processor
     fused = [
         type(m.processor).__name__.startswith("Fused")
@@ -153,6 +159,7 @@ LIBRARIES = (
     "accelerate", "bitsandbytes", "diffusers", "diffusers_modules", "gguf", "kernels", "optimum", "peft", "timm",
     "torch", "torchao", "torchvision", "transformers", "transformers_modules", "xformers",
 )  # fmt: skip
+IMAGE_PROJECTIONS = (MultiIPAdapterImageProjection, IPAdapterTimeImageProjection)  # of IP-Adapters
 MOVING = re.compile("offload|tracker|autocast|context_parallel")  # hooks that change no result
 
 

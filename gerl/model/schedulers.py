@@ -29,6 +29,7 @@ from gerl.config import Config
 from gerl.engine.record import SamplingPlan
 from gerl.engine.transitions import FLOW, Timestep, Transitions, family
 from gerl.errors import ModelError
+from gerl.utils.files import first_line
 
 # --- Replacements with a transition kernel: Euler for flow matching and EDM, otherwise DDIM
 
@@ -56,6 +57,25 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
     """
     if isinstance(scheduler, KEPT):
         return scheduler
+    try:
+        return _substitute(scheduler)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError) as error:
+        name, kind = (
+            type(scheduler).__name__,
+            "FlowMatchEulerDiscreteScheduler" if is_flow(scheduler) else "DDIMScheduler",
+        )
+        raise ModelError(
+            f"the pipeline's scheduler {name} makes no schedule with its settings ({type(error).__name__}: "
+            f"{first_line(error)}): set pipe.scheduler to {kind}.from_config(pipe.scheduler.config)"
+        ) from error
+
+
+def is_flow(scheduler: SchedulerMixin) -> bool:
+    """Whether `scheduler` is one of flow matching, of a model that predicts velocities."""
+    return isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or family(scheduler) in FLOW
+
+
+def _substitute(scheduler: SchedulerMixin) -> SchedulerMixin:
     if isinstance(scheduler, FlowMatchLCMScheduler):
         if scheduler.config.get("scale_factors"):
             raise ModelError(
@@ -66,8 +86,7 @@ def trainable_scheduler(scheduler: SchedulerMixin) -> SchedulerMixin:
         return scheduler
     if isinstance(scheduler, EDMDPMSolverMultistepScheduler):
         return _edm_euler(scheduler)
-    flow = isinstance(scheduler, FlowMatchHeunDiscreteScheduler) or family(scheduler) in FLOW
-    if not flow:
+    if not is_flow(scheduler):
         return _ddim(scheduler)
     if _arguments(scheduler) <= USUAL:
         return SameSigmas.of(scheduler)
@@ -165,6 +184,13 @@ def _ddim(scheduler: SchedulerMixin) -> DDIMScheduler:
     config, alphas = scheduler.config, getattr(scheduler, "alphas_cumprod", None)  # EDM schedulers have no alphas
     if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample") or alphas is None:
         raise ModelError(f"the pipeline's scheduler {type(scheduler).__name__} has no transition kernel")
+    sampled = copy.deepcopy(scheduler)
+    sampled.set_timesteps(SHOWN)
+    if sampled.timesteps[0] < sampled.timesteps[-1]:
+        raise ModelError(
+            f"the pipeline's scheduler {type(scheduler).__name__} goes from images to noise: set pipe.scheduler to "
+            "DDIMScheduler.from_config(pipe.scheduler.config)"
+        )
     # `from_config` does not carry over defaults of the other class, and DDIM clips the predicted sample by default,
     # which would ruin latents of schedulers that never clip
     kept = {name: config[name] for name in (*NOISE_SCHEDULE, *SPACING) if name in config}

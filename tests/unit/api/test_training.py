@@ -15,7 +15,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from huggingface_hub import constants
 from peft import LoraConfig, inject_adapter_in_model
 
-from gerl.api.training import nested, path_of, plain, scorers_of, write_experiment, write_prompts
+from gerl.api.training import Trainer, nested, path_of, plain, scorers_of, write_experiment, write_prompts
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, DataError, ModelError
 from gerl.model.denoisers import check_offered
@@ -210,6 +210,19 @@ def test_what_changes_a_pipeline_is_kept_refused_or_said(
             outcome = outcome if outcome == "said" or same else "silently other images"
         wrong += [] if outcome == expected else [f"{name}: {outcome}, not {expected}"]
     assert not wrong
+
+
+def test_the_default_algorithm_fits_the_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def chosen(pipe: Any, **more: Any) -> str | None:
+        return Trainer(pipe, bright, ["a"], out=tmp_path, **more).algorithm
+
+    with caplog.at_level(logging.INFO, "gerl"):
+        assert chosen(tiny.sd3(layers=1)) == chosen("folder") == "awm_fast" and not caplog.records
+        pipe = tiny.sd15()
+        assert chosen(pipe, algorithm="awm") == "awm" and not caplog.records
+        assert chosen(pipe) == "ddpo" and "algorithm=ddpo" in caplog.text
+    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+    assert chosen(pipe) == "awm_fast"
 
 
 def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:

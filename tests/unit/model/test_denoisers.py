@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 
 from gerl.engine import record
@@ -84,6 +85,16 @@ def test_layers_of_an_ip_adapter_get_no_lora() -> None:
     assert any("to_k_ip" in name for name, _ in pipe.unet.named_modules())
     assert find_targets(pipe.unet, None) == before
     assert not any("_ip" in name for name in find_targets(pipe.unet, "to_k"))
+
+
+def test_an_ip_adapter_is_refused_and_the_way_out_works() -> None:
+    pipe = tiny.sd15()
+    projection = ImageProjection(image_embed_dim=8, cross_attention_dim=16, num_image_text_embeds=2)
+    pipe.unet.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
+    with pytest.raises(ModelError, match=r"IP-Adapter.*pipe\.unload_ip_adapter\(\)"):
+        check_offered(pipe)
+    pipe.unload_ip_adapter()
+    check_offered(pipe)
 
 
 CACHES = [

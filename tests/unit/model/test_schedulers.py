@@ -201,6 +201,15 @@ def other_noise() -> Any:
             partial(UniPC, prediction_type="flow_prediction"),
             r"UniPCMultistepScheduler has noise levels from 157\.4 to 0.*use_flow_sigmas",
         ),
+        (
+            partial(diffusers.DPMSolverMultistepInverseScheduler, use_karras_sigmas=True),
+            "from images to noise.*DDIMSch",
+        ),
+        (partial(diffusers.DDIMInverseScheduler, timestep_spacing="leading"), "from images to noise.*DDIMScheduler"),
+        (
+            partial(diffusers.DDIMInverseScheduler, timestep_spacing="linspace"),
+            r"DDIMInverseScheduler makes no schedule .*linspace is not supported.*DDIMScheduler\.from_config",
+        ),
     ],
 )
 def test_schedulers_of_another_kind_are_refused(scheduler: Any, message: str) -> None:
