@@ -117,7 +117,7 @@ def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
 
 
 def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
-    """Set up the workers `new`, and load `state`, or else the newest checkpoint, into all workers."""
+    """Set up the workers `new`, and load `state`, or else the newest earlier step there is, into all workers."""
     run.fleet.set_up(new, run.downloads)
     if state is not None:
         files, numbers = state
@@ -127,7 +127,10 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
         return
     before, root = run.state.step, run.run_dir / "checkpoints"
     checkpoint = next((c for path in reversed(checkpoint_paths(root)) if (c := _intact(path))), None)
-    if checkpoint is not None:
+    kept = None if run.fleet.recovery is None else run.fleet.recovery.newest_copy()
+    if kept is not None and (checkpoint is None or checkpoint.step < kept[0].step):
+        load_copy(run, *kept)
+    elif checkpoint is not None:
         run.load(checkpoint)
     else:
         begin_again(run)
@@ -137,6 +140,15 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
         assert run.fleet.recovery is not None
         run.fleet.recovery.count_again(row for row in rows if row["step"] > run.state.step)
         run.reopen_log(kept=run.state.step - bool(run.state.unlogged))  # the row of step 0 is not logged again
+
+
+def load_copy(run: Run, driver: RunState, workers: State) -> None:
+    """Return to a step that was kept in this process."""
+    run.state = driver
+    run.set_kl_coef(driver.kl_coef)
+    run.fleet.restore(*workers, driver.step)
+    run.fleet.sync(driver.step, earlier=True)
+    run.load_parts()
 
 
 def begin_again(run: Run) -> None:
@@ -181,7 +193,9 @@ def save_last_step(run: Run) -> str:
         if failure and run.cluster.alive:
             failure = _save_from_any(run)
         recovery = run.fleet.recovery
-        if failure and recovery is not None and (state := recovery.copy_of(run.state.step)):
+        kept = recovery.newest_copy() if failure and recovery is not None else None
+        if kept is not None and kept[0].step > (run.saved_step or 0):
+            run.state, state = kept
             run.save(held=Held.of(*state))
             failure = ""
     return failure

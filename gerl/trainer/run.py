@@ -440,6 +440,8 @@ class Run:
         """Let restarted workers join, once the cluster has room for them."""
         self.timeline.step = step.number
         recovery = self.fleet.recovery
+        if recovery is not None:
+            recovery.update_copy(self.state)
         if recovery is not None and (admitted := recovery.admit(ask=not self.rewards.wants_room)):
             rejoin(self, admitted)
 
@@ -607,7 +609,7 @@ class Run:
     def remember(self) -> None:
         """Keep a copy of the state outside the workers, in case all of them die."""
         if self.fleet.recovery is not None:
-            self.fleet.recovery.remember(self.state.step, self.model.trained_parameters)
+            self.fleet.recovery.remember(self.state, self.model.trained_parameters)
 
 
 def due(step: int, every: int, total: int) -> bool:

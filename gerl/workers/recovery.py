@@ -6,17 +6,20 @@ Everything sampled derives from the seed, the step and the task, so repeated ste
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gerl.cluster import LAST_WORDS, Pending, wait_any
 from gerl.config import Config
 from gerl.errors import ClusterError, RayDied
+from gerl.run.checkpoint import RunState
 from gerl.workers.worker import PolicyWorker, State
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
 RETRY_S = 1.0  # pause before restarting a worker that died at start
 POLL_S = 0.5  # between checks whether a copy is still needed
-LARGEST = 2**30  # maximum size in bytes of a LoRA and its optimizer that are also kept outside the workers
+LARGEST = 2**30  # maximum size in bytes of a LoRA and its optimizer that are also kept outside the workers, twice
 BYTES = 16  # per trained parameter: its value, two moments and an average, in fp32
 
 
@@ -42,6 +45,19 @@ class NoCapacity(ClusterError):
     """No room for workers to replace those that died."""
 
 
+@dataclass
+class Copy:
+    """A finished step outside the workers: the driver's state, and theirs once it has arrived (None: it was lost)."""
+
+    run: RunState
+    workers: Future[State | None]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the workers' state is here."""
+        return self.workers.done() and self.workers.result() is not None
+
+
 class Recovery:
     """Replacement of workers: a new one is set up and joins the others, and then all load the same state."""
 
@@ -54,13 +70,24 @@ class Recovery:
         self._times: deque[float] = deque()  # of replacements within an hour
         self._late: dict[int, tuple[PolicyWorker, Pending[None]] | None] = {}  # by number; None: not requested yet
         self._executor, self._over = ThreadPoolExecutor(1, "copy"), threading.Event()
-        self._copy: tuple[int, Future[State | None]] | None = None
+        self._copies: list[Copy] = []  # from the newest that has arrived on, in order of steps
 
-    def remember(self, step: int, parameters: int) -> None:
-        """Keep the checkpoint of `step`, the last finished one, in this process, in case all workers die."""
+    def remember(self, state: RunState, parameters: int) -> None:
+        """Keep the last finished step in this process, in case all workers die; the one before, until it has arrived.
+
+        `state`: after that step, see `update_copy`.
+        """
         if self.workers.remote and not self.together and parameters * BYTES <= LARGEST:
-            call = self.workers.submit(0, PolicyWorker.checkpoint, step)
-            self._copy = step, self._executor.submit(self._fetch, call)  # while the run continues
+            call = self.workers.submit(0, PolicyWorker.checkpoint, state.step)
+            before = [kept for kept in self._copies if kept.run.step < state.step]
+            newest = max((i for i, kept in enumerate(before) if kept.arrived), default=0)
+            fetched = self._executor.submit(self._fetch, call)  # while the run continues
+            self._copies = [*before[newest:], Copy(copy.deepcopy(state), fetched)]
+
+    def update_copy(self, state: RunState) -> None:
+        """Replace the driver's state in the copy of the last finished step, which has been validated and logged."""
+        if self._copies and self._copies[-1].run.step == state.step:
+            self._copies[-1].run = copy.deepcopy(state)
 
     def _fetch(self, call: Pending[State]) -> State | None:
         until = time.monotonic() + self.settings.hang_after
@@ -72,13 +99,20 @@ class Recovery:
 
     def copy_of(self, step: int) -> State | None:
         """Return the checkpoint of `step` if it was kept in this process, else None."""
-        return self._copy[1].result() if self._copy is not None and self._copy[0] == step else None
+        return next((kept.workers.result() for kept in self._copies if kept.run.step == step), None)
+
+    def newest_copy(self) -> tuple[RunState, State] | None:
+        """Return the newest step kept in this process: the driver's state and that of the workers."""
+        for kept in reversed(self._copies):
+            if (workers := kept.workers.result()) is not None:
+                return copy.deepcopy(kept.run), workers
+        return None
 
     def close(self) -> None:
-        """Stop fetching before Ray ends; the copy remains available."""
+        """Stop fetching before Ray ends; what has arrived remains available."""
         self._over.set()
-        if self._copy is not None:
-            self._copy[1].result()
+        for kept in self._copies:
+            kept.workers.result()
 
     def forget_workers(self) -> None:
         """Forget the workers of a Ray that died and is about to be restarted."""

@@ -69,17 +69,24 @@ class Run:
     def state(self, step: int) -> dict[str, torch.Tensor]:
         return load_file(self.checkpoint(step) / "state.safetensors")
 
+    def counters(self, step: int) -> dict[str, Any]:
+        """What state.json says of the run, without its settings and what a validation has measured."""
+        left_out = ("settings", "identity", "val_metrics", "signals")
+        state = json.loads((self.checkpoint(step) / "state.json").read_text())
+        return {name: value for name, value in state.items() if name not in left_out}
+
     def lora(self, step: int) -> torch.Tensor:
         """The trained weights as one vector; those of a LoRA that only imitates are none."""
         tensors = {name: value for name, value in self.state(step).items() if ".fake." not in name}
         return torch.cat([tensors[name].flatten() for name in sorted(tensors) if name.startswith("lora/")])
 
     def assert_same(self, other: "Run", step: int) -> None:
-        """LoRA, averages, moments and metrics are bitwise equal, but for the record of workers that were replaced."""
+        """LoRA, averages, moments, counters and metrics are bitwise equal, but for the record of replaced workers."""
         state, expected = self.state(step), other.state(step)
         assert sorted(state) == sorted(expected) and all(torch.equal(state[name], expected[name]) for name in state)
         rows = [{key: value for key, value in row.items() if not key.startswith("cluster/")} for row in self.untimed()]
         assert rows == other.untimed()
+        assert self.counters(step) == other.counters(step)
 
 
 @pytest.fixture(scope="session")

@@ -179,17 +179,18 @@ def test_a_rewriter_learns_beside_a_painter(
 
 
 @more
-def test_two_workers_over_ray_of_which_one_is_killed(
+def test_two_workers_over_ray_of_which_one_is_killed_in_either_role(
     edited: Any, train: Train, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wishes = tmp_path / "kills"
     wishes.mkdir()
-    (wishes / "finish_step.1.3").write_text(str(int(signal.SIGKILL)))
+    for wish in ("finish_step.1.2", "edit:step.1.3"):  # in the update of the first role, and of the second
+        (wishes / wish).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(wishes))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
     keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__launcher": "ray"}
     run = train(tmp_path / "run", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
-    assert not list(wishes.iterdir()) and sum(run.column("cluster/restarts")) == 1
+    assert not list(wishes.iterdir()) and sum(run.column("cluster/restarts")) == 2
     quiet = train(tmp_path / "quiet", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
     run.assert_same(quiet, STEPS)
 

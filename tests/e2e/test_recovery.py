@@ -85,6 +85,17 @@ def test_workers_may_die_or_hang_in_every_phase(
     assert "Traceback" not in capsys.readouterr().err + caplog.text
 
 
+def test_a_step_that_nobody_holds_any_more_is_the_only_one_repeated(
+    disturbed: Disturbed, train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The only worker dies when it is asked for step 3, before its copy has arrived: the copy of step 2 is there."""
+    alone = ["checkpoint.every=0", "cluster.num_workers=1"]
+    run = disturbed({"checkpoint.0.3": signal.SIGKILL}, *alone)
+    assert "no worker is left that has step 3: returning to step 2" in caplog.text
+    whole = train(tmp_path / "whole", *SETTINGS, *alone, trainer__steps=STEPS, validation__data=workplace / "val.txt")
+    run.assert_same(whole, STEPS)
+
+
 @more
 def test_trained_weights_are_saved_by_a_worker_that_lives(
     disturbed: Disturbed, train: Train, workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -106,7 +117,8 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
     folder = tmp_path / "run"
     config = compose_run(arguments(folder, trainer__steps=3, checkpoint__every=2)).config
     with Cluster(config.cluster) as cluster:
-        run = Run(config, folder, cluster, load_prompts(config.data.train), [], {})
+        prompts = load_prompts(config.data.train)
+        run = Run(config, folder, cluster, prompts, prompts[:1], {})
         run.fit()
         shutil.rmtree(folder / "checkpoints" / "step_3")
         rows = read_metrics(folder / "metrics.jsonl")
@@ -120,3 +132,7 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
         assert run.fleet.recovery is not None
         assert run.fleet.recovery.metrics() == {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
         assert run.fleet.recovery.metrics() == {}
+        shutil.rmtree(folder / "checkpoints")  # back to the start, after which step 0 is not validated again
+        bring_together(run, (), None)
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [run.state.step] == [0]
+        assert run.log_start == 0

@@ -2,7 +2,8 @@
 
 GERL_PRETENDED: workers compute on the simulated accelerator (`pretended.py`, whose folder is on PYTHONPATH too).
 GERL_KILLS: a folder of signals. A file METHOD.NUMBER.STEP in it is for worker NUMBER: when it calls METHOD in trainer
-step STEP (0: while it is loading), it removes the file and sends itself the signal named in it.
+step STEP (0: while it is loading), it removes the file and sends itself the signal named in it. METHOD of another role
+of an episode is ROLE:METHOD.
 """
 
 import contextlib
@@ -53,6 +54,8 @@ def wrap(cls: Any, method: str) -> None:
         if method == "sample":
             self.__dict__["at"] = args[0].samples[0].step
         name = args[0].__name__ if method == "call" else method
+        if name == "in_role":
+            name = f"{args[1]}:{args[2].__name__}"
         names = {name, "accumulate"} if name == "add_task_gradient" else {name}  # early or not: whichever comes first
         if "accumulate" in names and self.trajectories:
             self.__dict__["at"] = min(kept.task.samples[0].step for kept in self.trajectories.values())
