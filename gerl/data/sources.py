@@ -106,18 +106,23 @@ def max_prompts_per_step(shares: Sequence[Fraction], per_step: int) -> list[int]
 
 def log_prompts(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
     """Log what makes a result doubtful: held-out prompts that are trained on, equal prompts, invisible ones."""
-    trained = {_identity(prompt) for prompt in prompts}
-    if count := sum(_identity(prompt) in trained for prompt in held_out):
+    if count := count_trained(prompts, held_out):
         logger.warning(
             "%d of %d held-out prompts are also trained on, so the held-out reward is not that of new prompts: remove "
             "them from data.train or validation.data",
             *(count, len(held_out)),
         )
-    if repeated := len(prompts) - len(trained):
+    if repeated := len(prompts) - len({_identity(prompt) for prompt in prompts}):
         logger.info("%d of the %d prompts of data.train repeat another one", repeated, len(prompts))
     for name, texts in (("data.train", prompts), ("validation.data", held_out)):
         if blank := [prompt.id for prompt in texts if not _has_visible_character(prompt.text)]:
             logger.warning("%s: %d prompts have no visible character, the first is %d", name, len(blank), blank[0])
+
+
+def count_trained(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+    """Return the number of `held_out` prompts that are among the trained `prompts`, with the same condition images."""
+    trained = {_identity(prompt) for prompt in prompts}
+    return sum(_identity(prompt) in trained for prompt in held_out)
 
 
 def _identity(prompt: Prompt) -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, logged_at, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment
-from gerl.config import Config
-from gerl.data.sources import check_images, source_names
-from gerl.errors import ConfigError
+from gerl.config import Config, sources
+from gerl.data.sources import check_images, count_trained, load, source_names
+from gerl.errors import ConfigError, DataError
 from gerl.evaluate.loras import (
     BASE,
     COLUMNS,
@@ -151,7 +151,7 @@ def run(request: Request) -> Evaluation:
     # imported late, since torch takes seconds, and keys and files are checked first
     with importing():
         from gerl.cluster import Cluster
-        from gerl.evaluate.comparison import compare, joint, tasks_of
+        from gerl.evaluate.comparison import compare, tasks_of
         from gerl.evaluate.episodes import sample_episodes
         from gerl.evaluate.worker import sample
 
@@ -190,8 +190,8 @@ def run(request: Request) -> Evaluation:
     finally:
         if rows:
             results = compare(rows, thresholds(config.reward))
-            remarks = (*selection.remarks, *_episodes(request), *([together] if (together := joint(results)) else []))
-            found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows), remarks)
+            found = Evaluation(rows, results, len(rows) == total, _measured(request, tasks, rows))
+            found = replace(found, remarks=_remarks(request, prompts, selection, results))
             report(request, found, selection)
     check_any_scored(rows)
     return found
@@ -209,6 +209,25 @@ def _episodes(request: Request) -> list[str]:
         said += ", and so on" if last - first > 1 else ""
     alone = f" CHECKPOINT/{request.roles[0]} has the LoRA of {request.roles[0]} only." if request.roles else ""
     return [f"{said}.{alone}"]
+
+
+def _remarks(request: Request, prompts: Sequence[Prompt], selection: Selection, results: "Results") -> tuple[str, ...]:
+    from gerl.evaluate.comparison import joint
+
+    together = filter(None, [joint(results)])
+    return (*selection.remarks, *_overlap(request, prompts), *_episodes(request), *together)
+
+
+def _overlap(request: Request, prompts: Sequence[Prompt]) -> list[str]:
+    """Say how many of the `prompts` a run was trained on, if the files of its configuration are still there."""
+    data = request.config.data
+    if not any(map(config_of, request.loras.values())) or any(s.on_hub or s.is_code for s in sources(data.train, "")):
+        return []
+    try:
+        count = count_trained(load(data.train, data, "data.train"), prompts)
+    except DataError:
+        return []
+    return [f"{count} of the {len(prompts)} prompts are those of data.train, on which was trained."] if count else []
 
 
 def _prompts(request: Request) -> list[Prompt]:

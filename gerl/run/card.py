@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from gerl.errors import Interrupted
@@ -19,7 +20,9 @@ from gerl.utils.files import reason, write_file
 
 CARD = "run.json"
 FORMAT = 1
+TRAINED = "held-out prompts that are trained on"
 PACKAGES = ("torch", "diffusers", "peft", "transformers", "huggingface_hub", "ray", "numpy")
+NUMERICAL = ("torch", "diffusers", "peft", "transformers")  # those of which the results depend
 PROGRAM = "python -m gerl.trainer.main_flowgrpo"
 SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
 End = Literal["finished", "interrupted", "error"]
@@ -34,18 +37,17 @@ class Card:
         arguments: Sequence[str],
         workers: str,
         started: str | None = None,
-        steps: int | None = None,
+        facts: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         """Add a session that `started` at that time or now; raises `GerlError` if the card cannot be written.
 
-        `steps`: planned ones, if they are not `trainer.steps`.
+        `facts`: what else is known of it: `steps`, the planned ones if they are not `trainer.steps`, and `TRAINED`.
         """
         self.path = run_dir / CARD
         self.sessions = read_sessions(self.path)
         command = redact(f"{PROGRAM} {shlex.join(arguments)}".strip())
         session: dict[str, Any] = {"command": command, "folder": str(Path.cwd()), "started": started or now()}
-        session |= {} if steps is None else {"steps": steps}
-        session |= {"ended": None, "end": None, "workers": workers, **software(), **hardware()}
+        session |= {**facts, "ended": None, "end": None, "workers": workers, **software(), **hardware()}
         self.sessions.append(session)
         self._write()
 
@@ -86,6 +88,24 @@ def software() -> dict[str, Any]:
         "system": platform.platform(),
         "packages": {name: found for name in PACKAGES if (found := version_of(name))},
     }
+
+
+def changed_software(run_dir: Path) -> list[str]:
+    """Return the packages that have other versions than when the run last started; empty without a card."""
+    sessions = read_sessions(run_dir / CARD)
+    before = sessions[-1].get("packages") if sessions else None
+    if not isinstance(before, dict):
+        return []
+    found = [
+        f"{name} {version_of(name)} (was {number})"
+        for name, number in before.items()
+        if name in NUMERICAL and number != version_of(name)
+    ]
+    ours = sessions[-1].get("gerl")
+    if isinstance(ours, dict) and ours.get("code") not in (None, code_digest()):
+        number = version_of("gerl")
+        found.append(f"another state of gerl {number}" if ours.get("version") == number else f"gerl {number}")
+    return found
 
 
 @cache

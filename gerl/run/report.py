@@ -22,7 +22,7 @@ from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.errors import GerlError
-from gerl.run.card import CARD, read_sessions
+from gerl.run.card import CARD, TRAINED, read_sessions
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
@@ -54,6 +54,9 @@ def write_report(run_dir: Path) -> Path:
     for row in rows:
         health.observe(row)
     latest = {(row["signal"], row["column"]): row for row in read_guard(run_dir)}
+    sessions = read_sessions(run_dir / CARD)
+    count = sessions[-1].get(TRAINED) if sessions else None
+    overlap = [f"{count} {TRAINED}: their reward is not that of new prompts"] if count else []
     guarded = [f"step {row['step']}: guard, {row['signal']}/{row['column']}: {row['text']}" for row in latest.values()]
     html = render(
         "report.html.j2",
@@ -63,7 +66,7 @@ def write_report(run_dir: Path) -> Path:
         headline=_headline(rows, compared),
         compared=compared,
         turns=roles(config),
-        warnings=[*(finding.text for finding in health.found.values()), *guarded],
+        warnings=[*overlap, *(finding.text for finding in health.found.values()), *guarded],
         code=usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],

@@ -4,9 +4,10 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from gerl.errors import GerlError, Interrupted
@@ -90,13 +91,17 @@ STOPS = Interrupted | KeyboardInterrupt | GeneratorExit  # GeneratorExit: a prog
 
 @contextlib.contextmanager
 def session(
-    run_dir: Path, log: RunLog, arguments: Sequence[str], workers: str, steps: int | None = None
+    run_dir: Path,
+    log: RunLog,
+    arguments: Sequence[str],
+    workers: str,
+    facts: Mapping[str, object] = MappingProxyType({}),
 ) -> Iterator[Callable[[], None]]:
     """Keep log and card in the folder, from the call of the yielded function to the end of the block.
 
     The block calls it once the folder exists and the run may write into it: a refused run leaves no trace. Log and card
     then include the time since the block began. A folder made in the block is removed if the block fails before the
-    first metrics, checkpoint or vote. `steps`: see `Card`.
+    first metrics, checkpoint or vote. `facts`: see `Card`.
     """
     missing = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     how: End = "error"
@@ -108,7 +113,7 @@ def session(
         nonlocal card
         # not sooner: a resumed run that fails to load leaves the folder as it was
         log.open(run_dir)
-        card = Card(run_dir, arguments, workers, started, steps)
+        card = Card(run_dir, arguments, workers, started, facts)
 
     try:
         yield begin

@@ -14,7 +14,7 @@ from gerl.commandline.composition import Composed
 from gerl.config import Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
-from gerl.data.sources import check_images, log_prompts
+from gerl.data.sources import check_images, count_trained, log_prompts
 from gerl.errors import GerlError
 from gerl.model.paths import local_lora, resolve
 from gerl.progress import waiting
@@ -24,7 +24,7 @@ from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
 from gerl.rewards.total import thresholds
 from gerl.run.attempts import SUCCESS
-from gerl.run.card import secrets
+from gerl.run.card import TRAINED, changed_software, secrets
 from gerl.run.checkpoint import shortened
 from gerl.run.guard import read_guard
 from gerl.run.session import RunLog, session
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gerl.trainer.step import Step
 
 logger = logging.getLogger("gerl")
+LENGTH = ("trainer.steps", "trainer.epochs")  # keys by which a schedule of the learning rate counts
 
 
 def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
@@ -107,12 +108,15 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                 model = config.model if folder.checkpoint is None else config.model.for_resume()
                 check_start(replace(config, model=model), machines.device)
         planned = planned_steps(config, prompts)
-        of_epochs = None if config.trainer.epochs is None else planned
-        with session(run_dir, log, arguments, machines.words(), of_epochs) as begin:
+        facts = {} if config.trainer.epochs is None else {"steps": planned}
+        facts |= {TRAINED: count} if (count := count_trained(prompts, held_out)) else {}
+        with session(run_dir, log, arguments, machines.words(), facts) as begin:
             folder.open(begin)
             logger.info("%s", described(config, folder.composed.preset))
-            if of_epochs is not None:
+            if config.trainer.epochs is not None:
                 logger.info("%s", epochs_words(config, prompts))
+            if folder.checkpoint is not None:
+                warn_resumed(config, folder, prompts)
             log_prompts(prompts, held_out)
             done = folder.checkpoint.step if folder.checkpoint else 0
             check_images([*used_first(config, inputs, done), *held_out])
@@ -135,6 +139,21 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
                         for _ in steps:
                             pass
                 logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))
+
+
+def warn_resumed(config: Config, folder: RunFolder, prompts: Sequence[Prompt]) -> None:
+    """Warn of a resumed run whose numbers are not those of an undisturbed one: other software, another schedule."""
+    if found := changed_software(folder.path):
+        logger.warning("resumed with %s: later steps are not bitwise those of an undisturbed run", ", ".join(found))
+    before = {change.key.partition(".")[2]: change.old for change in folder.changes if change.key in LENGTH}
+    earlier = replace(config, trainer=replace(config.trainer, **before))
+    total, planned = planned_steps(earlier, prompts), planned_steps(config, prompts)
+    if config.actor.lr_schedule != "constant" and planned > total:
+        logger.warning(
+            "actor.lr_schedule=%s now ends after %d steps, not %d: the learning rate rises again where the run is "
+            "resumed; with a lower actor.lr it rises less",
+            *(config.actor.lr_schedule, planned, total),
+        )
 
 
 def used_first(config: Config, inputs: Inputs, start: int) -> list[Prompt]:

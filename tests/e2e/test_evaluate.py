@@ -155,6 +155,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Any, tmp_path: Path, caplog: 
         remark in caplog.text and remark in summary["remarks"][0] and remark in (tmp_path / "gallery.html").read_text()
     )
     assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (4, 0)
+    assert summary["remarks"][1].startswith("4 of the 4 prompts are those of data.train")
     found = gerl.evaluate(lora=run.folder, split=False)
     assert found.complete and "(split=false)" in found.remarks[0]
 

@@ -2,12 +2,13 @@ import json
 import os
 import subprocess
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from gerl.errors import ModelError
-from gerl.run.card import Card, commit_of, hardware, read_sessions, redact, redacted, secrets
+from gerl.run.card import Card, changed_software, commit_of, hardware, read_sessions, redact, redacted, secrets
 
 SMI = """#!/bin/sh
 echo "NVIDIA H200, 143771, 580.65.06"
@@ -44,6 +45,18 @@ def test_a_resumed_run_adds_a_session_and_says_how_each_ended(tmp_path: Path) ->
     first, second = read_sessions(tmp_path / "run.json")
     assert first["error"] == "ModelError: no such password=***" and first["end"] == "error"
     assert second["end"] == "interrupted" and "resume=auto" in second["command"]
+
+
+def test_packages_of_other_versions_are_named(tmp_path: Path) -> None:
+    assert changed_software(tmp_path) == []
+    Card(tmp_path, [], "1").end("interrupted")
+    assert changed_software(tmp_path) == []
+    values = json.loads((tmp_path / "run.json").read_text())
+    values["sessions"][-1]["packages"] |= {"torch": "1.0", "numpy": "1.0"}
+    values["sessions"][-1]["gerl"]["code"] = "abc"
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    torch, gerl = changed_software(tmp_path)
+    assert torch.startswith(f"torch {version('torch')} ") and "1.0" in torch and "gerl" in gerl
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"sessions": 3}', '{"sessions": [1]}'])

@@ -9,7 +9,7 @@ import pytest
 from html_page import Page
 
 from gerl.run import page as page_data
-from gerl.run.card import Card
+from gerl.run.card import TRAINED, Card
 from gerl.run.report import main, write_report
 from gerl.run.validation import save_validation
 
@@ -124,6 +124,12 @@ def test_every_start_of_the_run_card_is_shown_the_latest_first(run_dir: Path) ->
     for name, value in (("workers", "2 on cpu, ray"), ("packages torch", version("torch"))):
         assert f"<tr><td>{name}</td><td>{value}</td></tr>" in latest
     assert "gerl commit" in latest and "<td>end" not in latest and "{" not in latest
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(run_dir: Path) -> None:
+    assert TRAINED not in read(run_dir)[0]
+    Card(run_dir, [], "1 on cpu, local", facts={TRAINED: 3})
+    assert f"3 {TRAINED}" in read(run_dir)[0]
 
 
 def test_a_run_card_is_shown_whatever_is_in_it(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,11 +5,16 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from gerl.config import Config, DataConfig, RewardConfig, RolloutConfig, ScorerConfig, TrainerConfig
+from gerl.commandline.composition import Composed
+from gerl.config import ActorConfig, Config, DataConfig, RewardConfig, RolloutConfig, ScorerConfig, TrainerConfig
+from gerl.config.changes import Change
 from gerl.protocol import Prompt
+from gerl.run.checkpoint import RunLock
 from gerl.run.validation import save_validation
-from gerl.trainer.launch import Inputs, closing_screen, used_first
+from gerl.trainer.launch import Inputs, closing_screen, used_first, warn_resumed
+from gerl.trainer.run_folder import RunFolder
 
 
 def test_the_closing_screen(tmp_path: Path) -> None:
@@ -56,3 +61,12 @@ def test_images_are_checked_of_an_epoch_at_most() -> None:
         config = Config(data=data, rollout=RolloutConfig(prompts_per_step=2), trainer=TrainerConfig(steps=steps))
         found = used_first(config, Inputs(config, prompts, [], images, ""), start)
         assert [prompt.id for prompt in found] == expected
+
+
+def test_a_learning_rate_that_rises_again_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for schedule, old, expected in (("cosine", 2, 1), ("linear", 3, 1), ("linear", 4, 0), ("constant", 2, 0)):
+        config = Config(actor=ActorConfig(lr_schedule=schedule), trainer=TrainerConfig(steps=4))  # type: ignore[arg-type]
+        folder = RunFolder(Composed(config, "", tmp_path), RunLock(tmp_path), None, [Change("trainer.steps", old, 4)])
+        caplog.clear()
+        warn_resumed(config, folder, [Prompt(0, "a fox")])
+        assert [f"lr_schedule={schedule}" in said for said in caplog.messages] == [True] * expected
