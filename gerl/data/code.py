@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gerl.config.user_files import load_module, raised_at
-from gerl.data.tables import MOST_ROWS, Row, split_row
+from gerl.data.tables import Row, split_row
 from gerl.errors import DataError
 from gerl.protocol import Prompt
 
+MOST_ROWS = 10**6  # of Python objects, which may go on for ever: they take seconds and a gigabyte
 KIND = "expected a data set with __len__ and __getitem__, an iterable, or a function or class that returns one"
 
 
@@ -28,10 +28,16 @@ class MapStyle(Protocol):
 def items(prompts: object) -> Iterator[object]:
     """Iterate over a list, an iterable or a map-style data set (`__len__` and `__getitem__`, as of torch).
 
-    Raises `DataError` for other objects.
+    Raises `DataError` for other objects, and for more than `MOST_ROWS` items.
     """
     if isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes):
-        yield from prompts
+        for count, item in enumerate(prompts):
+            if count == MOST_ROWS:
+                raise DataError(
+                    f"it gives more than {MOST_ROWS:,} prompts, and may have no end: give as many as a run needs, "
+                    "such as with itertools.islice, or write them into a file"
+                )
+            yield item
     elif hasattr(prompts, "__getitem__") and hasattr(prompts, "__len__") and not isinstance(prompts, str | bytes):
         for i in range(len(prompts)):  # not by iterating: a data set need not raise IndexError at its end
             yield prompts[i]
@@ -88,8 +94,7 @@ def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[st
     found = _found(path)
     try:
         made = found(**kwargs) if callable(found) else found
-        given = itertools.islice(items(made), MOST_ROWS + 1)
-        lines = as_lines(row_of(item, i, prompt_key) for i, item in enumerate(given))
+        lines = as_lines(row_of(item, i, prompt_key) for i, item in enumerate(items(made)))
     except DataError:
         raise
     # any exception of the user's code, including sys.exit, is reported as its failure
@@ -101,8 +106,6 @@ def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[st
         raise DataError(f"kwargs are given, and {path.rpartition(':')[2]} is not a function or class: remove them")
     if not lines:
         raise DataError("it has no prompts: it must have at least one")
-    if len(lines) > MOST_ROWS:
-        raise DataError(f"it has more than {MOST_ROWS} rows: at most as many are supported")
     return lines
 
 

@@ -326,8 +326,14 @@ class RewardManager:
             while pool.queue and pool.idle:
                 job = pool.queue.popleft()
                 job.process, job.started = pool.idle.pop(0), time.perf_counter()
-                pending = job.round.score(job, pool.workers)
-                self.timeline.submitted(pending, "score", job.started)
+                limited = not pool.workers.remote and job.scorer not in self.people
+                try:
+                    with _time_limit(pool.timeout if limited else None):
+                        pending = job.round.score(job, pool.workers)
+                        self.timeline.submitted(pending, "score", job.started)
+                except Overdue as error:
+                    self._renew(job, f"no answer within {pool.timeout:g} s{_place(pool, job.scorer, error)}")
+                    continue
                 self.load[job.scorer].queued += 0.0 if job.polls else job.started - job.queued
                 self.running[pending] = job
 
@@ -405,8 +411,9 @@ class RewardManager:
         texts = job.round.texts(job)
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
         logger.warning(
-            "scorer %s: %s, with %d images of %s pending; the process is restarted",
+            "scorer %s: %s, with %d images of %s pending; %s",
             *(job.scorer, reason, len(job.places), ", ".join(map(repr, texts[:SHOWN])) + more),
+            "the process is restarted" if pool.workers.remote else "it is built again",
         )
         pool.renew(job.process)
         load.restarts += 1
@@ -780,7 +787,12 @@ def _submit(pool: Pool, name: str, rows: Sequence[Prompt], images: Images) -> Pe
         with _time_limit(None if pool.workers.remote else pool.timeout):
             return pool.workers.submit(0, RewardWorker.score, name, places, texts, metadata, images)
     except Overdue as error:
-        return f"no answer within {pool.timeout:g} s{pool.workers.workers[0].scorers[name].place(error)}"
+        return f"no answer within {pool.timeout:g} s{_place(pool, name, error)}"
+
+
+def _place(pool: Pool, name: str, error: BaseException) -> str:
+    """Return where a scorer in this process was interrupted by `error`."""
+    return pool.workers.workers[0].scorers[name].place(error)
 
 
 def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> list[str]:

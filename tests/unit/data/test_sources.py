@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 import json
 import sys
 from fractions import Fraction
@@ -344,3 +345,16 @@ def test_images_that_cannot_be_decoded_are_all_named(tmp_path: Path, caplog: pyt
         with pytest.raises(DataError, match=r"^3 of 4 images .* prompt 1 '"):
             check_images(prompts)
         assert [name for name in names if any(texts[name] in said for said in caplog.messages)] == names[1:]
+
+
+def test_prompts_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gerl.data.code.MOST_ROWS", 100)
+    code = "def some(count=None):\n    return map(str, itertools.count() if count is None else range(count))"
+    (tmp_path / "rows.py").write_text(f"import itertools\n{code}")
+    path = f"{tmp_path / 'rows.py'}:some"
+    assert len(load([{"path": path, "kwargs": {"count": 100}}], DataConfig(), "data.train")) == 100
+    for given in (path, [{"path": path, "kwargs": {"count": 101}}]):
+        with pytest.raises(DataError, match=r"^data\.train=.* 100 .*islice"):
+            load(given, DataConfig(), "data.train")
+    with pytest.raises(DataError, match="islice"):
+        write_prompts(map(str, itertools.count()), tmp_path / "prompts.jsonl")

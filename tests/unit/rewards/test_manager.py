@@ -460,3 +460,18 @@ def test_cheap_scorers_of_gerl_are_tried_with_the_rest(caplog: pytest.LogCapture
     some: dict[str, Any] = {name: ScorerConfig(data_sources=["signs"]) for name in names}
     trial(**some)
     assert not caplog.records
+
+
+def test_a_scorer_in_this_process_that_sleeps_beyond_its_timeout_is_interrupted(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "import time\ndef compute_score(images, prompts, metadata):\n    time.sleep(600)\n"
+    (tmp_path / "slow.py").write_text(text)
+    made = manager(1, slow=ScorerConfig(1.0, str(tmp_path / "slow.py"), timeout=0.1), a=ScorerConfig(1.0, file))
+    first, second = scored(made, samples((0, 1.0)), samples((1, 2.0)))
+    for found in (first, second):
+        assert found.totals == [None] and found.by_scorer["a"] != [None]
+        ((failure,),) = found.failures
+        assert failure.scorer == "slow" and "0.1 s" in failure.reason and "time.sleep(600)" in failure.reason
+    assert made.metrics()["scorer/slow/retries"] == 2.0 and "built again" in caplog.text
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
