@@ -449,7 +449,7 @@ class RewardConfig(Block):
     )
     trial: bool = key(
         True,
-        "call every scorer once on grey images before a model is loaded; false: skip this, for scorers that cannot "
+        "call every scorer twice on grey images before a model is loaded; false: skip this, for scorers that cannot "
         "handle them",
     )
     retries: int = key(1, "times a failed scoring call is retried, in a new process if it died or hung", low=0)

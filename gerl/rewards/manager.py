@@ -26,6 +26,7 @@ from gerl.rewards.scorers import known_scorer
 from gerl.rewards.scorers.base import PeopleScorer
 from gerl.rewards.total import active_scorers, applies, total
 from gerl.rewards.worker import Answer, RewardWorker, Row
+from gerl.utils.seeding import seed_everything
 
 logger = logging.getLogger(__name__)
 
@@ -714,11 +715,12 @@ def serve_in_background(manager: RewardManager, rollouts: Sequence[PendingRollou
         server.join()
 
 
-# --- Scorer trial: one call of each scorer on grey images, before a model is loaded and anything is written
+# --- Scorer trial: two calls of each scorer on grey images, before a model is loaded and anything is written
 #
 # Runs in the processes that score later, so that loaded models stay loaded. With Ray a scorer that hangs or dies is
 # ended with its process; in this process a time-out interrupts its Python code.
 
+NOISE = 1e-3  # of two calls of a scorer on the same images; half precision rounds less
 GREY, SIZE = 128, 512  # pixel value; size in pixels if the pipeline's default is not known yet
 
 
@@ -729,10 +731,10 @@ class Overdue(BaseException):
 def try_scorers(
     manager: RewardManager, config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prompt] = ()
 ) -> list[str]:
-    """Call every scorer once as in training, on grey images with rows of `prompts`, and return the columns it scores.
+    """Call every scorer as in training, on grey images with rows of `prompts`, and return the columns it scores.
 
-    Scorers used only in validation get rows of `held_out`. If `reward.trial` is off, none is called, and there are no
-    columns.
+    A second call shows whether it gives other numbers for the same images, which is a warning. Scorers used only in
+    validation get rows of `held_out`. If `reward.trial` is off, none is called, and there are no columns.
 
     The call has a micro-batch of images, or a group for a groupwise scorer; as in training it is repeated
     (`reward.retries`) and checked. A failure of a scorer with weight 0 is only a warning. People are not asked; only
@@ -745,20 +747,53 @@ def try_scorers(
         return []
     for pool in manager.distinct_pools:
         pool.wait_until_ready(0)
-    calls: dict[str, Pending[Answer] | str] = {}
+    trials: dict[str, tuple[list[Prompt], Images]] = {}
     for name, scorer in config.reward.scorers.items():
         known = held_out if scorer.during == "validation" else prompts
-        rows = [prompt for prompt in known if applies(scorer, prompt)]
-        if rows and name in manager.people:
+        shown = [prompt for prompt in known if applies(scorer, prompt)]
+        if shown and name in manager.people:
             _reach(manager.pools[name], name)
-        elif rows and name not in manager.on_worker:
+        elif shown and name not in manager.on_worker:
             count = config.rollout.n if name in manager.groupwise else config.rollout.micro_batch_size
-            rows = rows[:1] * count if name in manager.groupwise else [rows[i % len(rows)] for i in range(count)]
-            calls[name] = _submit(manager.pools[name], name, rows, _grey(config, count))
-    columns: list[str] = []
-    for name, call in calls.items():  # calls in one process run one after the other, each with its full time-out
-        columns += _conclude(manager.pools[name], name, config.reward.scorers[name], call)
-    return columns
+            shown = shown[:1] * count if name in manager.groupwise else [shown[i % len(shown)] for i in range(count)]
+            trials[name] = shown, _grey(config, count)
+    first = _trial(manager, config, trials, 0)
+    second = _trial(manager, config, {name: trials[name] for name, rows in first.items() if _all_scored(rows)}, 1)
+    for name, rows in second.items():
+        if differing := _difference(first[name], rows):
+            logger.warning(
+                "scorer %s gives other numbers for the same images (%s), which is noise in the reward: turn off "
+                "dropout and sampling in it, or average several calls",
+                *(name, differing),
+            )
+    return list(dict.fromkeys(column for rows in first.values() for row in rows for column in row))
+
+
+def _trial(
+    manager: RewardManager, config: Config, trials: Mapping[str, tuple[Sequence[Prompt], Images]], number: int
+) -> dict[str, list[Row]]:
+    """Call each scorer once; returns its rows, none of a watched one that failed."""
+    if not manager.remote:
+        seed_everything("trial", config.trainer.seed, number)  # calls begin with the generators of this process
+    calls = {name: _submit(manager.pools[name], name, *trial) for name, trial in trials.items()}
+    # calls in one process run one after the other, each with its full time-out
+    return {name: _conclude(manager.pools[name], name, config.reward.scorers[name], calls[name]) for name in calls}
+
+
+def _all_scored(rows: Sequence[Row]) -> bool:
+    return bool(rows) and all(isinstance(value, float) for row in rows for value in row.values())
+
+
+def _difference(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """Return the first number that differs between two calls of a scorer, by more than rounding; empty if none does."""
+    for row, again in zip(first, second, strict=False):
+        for column, value in row.items():
+            other = again.get(column)
+            if not isinstance(value, float) or not isinstance(other, float):
+                continue
+            if not math.isclose(value, other, rel_tol=NOISE, abs_tol=NOISE):
+                return f"{column} {value:.4g}, then {other:.4g}"
+    return ""
 
 
 def _reach(pool: Pool, name: str) -> None:
@@ -795,18 +830,18 @@ def _place(pool: Pool, name: str, error: BaseException) -> str:
     return pool.workers.workers[0].scorers[name].place(error)
 
 
-def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> list[str]:
-    """Wait for a call and return its columns; raises `RewardError`, or warns, if it failed."""
+def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer] | str) -> list[Row]:
+    """Wait for a call and return its rows; raises `RewardError`, or warns, if it failed."""
     answer = call if isinstance(call, str) else _answer(pool, call)
     if isinstance(answer, str):
-        count, failures, columns = 0, [answer], list[str]()
+        count, failures, rows = 0, [answer], list[Row]()
     else:
         for message in answer.warnings:
             logger.warning("scorer %s: %s", name, message)
-        count, columns = len(answer.rows), list(dict.fromkeys(column for row in answer.rows for column in row))
-        failures = [value.reason for row in answer.rows if isinstance(value := row[name], ScorerFailure)]
+        count, rows = len(answer.rows), answer.rows
+        failures = [value.reason for row in rows if isinstance(value := row[name], ScorerFailure)]
     if not failures:
-        return columns
+        return rows
     problem = (
         f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
         "reward.trial=false if it is only grey images that it cannot score"
@@ -819,7 +854,7 @@ def _conclude(pool: Pool, name: str, scorer: ScorerConfig, call: Pending[Answer]
         logger.warning("%s; its weight is 0, so the run continues", problem)
         if isinstance(answer, str):
             pool.renew(0)
-    return columns
+    return rows
 
 
 def _answer(pool: Pool, call: Pending[Answer]) -> Answer | str:

@@ -400,7 +400,7 @@ def test_what_a_scorer_does_wrong_is_said_with_the_line_of_the_users_file(tmp_pa
 
 
 def test_a_scorer_gets_what_training_will_give_it(tmp_path: Path) -> None:
-    line = 'open(kwargs["log"], "a").write(repr((images, prompts, metadata))); return [1] * len(images)'
+    line = 'open(kwargs["log"], "w").write(repr((images, prompts, metadata))); return [1] * len(images)'
     path, log = scorer(tmp_path, line), tmp_path / "log"
     mine = ScorerConfig(path=path, kwargs={"log": str(log)})
 
@@ -420,7 +420,7 @@ def test_a_scorer_gets_what_training_will_give_it(tmp_path: Path) -> None:
 
 
 def test_a_scorer_of_validation_gets_held_out_rows(tmp_path: Path) -> None:
-    line = 'open(kwargs["log"], "a").write(repr(prompts)); return [1] * len(images)'
+    line = 'open(kwargs["log"], "w").write(repr(prompts)); return [1] * len(images)'
     mine = ScorerConfig(0, scorer(tmp_path, line), kwargs={"log": str(tmp_path / "log")}, during="validation")
     trial(held_out=[Prompt(0, "a bird")], mine=mine, sharpness=ScorerConfig())
     assert (tmp_path / "log").read_text() == repr(["a bird"] * 5)
@@ -428,7 +428,7 @@ def test_a_scorer_of_validation_gets_held_out_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("takes_frames", [True, False])
 def test_a_scorer_of_videos_gets_videos(tmp_path: Path, takes_frames: bool) -> None:
-    line = 'open(kwargs["log"], "a").write(f"{len(images)} {type(images[0]).__name__}"); return [1] * len(images)'
+    line = 'open(kwargs["log"], "w").write(f"{len(images)} {type(images[0]).__name__}"); return [1] * len(images)'
     path, log = scorer(tmp_path, line), tmp_path / "log"
     Path(path).write_text(Path(path).read_text() + f"compute_score.takes_frames = {takes_frames}\n")
     trial(call={"num_frames": 4}, mine=ScorerConfig(path=path, kwargs={"log": str(log)}))
@@ -460,6 +460,19 @@ def test_cheap_scorers_of_gerl_are_tried_with_the_rest(caplog: pytest.LogCapture
     some: dict[str, Any] = {name: ScorerConfig(data_sources=["signs"]) for name in names}
     trial(**some)
     assert not caplog.records
+
+
+def test_a_scorer_with_other_numbers_for_the_same_images_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "import random\n"
+        "def noisy(images, prompts, metadata):\n    return [random.random() for _ in images]\n"
+        "def steady(images, prompts, metadata):\n    return [random.random() * 1e-5 for _ in images]\n"
+    )
+    path = str(tmp_path / "noisy.py")
+    trial(noisy=ScorerConfig(path=path, function="noisy"), steady=ScorerConfig(path=path, function="steady"))
+    assert [re.search(r"scorer (\w+) gives other numbers", said)[1] for said in caplog.messages] == ["noisy"]  # type: ignore[index]
 
 
 def test_a_scorer_in_this_process_that_sleeps_beyond_its_timeout_is_interrupted(
