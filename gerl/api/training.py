@@ -323,6 +323,7 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
     if source is None:
         check_offered(pipe)
         pipe.save_pretrained(str(saved))
+        _check_written(pipe, list(pipe.components), saved)
         return str(saved)
     pipeline_logger.info("comparing the pipeline in memory with its files, %s ...", known)
     index = DiffusionPipeline.load_config(str(source))
@@ -348,7 +349,21 @@ def path_of(pipe: DiffusionPipeline, saved: Path) -> str:
             part.save_pretrained(str(saved / name))
         elif part is not None and (source / name).exists():
             (saved / name).symlink_to((source / name).resolve(), target_is_directory=True)
+    _check_written(pipe, changed, saved)
     return str(saved)
+
+
+def _check_written(pipe: DiffusionPipeline, names: Iterable[str], saved: Path) -> None:
+    """Warn if a component is not read from its files as it is in memory, such as one whose layers were cut."""
+    if lost := [
+        name for name in names if name in pipe.components and not _is_as_stored(name, pipe.components[name], saved)
+    ]:
+        pipeline_logger.warning(
+            "%s of the pipeline in memory cannot be written as it is, and is another one in the files of %s: it is "
+            "trained with, but resume, exports and evaluation go without",
+            " and ".join(lost),
+            saved,
+        )
 
 
 def _other_settings(pipe: DiffusionPipeline, index: Mapping[str, Any]) -> list[str]:
@@ -392,7 +407,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError):
         return False  # files of another class, or none
     if not module:
-        return _written(part) == _written(read)
+        return _written(part) == _written(read) and _schedule(part) == _schedule(read)
     ours, theirs = _base_weights(part), read.state_dict()
     configs = [getattr(model, "config", None) for model in (part, read)]  # a transformers model's is no dictionary
     settings = [{k: v for k, v in c.items() if k[0] != "_"} if isinstance(c, dict) else {} for c in configs]
@@ -416,6 +431,14 @@ def _base_weights(model: Any) -> dict[str, Any]:
         if above is None or key.startswith(f"{above}.base_layer."):
             found[key.replace(".base_layer.", ".")] = value
     return found
+
+
+def _schedule(part: Any) -> dict[str, Any]:
+    """Return what a program may set in a scheduler beside its configuration."""
+    values: dict[str, Any] = {
+        name: getattr(part, name, None) for name in ("shift", "alphas_cumprod", "final_alpha_cumprod")
+    }
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
 
 def _written(part: Any) -> dict[str, Any]:

@@ -179,6 +179,8 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward": ("said", lambda pipe: doubled(pipe.vae.decoder)),
     "OwnLinear": ("said", lambda pipe: setattr(first_linear(pipe), "__class__", OwnLinear)),
     "forward hooks": ("said", lambda pipe: pipe.text_encoder.register_forward_hook(lambda *_: None)),
+    "text_encoder of": ("said", lambda pipe: pipe.text_encoder.encoder.layers.pop(-1)),
+    "scheduler of": ("said", lambda pipe: setattr(pipe.scheduler, "alphas_cumprod", pipe.scheduler.alphas_cumprod**2)),
     "attention slicing": ("nothing", lambda pipe: pipe.enable_attention_slicing()),
     "tiling": ("nothing", lambda pipe: pipe.vae.enable_tiling()),
     "checkpointing": ("nothing", lambda pipe: pipe.unet.enable_gradient_checkpointing()),
@@ -210,6 +212,15 @@ def test_what_changes_a_pipeline_is_kept_refused_or_said(
             outcome = outcome if outcome == "said" or same else "silently other images"
         wrong += [] if outcome == expected else [f"{name}: {outcome}, not {expected}"]
     assert not wrong
+
+
+def test_a_shift_outside_the_configuration_is_said(
+    stored: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipe = read(stored)
+    pipe.scheduler.set_shift(5.0)
+    path_of(pipe, tmp_path / "saved")
+    assert "scheduler of the pipeline in memory cannot be written" in caplog.text
 
 
 def test_the_default_algorithm_fits_the_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
