@@ -2,7 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+
+import gerl
+
+PACKAGE = Path(gerl.__file__).parent
 
 
 def executed(work: Callable[[], object]) -> int:
@@ -12,7 +17,7 @@ def executed(work: Callable[[], object]) -> int:
     def trace(frame: FrameType, event: str, _: object) -> object:
         nonlocal count
         count += event == "line"
-        return trace if "/gerl/" in frame.f_code.co_filename else None
+        return trace if Path(frame.f_code.co_filename).is_relative_to(PACKAGE) else None
 
     sys.settrace(trace)
     try:
