@@ -18,6 +18,7 @@ from gerl.model import denoisers as skeletons
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import find_denoisers
 from gerl.model.hub import model_folder
+from gerl.model.loading import merge_start
 from gerl.model.lora import (
     Lora,
     check_fit,
@@ -26,7 +27,6 @@ from gerl.model.lora import (
     diffusers_file,
     kohya_file,
     merge,
-    merge_start,
     peft_files,
 )
 from gerl.model.parts import left_out
@@ -105,7 +105,7 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
         with weights_checked():
             pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder), **without)
     if base.merged is not None:
-        merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), find_denoisers(pipe))
+        merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), pipe, find_denoisers(pipe))
     for name, lora in loras.items():
         denoiser = pipe.components.get(name)
         if denoiser is None:

@@ -23,23 +23,33 @@ from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find
 from gerl.model.errors import check_backend, is_full
 from gerl.model.hub import model_folder, part_folder, refusal_of_code
 from gerl.model.lora import (
+    TEXT_ENCODER,
     add_lora,
     begin_with,
     check_loads,
     lora_file,
-    merge_start,
+    merge,
     read_start,
     targets_of,
     with_lora,
 )
 from gerl.model.parts import NO_PARTS, Parts, left_out, with_tokenizers
 from gerl.model.paths import resolve
-from gerl.model.placement import channels_last, compile_blocks, decode_in_fp32, lazy_text_encoders, place, set_attention
+from gerl.model.placement import (
+    LazyTextEncoder,
+    channels_last,
+    compile_blocks,
+    decode_in_fp32,
+    encoder_skeletons,
+    lazy_text_encoders,
+    place,
+    set_attention,
+)
 from gerl.model.policy import EMA, Gathered, Policy, alone, chosen, divide, parameters_of
 from gerl.model.prompts import check_arguments
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
-from gerl.model.sharding import Unread, check_context, divide_context, shard, sharded_components, unread_models
+from gerl.model.sharding import Unread, check_context, divide_context, fill, shard, sharded_components, unread_models
 from gerl.model.teachers import attach_teachers, in_teachers, read_teachers, teachers_parameters
 from gerl.objects import pipeline
 from gerl.utils.files import first_line
@@ -143,7 +153,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         if context > 1:
             check_context(models, denoisers_among(models), context)
         if config.lora is not None:
-            read_start(config, denoisers_among(models))
+            read_start(config, denoisers_among(models) | (encoder_skeletons(folder) if config.merge_lora else {}))
         if config.train != "lora":
             chosen(config.train, denoisers_among(models))
 
@@ -186,7 +196,7 @@ def load_pipeline(
     prepare(pipe, half=dtype != torch.float32)
     denoisers = find_denoisers(pipe)
     if config.lora is not None and config.merge_lora:
-        merge_start(config, denoisers)
+        merge_start(config, pipe, denoisers, unread)
     sharded = sharded_components(pipe, denoisers, config.shard) if to_shard else {}
     if masters:
         for denoiser in denoisers.values():
@@ -198,6 +208,25 @@ def load_pipeline(
         channels_last(pipe)
     place(pipe, denoisers, device, config.offload, sharded)
     return pipe
+
+
+def merge_start(
+    config: ModelConfig, pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin], unread: Unread | None = None
+) -> None:
+    """Add `model.lora` to the weights of denoisers and text encoders, in fp32 and rounded once to their precision."""
+    encoders = {n: c for n, c in pipe.components.items() if n.startswith(TEXT_ENCODER) and c is not None}
+    known = {n: c.skeleton if isinstance(c, LazyTextEncoder) else c for n, c in encoders.items()}
+    for name, layers in read_start(config, {**known, **denoisers}).items():
+        model = pipe.components[name]
+        if name in encoders and config.quantize_encoders != "none":
+            raise ModelError(
+                f"model.lora={config.lora!r} has a LoRA of {name}, which is merged into its weights: use "
+                "model.quantize_encoders=none"
+            )
+        model = model.loaded() if isinstance(model, LazyTextEncoder) else model
+        fill(model, {} if unread is None else unread)
+        merge(layers, model)
+    logger.info("%s is merged into the base model", config.lora)
 
 
 def prepare(pipe: DiffusionPipeline, half: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -392,12 +393,19 @@ def inject(denoiser: ModelMixin, layers: Layers, name: str) -> None:
 
 Denoisers = Mapping[str, torch.nn.Module]
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-KOHYA = "lora_unet_"
+KOHYA, TEXT_ENCODER = "lora_unet_", "text_encoder"
+KOHYA_TEXT = {"lora_te_": TEXT_ENCODER, "lora_te1_": TEXT_ENCODER}
+KOHYA_TEXT |= {f"lora_te{i}_": f"{TEXT_ENCODER}_{i}" for i in (2, 3)}
+# before the names of a denoiser's layers: kohya, OneTrainer, ComfyUI
+PREFIXES = (KOHYA, "lora_transformer_", "model.diffusion_model.", "diffusion_model.")
 KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
 
 
 def read_layers(path: Path, denoisers: Denoisers) -> dict[str, Layers]:
-    """Read the LoRA of each denoiser, or skeleton, from a file or folder. Raises `ModelError` for anything else."""
+    """Read the LoRA of each denoiser, or skeleton, from a file or folder. Raises `ModelError` for anything else.
+
+    Those of text encoders are read too if they are among the `denoisers`.
+    """
     found: dict[str, Layers] = {}
     for file in _files(path):
         for name, layers in _read(file, denoisers).items():
@@ -426,23 +434,23 @@ def _files(path: Path) -> list[Path]:
     raise ModelError(f"{path} {what}")
 
 
-def _read(file: Path, denoisers: Denoisers) -> dict[str, Layers]:
+def _read(file: Path, models: Denoisers) -> dict[str, Layers]:
     header, tensors = _open(file)
+    denoisers = {name: model for name, model in models.items() if not name.startswith(TEXT_ENCODER)}
     try:
-        if all(key.startswith(KOHYA) for key in tensors):
-            name = _denoiser_of(file.stem.removeprefix("lora_"), denoisers)
-            known = type(denoisers[name]).__name__ in LAYOUTS
-            if known and {key.split(".")[0] for key in tensors} <= _kohya_names(denoisers[name]).keys():
-                return {name: kohya_halves(tensors, denoisers[name])}
         if all(key.startswith(PEFT_PREFIX) for key in tensors):
             name = _denoiser_of(file.parent.name, denoisers)
             config = _peft_config(file.with_name(PEFT_CONFIG))
             return _of_peft({f"{name}.{k.removeprefix(PEFT_PREFIX)}": v for k, v in tensors.items()}, {name: config})
-        names = {key.partition(".")[0] for key in tensors}
-        if not names <= denoisers.keys() or not all(KEY.fullmatch(key) for key in tensors):
-            name = _denoiser_of(file.stem, denoisers)
-            return _of_peft(*convert(tensors, denoisers[name], name))
-        return _of_peft(tensors, _configs(header, tensors))
+        names, configs = {key.partition(".")[0] for key in tensors}, _configs(header, tensors)
+        if names <= models.keys() and all(KEY.fullmatch(key) for key in tensors):
+            return {name: _renamed(layers, models[name]) for name, layers in _of_peft(tensors, configs).items()}
+        stem = file.stem.removeprefix("lora_")
+        found = named_halves(tensors, models, stem)
+        if found is not None and not any(configs.values()):
+            return found
+        name = _denoiser_of(stem, denoisers)
+        return _of_peft(*convert(tensors, denoisers[name], name))
     except ModelError as error:
         raise ModelError(f"{file} is not a LoRA that gerl can train on: {error}") from None
 
@@ -556,7 +564,7 @@ def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None, f
         down = torch.cat([lora.layers[part][0] for part in trained])
         up = down.new_zeros(sum(rows), len(down))
         for i, part in enumerate(trained):
-            b = _halves_swapped(lora.layers[part][1], part, denoiser)
+            b = lora.layers[part][1] if original == part else _halves_swapped(lora.layers[part][1], part, denoiser)
             top = sum(rows[: parts.index(part)])
             up[top : top + len(b), i * lora.rank : (i + 1) * lora.rank] = b
         name = KOHYA + original.replace(".", "_")
@@ -567,33 +575,92 @@ def kohya_file(lora: Lora, denoiser: torch.nn.Module, base: str | None = None, f
     return pack_tensors(tensors, {"format": "pt", **note, **facts})
 
 
+def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: str) -> dict[str, Layers] | None:
+    """Return the LoRAs of a file that has only layers of known names; None if it has others.
+
+    Known are the names of diffusers and transformers and those of `LAYOUTS`, with dots or underscores, after the usual
+    prefixes; alpha is that of each layer. Several layers may lie on top of each other. models: denoisers, and text
+    encoders if a LoRA of theirs can be merged. stem: name of the file, see `_denoiser_of`.
+    """
+    files: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # component -> layer in the file -> A, B and alpha
+    for key, value in tensors.items():
+        match = MATRIX.fullmatch(key) or ALPHA.fullmatch(key)
+        if match is None:
+            return None
+        half = match.groupdict().get("half") or "alpha"
+        component, layer = _component_of(match["layer"], models, stem)
+        files.setdefault(component, {}).setdefault(layer, {})[{"down": "A", "up": "B"}.get(half, half)] = value
+    found: dict[str, Layers] = {}
+    for component, layers in files.items():
+        known = _layer_names(models[component])
+        if not layers.keys() <= known.keys() or any(t.ndim > 2 for pair in layers.values() for t in pair.values()):
+            return None
+        halves = [_halves_of(layer, pair, known[layer], models[component]) for layer, pair in layers.items()]
+        found[component] = {layer: value for part in halves for layer, value in part.items()}
+    return found
+
+
+def _component_of(layer: str, models: Denoisers, stem: str) -> tuple[str, str]:
+    """Return the component that a layer of a file belongs to, and its name in there, with underscores."""
+    denoisers = {name: model for name, model in models.items() if not name.startswith(TEXT_ENCODER)}
+    name, _, rest = layer.partition(".")
+    for prefix in (prefix for prefix in KOHYA_TEXT if layer.startswith(prefix)):
+        name, rest = KOHYA_TEXT[prefix], layer.removeprefix(prefix)
+        if name not in models and prefix == "lora_te3_":  # of T5, which is FLUX's second
+            name = f"{TEXT_ENCODER}_2"
+    if name in models:
+        return name, _underscored(rest)
+    if name.startswith(TEXT_ENCODER):
+        alone = f"a file of {' and '.join(denoisers)} alone"
+        if len(models) > len(denoisers):
+            raise ModelError(f"it has a LoRA of {name}, which the pipeline does not have: use {alone}")
+        raise ModelError(
+            f"it has a LoRA of {name}, which can be merged but not trained: use model.merge_lora=true, or {alone}"
+        )
+    prefix = next((prefix for prefix in PREFIXES if layer.startswith(prefix)), "")
+    return _denoiser_of(stem, denoisers), _underscored(layer.removeprefix(prefix))
+
+
+def _underscored(layer: str) -> str:
+    return layer.replace(".", "_").removeprefix("text_model_")
+
+
+def _renamed(layers: Layers, model: torch.nn.Module) -> Layers:
+    """Return the layers of a text encoder under the names they have in `model`: transformers 5 shortened CLIP's."""
+    names = {_underscored(layer): layer for layer in linear_layers(model)}
+    return {names.get(_underscored(layer), layer): halves for layer, halves in layers.items()}
+
+
 def kohya_halves(tensors: Mapping[str, torch.Tensor], denoiser: torch.nn.Module) -> dict[str, Halves]:
     """Return the LoRA of each layer in a file of `kohya_file`, exactly. Raises `ModelError` for other tensors."""
-    originals = _kohya_names(denoiser)
+    found = named_halves(tensors, {"denoiser": denoiser}, "denoiser")
+    if found is None:
+        raise ModelError(f"it is not a LoRA of linear layers of {type(denoiser).__name__} only")
+    return dict(found["denoiser"])
+
+
+def _halves_of(
+    name: str, tensors: Mapping[str, torch.Tensor], parts: tuple[str, ...], model: torch.nn.Module
+) -> dict[str, Halves]:
+    """Return the LoRA of each of the layers that make up layer `name` of a file."""
+    down, up, alpha = (tensors.get(half) for half in ("A", "B", "alpha"))
+    if down is None or up is None:
+        raise ModelError(f"its {name} has only one of the two matrices, lora_A and lora_B")
+    check_pair(name, down, up)
+    scale = 1.0 if alpha is None else float(alpha) / len(down)
+    rows = [len(model.get_parameter(f"{part}.weight")) for part in parts]
+    if sum(rows) != len(up):
+        raise ModelError(f"its {name} has {len(up)} rows, and {type(model).__name__} {sum(rows)} in its place")
+    original = name not in {_underscored(part) for part in parts}
     found: dict[str, Halves] = {}
-    for module in sorted({name.split(".")[0] for name in tensors}):
-        down, up = (tensors.get(f"{module}.{part}.weight") for part in ("lora_down", "lora_up"))
-        alpha = tensors.get(f"{module}.alpha")
-        known = {f"{module}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")}
-        if unread := sorted({name for name in tensors if name.split(".")[0] == module} - known):
-            raise ModelError(f"its {unread[0]} is not part of a LoRA, and would be ignored")
-        if module not in originals or down is None or up is None or not down.ndim == up.ndim == 2:
-            raise ModelError(f"its {module} is not a LoRA of a linear layer of {type(denoiser).__name__}")
-        check_pair(module, down, up)
-        scale = 1.0 if alpha is None else float(alpha) / len(down)
-        top, parts = 0, originals[module]
-        for part in parts:
-            rows = len(denoiser.get_parameter(f"{part}.weight"))
-            own = _halves_swapped(up[top : top + rows], part, denoiser)
-            top += rows
-            used = own.any(0).nonzero().flatten()
-            if len(parts) == 1:
-                found[part] = Halves(down, own, scale)
-            elif len(used):
-                columns = slice(int(used[0]), int(used[-1]) + 1)
-                found[part] = Halves(down[columns], own[:, columns], scale)
-        if top != len(up):
-            raise ModelError(f"its {module} has {len(up)} rows, and {type(denoiser).__name__} {top} in its place")
+    for part, block in zip(parts, up.split(rows), strict=True):
+        own = _halves_swapped(block, part, model) if original else block
+        used = own.any(0).nonzero().flatten()
+        if len(parts) == 1:
+            found[part] = Halves(down, own, scale)
+        elif len(used):
+            columns = slice(int(used[0]), int(used[-1]) + 1)
+            found[part] = Halves(down[columns], own[:, columns], scale)
     return found
 
 
@@ -603,14 +670,15 @@ def _halves_swapped(up: torch.Tensor, layer: str, denoiser: torch.nn.Module) -> 
     return torch.cat(up.chunk(2)[::-1]) if swapped else up
 
 
-def _kohya_names(denoiser: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the layers of `denoiser` that make up each module of a kohya file, by module name."""
+def _layer_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the layers of `model` that make up each layer of a file, by its name with underscores."""
+    layers, family = linear_layers(model), type(model).__name__
     names: dict[str, tuple[str, ...]] = {}
-    for layer in linear_layers(denoiser):
-        with contextlib.suppress(ModelError):  # kohya has no name for it
-            original, parts = _original(layer, type(denoiser).__name__)
-            names[KOHYA + original.replace(".", "_")] = parts
-    return names
+    for layer in layers if family in LAYOUTS else []:
+        with contextlib.suppress(ModelError):  # the original code has no name for it
+            original, parts = _original(layer, family)
+            names[_underscored(original)] = parts
+    return {_underscored(layer): (layer,) for layer in layers} | names
 
 
 def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
@@ -697,11 +765,12 @@ def begin_with(start: Mapping[str, Layers], denoisers: Denoisers) -> None:
             b.weight[:, : halves.rank] = halves.b.to(b.weight) * (halves.scale / scale)
 
 
-def merge_start(config: ModelConfig, denoisers: Denoisers) -> None:
-    """Add `model.lora` to the weights of `denoisers`, computed in fp32 and rounded once to their precision."""
-    for name, layers in read_start(config, denoisers).items():
-        merge(layers, denoisers[name])
-    logger.info("%s is merged into the base model", config.lora)
+def content_digest(source: str) -> str:
+    """Return a digest of the files of the LoRA `source`: file, folder or Hub id."""
+    digest = hashlib.sha256()
+    for file in _files(local_lora(source) or fetch_lora(source)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 # --- Check on a skeleton that plain diffusers loads a whole LoRA file, before the file counts as written
@@ -739,6 +808,7 @@ SUFFIX = "LoraLoaderMixin"
 # tensor names of a LoRA in any layout: two matrices per layer, and alpha
 MATRIX = re.compile(r"(?P<layer>.+?)[._]lora(_linear_layer)?[._](?P<half>A|B|down|up)(\.default)?\.weight")
 ALPHA = re.compile(r"(?P<layer>.+?)(\.lora)?\.alpha")
+COMPONENT = re.compile(r"(unet|(transformer|text_encoder)(_\d)?)(?=\.)")
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -763,16 +833,18 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         if not all("lora_A" in key or "lora_B" in key for key in found):
             found = convert_unet_state_dict_to_peft(found)
     except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
-        why = first_line(error)[:200]
+        why = first_line(error)[:100]
         raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({why})") from None
-    if others := sorted({key.partition(".")[0] for key in found} - {name}):
-        raise ModelError(f"it has a LoRA of {' and '.join(others)}, and gerl trains {name}: use a file of {name} alone")
+    if other := next((key for key in found if key.partition(".")[0] != name), None):
+        if component := COMPONENT.match(other):
+            raise ModelError(f"it has a LoRA of {component[0]}, and gerl trains {name}: use a file of {name} alone")
+        raise ModelError(f"its {other:.100} is no layer of {type(denoiser).__name__}: use the model it was trained on")
     config = _alphas(alphas or {}, name)
     before, after = _squared_norm(tensors, {}), _squared_norm(found, config.get("alpha_pattern", {}))
     if not abs(after - before) <= 1e-3 * before:
         raise ModelError(
-            f"diffusers reads only {after / before if before else 0:.1%} of it for {type(denoiser).__name__}: use "
-            "the model it was trained on"
+            f"diffusers reads its layers or alphas for {type(denoiser).__name__} only in part: use the model it was "
+            "trained on, or save it with pipe.save_lora_weights"
         )
     return found, {name: config}
 

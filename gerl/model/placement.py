@@ -394,6 +394,17 @@ class LazyTextEncoder(torch.nn.Module):
         return getattr(self.loaded(), name)
 
 
+def encoder_skeletons(folder: str) -> dict[str, torch.nn.Module]:
+    """Return the text encoders of the pipeline in `folder` without weights, on the meta device."""
+    index = DiffusionPipeline.load_config(folder)
+    found: dict[str, torch.nn.Module] = {}
+    for name in (name for name in text_encoders(folder) if name.startswith("text_encoder")):
+        kind = getattr(transformers, index[name][1])
+        with accelerate.init_empty_weights():
+            found[name] = kind(kind.config_class.from_pretrained(Path(folder) / name))
+    return found
+
+
 def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> dict[str, LazyTextEncoder]:
     """Return unloaded text encoders of the pipeline in `folder`, which will load as diffusers loads them."""
     index = DiffusionPipeline.load_config(folder)
@@ -409,8 +420,7 @@ def lazy_text_encoders(config: ModelConfig, folder: str, dtype: torch.dtype) -> 
             with weights_checked():
                 return kind.from_pretrained(Path(folder) / name, dtype=dtype, **options)
 
-        with accelerate.init_empty_weights():
-            skeleton = kind(kind.config_class.from_pretrained(Path(folder) / name))
-        return LazyTextEncoder(skeleton, read, dtype)
+        return LazyTextEncoder(skeletons[name], read, dtype)
 
-    return {name: late(name) for name in text_encoders(folder) if name.startswith("text_encoder")}
+    skeletons = encoder_skeletons(folder)
+    return {name: late(name) for name in skeletons}

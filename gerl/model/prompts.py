@@ -34,6 +34,7 @@ from gerl.engine.record import Tree, detached_copy, tensor_bytes
 from gerl.engine.transitions import FLOW, family
 from gerl.errors import GerlError, ModelError
 from gerl.model.hub import model_folder
+from gerl.model.lora import content_digest
 from gerl.protocol import CutPrompts
 from gerl.utils.files import write_file
 from gerl.utils.tensors import pack_tensors
@@ -241,7 +242,10 @@ class PromptCache:
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
     parts = ("text_encoder", "tokenizer", "processor")
-    return cache.expanduser() / identity(model_folder(model.path, model.parts), parts, dtype, model.quantize_encoders)
+    # text encoders may have a part of the LoRA
+    merged = [content_digest(model.lora)] if model.merge_lora and model.lora is not None else []
+    folder = model_folder(model.path, model.parts)
+    return cache.expanduser() / identity(folder, parts, dtype, model.quantize_encoders, *merged)
 
 
 def divided(bound: dict[str, object]) -> tuple[list[Row] | None, dict[str, object]]:

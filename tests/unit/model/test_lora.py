@@ -26,8 +26,9 @@ from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
 from gerl.model.denoisers import find_denoisers
-from gerl.model.loading import check_model, load_policy, weights_fingerprint
+from gerl.model.loading import check_model, load_pipeline, load_policy, weights_fingerprint
 from gerl.model.lora import (
+    LAYOUTS,
     Lora,
     add_lora,
     bare_model,
@@ -39,6 +40,7 @@ from gerl.model.lora import (
     find_targets,
     kohya_file,
     kohya_halves,
+    linear_layers,
     load_lora,
     lora_disabled,
     lora_file,
@@ -46,6 +48,7 @@ from gerl.model.lora import (
     read_layers,
 )
 from gerl.model.paths import WEIGHTS
+from gerl.model.placement import LazyTextEncoder
 from gerl.model.policy import Policy
 
 # the first of the repeated blocks: its attention, and its feed-forward
@@ -712,7 +715,7 @@ def changed(tensors: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tenso
     ("how", "keys", "named"),
     [
         ("other denoiser", {}, "a LoRA of unet, and gerl trains transformer"),
-        ("text encoder", {}, "a LoRA of text_encoder, and gerl trains transformer"),
+        ("text encoder", {}, r"a LoRA of text_encoder, which can .*model\.merge_lora=true"),
         ("other layer", {}, r"no linear layer transformer_blocks\.7"),
         ("wider", {}, "has 16 inputs"),
         ("one half", {}, "only its matrix B"),
@@ -807,6 +810,7 @@ def of_original_unet(layer: str) -> str:
 
 JOINT = ["transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k", "transformer_blocks.1.attn.to_out.0"]
 Z_IMAGE = ["layers.0.attention.to_q", "layers.1.attention.to_out.0"]
+FLUX = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.attn.to_v"]
 UNET = [f"down_blocks.1.attentions.0.transformer_blocks.0.attn1.{part}" for part in ("to_q", "to_v", "to_out.0")]
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 
@@ -821,6 +825,7 @@ PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
         pytest.param(tiny.z_image, Z_IMAGE, underscored, KOHYA, 6.0, id="kohya, Z-Image"),
         pytest.param(sdxl, UNET, of_original_unet, KOHYA, 1.0, id="kohya, SDXL"),
         pytest.param(tiny.sd15, UNET, underscored, KOHYA, 1.0, id="kohya, SD 1.5"),
+        pytest.param(tiny.flux, FLUX, "transformer.{}".format, PEFT, 1.5, id="diffusers with alpha, FLUX"),
     ],
 )  # fmt: skip
 def test_as_plain_diffusers_reads_it(
@@ -836,6 +841,125 @@ def test_as_plain_diffusers_reads_it(
     for layer, read in found.items():
         delta = plain[layer].get_delta_weight(plain[layer].active_adapters[0])
         torch.testing.assert_close(read.scale * read.b @ read.a, delta, rtol=1e-4, atol=1e-5)
+
+
+PREFIXES = ("diffusion_model.", "model.diffusion_model.", "lora_unet_", "lora_transformer_", "transformer.", "")
+FAMILIES = {"sd3": "SD3", "flux": "Flux", "z_image": "ZImage", "wan": "Wan", "qwen_image": "QwenImage"}
+
+
+def merged_by_hand(model: torch.nn.Module, tensors: dict[str, torch.Tensor], prefix: str, parts: Any) -> Any:
+    """The weights that a file changes: `W + alpha / rank * B A`, by rows for layers on top of each other."""
+    expected = {}
+    for name, layers in parts.items():
+        down, up = tensors[f"{prefix}{name}.lora_A.weight"], tensors[f"{prefix}{name}.lora_B.weight"]
+        update = float(tensors[f"{prefix}{name}.alpha"]) / len(down) * up @ down
+        if "adaLN" in name and name.startswith("final"):
+            update = torch.cat(update.chunk(2)[::-1])
+        for layer in layers:
+            weight = model.get_parameter(f"{layer}.weight").detach()
+            expected[layer], update = weight + update[: len(weight)], update[len(weight) :]
+    return expected
+
+
+def test_names_of_the_original_code_and_of_diffusers_are_read_with_dots_and_underscores(tmp_path: Path) -> None:
+    """ComfyUI, kohya, OneTrainer, musubi and ai-toolkit; alpha below the rank."""
+    wrong = []
+    for case, family in FAMILIES.items():
+        model = denoiser(tiny.build(tiny.CASES[case]))
+        kind, layers = type(model).__name__, set(linear_layers(model))
+        assert kind.startswith(family)
+        own = {layer: (layer,) for layer in default_targets(model)}
+        original = {
+            name.replace("*", "0"): tuple(part.replace("*", "0") for part in parts)
+            for name, parts in LAYOUTS[kind].items()
+        }
+        original = {name: parts for name, parts in original.items() if set(parts) <= layers}
+        for names in (own, original) if original else (own,):
+            for prefix in PREFIXES:
+                torch.manual_seed(0)
+                tensors = {}
+                for name, parts in names.items():
+                    rows = sum(len(model.get_parameter(f"{part}.weight")) for part in parts)
+                    width = model.get_submodule(parts[0]).in_features
+                    tensors[f"{prefix}{name}.lora_A.weight"] = torch.randn(3, width)
+                    tensors[f"{prefix}{name}.lora_B.weight"] = torch.randn(rows, 3)
+                    tensors[f"{prefix}{name}.alpha"] = torch.tensor(1.5)
+                expected = merged_by_hand(model, tensors, prefix, names)
+                if prefix.endswith("_"):
+                    ends = re.compile(r"(.*?)(\.lora_[AB]\.weight|\.alpha)")
+                    split = {ends.fullmatch(key): value for key, value in tensors.items()}
+                    tensors = {m[1].replace(".", "_") + m[2]: value for m, value in split.items() if m}
+                save_file(tensors, tmp_path / "a.safetensors")
+                read = read_layers(tmp_path / "a.safetensors", {"transformer": model})["transformer"]
+                copy = denoiser(tiny.build(tiny.CASES[case]))
+                merge(read, copy)
+                off = [n for n, w in expected.items() if not torch.allclose(copy.get_parameter(f"{n}.weight"), w)]
+                if off or read.keys() != expected.keys():
+                    wrong.append((case, prefix, off[:2], list(names)[:1]))
+    assert not wrong
+
+
+ENCODERS = {  # pipeline -> text encoder -> prefix of kohya's names
+    "sd15": {"text_encoder": "lora_te_"},
+    "sd3": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"},
+    "flux": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te3_"},
+}
+
+
+def test_the_part_of_a_text_encoder_is_merged(tmp_path: Path) -> None:
+    """Under names of kohya and diffusers; CLIP's with text_model, which transformers 5 left out of some models."""
+    torch.manual_seed(0)
+    for case, prefixes in ENCODERS.items():
+        tiny.build(tiny.CASES[case]).save_pretrained(tmp_path / case)
+        for kohya in (True, False):
+            pipe = load_pipeline(ModelConfig(path=str(tmp_path / case)), "cpu")
+            component = "unet" if hasattr(pipe, "unet") else "transformer"
+            parts = {component: (denoiser(pipe), default_targets(denoiser(pipe))[:2], "lora_unet_")}
+            for name, prefix in prefixes.items():
+                encoder = getattr(pipe, name)
+                layers = [n for n in linear_layers(encoder) if re.search("q_proj|fc1|SelfAttention.v", n)]
+                parts[name] = encoder, layers, prefix
+            tensors, expected = {}, {}
+            for name, (model, layers, prefix) in parts.items():
+                for layer in layers:
+                    weight = model.get_parameter(f"{layer}.weight").detach().clone()
+                    a, b = torch.randn(3, weight.shape[1]), torch.randn(len(weight), 3)
+                    full = f"text_model.{layer}" if layer.startswith("encoder.layers") else layer
+                    stem = prefix + full.replace(".", "_") if kohya else f"{name}.{full}"
+                    tensors |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b}
+                    tensors |= {f"{stem}.alpha": torch.tensor(1.5)}
+                    expected[name, layer] = weight + 0.5 * b @ a
+            save_file(tensors, tmp_path / "a.safetensors")
+            keys = {"path": str(tmp_path / case), "lora": str(tmp_path / "a.safetensors")}
+            check_model(ModelConfig(**keys, merge_lora=True), SamplingConfig())
+            for late in (False, True):
+                merged = load_pipeline(ModelConfig(**keys, merge_lora=True), "cpu", late=late)
+                for (name, layer), weight in expected.items():
+                    model = merged.components[name]
+                    model = model.loaded() if isinstance(model, LazyTextEncoder) else model
+                    assert torch.allclose(model.get_submodule(layer).weight, weight), (name, layer)
+            with pytest.raises(ModelError, match=r"text_encoder.*model\.merge_lora=true"):
+                check_model(ModelConfig(**keys), SamplingConfig())
+
+
+def test_a_merged_text_encoder_draws_what_plain_diffusers_draws(tmp_path: Path) -> None:
+    pipe = tiny.build(tiny.CASES["sd15"])
+    pipe.save_pretrained(tmp_path / "sd15")
+    torch.manual_seed(0)
+    tensors = {}
+    for name in ("unet", "text_encoder"):
+        model = getattr(pipe, name)
+        for layer in linear_layers(model)[:8]:
+            rows, width = model.get_submodule(layer).weight.shape
+            stem = f"{name}.text_model.{layer}" if name == "text_encoder" else f"{name}.{layer}"
+            halves = {"A": torch.randn(3, width), "B": torch.randn(rows, 3)}
+            tensors |= {f"{stem}.lora_{half}.weight": value / 4 for half, value in halves.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    config = ModelConfig(path=str(tmp_path / "sd15"), lora=str(tmp_path / "a.safetensors"), merge_lora=True)
+    before, merged = drawn(pipe, "sd15"), drawn(load_pipeline(config, "cpu"), "sd15")
+    pipe.load_lora_weights(str(tmp_path / "a.safetensors"))
+    plain = drawn(pipe, "sd15")
+    assert float((merged - plain).abs().max()) < 1e-3 * float((plain - before).abs().max())
 
 
 @pytest.mark.parametrize(
