@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ import torch
 import yaml
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin, lora_pipeline
+from diffusers.loaders.lora_conversion_utils import _maybe_map_sgm_blocks_to_diffusers
 from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.utils import convert_unet_state_dict_to_peft, recurse_remove_peft_layers
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
@@ -355,13 +357,14 @@ def _alpha(alpha: object) -> float:
 
 def check_fit(lora: Lora | Layers, denoiser: torch.nn.Module, where: str) -> None:
     """Raise `ModelError` if `denoiser`, `where` in the message, lacks a layer of the LoRA or differs in its size."""
-    linear = {name: module for name, module in denoiser.named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {n: (m.in_features, m.out_features) for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear |= {name: (module.in_channels, module.out_channels) for name, module in _pointwise(denoiser).items()}
     for layer, halves in (lora.halves if isinstance(lora, Lora) else lora).items():
-        sizes, module = (halves.a.shape[1], halves.b.shape[0]), linear.get(layer)
-        if module is None:
+        sizes, expected = (halves.a.shape[1], halves.b.shape[0]), linear.get(layer)
+        if expected is None:
             why = f"it has no linear layer {layer}"
-        elif sizes != (module.in_features, module.out_features):
-            own = f"{module.in_features} inputs and {module.out_features} outputs"
+        elif sizes != expected:
+            own = f"{expected[0]} inputs and {expected[1]} outputs"
             why = f"{layer} has {own}, the LoRA {sizes[0]} and {sizes[1]}"
         else:
             continue
@@ -397,6 +400,7 @@ KOHYA, TEXT_ENCODER = "lora_unet_", "text_encoder"
 KOHYA_TEXT = {"lora_te_": TEXT_ENCODER, "lora_te1_": TEXT_ENCODER}
 KOHYA_TEXT |= {f"lora_te{i}_": f"{TEXT_ENCODER}_{i}" for i in (2, 3)}
 # before the names of a denoiser's layers: kohya, OneTrainer, ComfyUI
+UNET_BLOCKS = {"input_blocks": "down_blocks", "middle_block": "mid_block", "output_blocks": "up_blocks"}
 PREFIXES = (KOHYA, "lora_transformer_", "model.diffusion_model.", "diffusion_model.")
 KINDS = "a file or folder of diffusers, PEFT or kohya, or another layout that diffusers reads"
 
@@ -583,12 +587,13 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
     encoders if a LoRA of theirs can be merged. stem: name of the file, see `_denoiser_of`.
     """
     files: dict[str, dict[str, dict[str, torch.Tensor]]] = {}  # component -> layer in the file -> A, B and alpha
-    for key, value in tensors.items():
+    for key, value in _with_unet_names(tensors, models).items():
         match = MATRIX.fullmatch(key) or ALPHA.fullmatch(key)
         if match is None:
             return None
         half = match.groupdict().get("half") or "alpha"
         component, layer = _component_of(match["layer"], models, stem)
+        value = value.flatten(1) if value.shape[2:] == (1, 1) else value
         files.setdefault(component, {}).setdefault(layer, {})[{"down": "A", "up": "B"}.get(half, half)] = value
     found: dict[str, Layers] = {}
     for component, layers in files.items():
@@ -598,6 +603,21 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
         halves = [_halves_of(layer, pair, known[layer], models[component]) for layer, pair in layers.items()]
         found[component] = {layer: value for part in halves for layer, value in part.items()}
     return found
+
+
+def _with_unet_names(tensors: Mapping[str, torch.Tensor], models: Denoisers) -> Mapping[str, torch.Tensor]:
+    """Return the tensors with diffusers' names of a UNet's blocks, where SDXL's files have those of its authors."""
+    unet = models.get("unet")
+    if unet is None or not any(name in key for key in tensors for name in UNET_BLOCKS):
+        return tensors
+    try:
+        renamed = _maybe_map_sgm_blocks_to_diffusers(dict(tensors), unet.config)
+    except (ValueError, IndexError):  # other layers, which diffusers' reader may know
+        return tensors
+    return {
+        functools.reduce(lambda key, name: key.replace(name, UNET_BLOCKS[name]), UNET_BLOCKS, key): value
+        for key, value in renamed.items()
+    }
 
 
 def _component_of(layer: str, models: Denoisers, stem: str) -> tuple[str, str]:
@@ -678,7 +698,15 @@ def _layer_names(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
         with contextlib.suppress(ModelError):  # the original code has no name for it
             original, parts = _original(layer, family)
             names[_underscored(original)] = parts
-    return {_underscored(layer): (layer,) for layer in layers} | names
+    return {_underscored(layer): (layer,) for layer in [*layers, *_pointwise(model)]} | names
+
+
+def _pointwise(model: torch.nn.Module) -> dict[str, torch.nn.Conv2d]:
+    """Return the convolutions of single pixels, linear layers to a LoRA, as SD 1.5 has around its attention."""
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Conv2d)}
+    return {
+        name: module for name, module in convolutions.items() if module.kernel_size == (1, 1) and module.groups == 1
+    }
 
 
 def _original(layer: str, family: str) -> tuple[str, tuple[str, ...]]:
@@ -699,7 +727,7 @@ def merge(layers: Layers, denoiser: torch.nn.Module) -> None:
     """Add a LoRA to the weights of `denoiser`, computed in fp32 and rounded once to the weights' precision."""
     for layer, halves in layers.items():
         weight = denoiser.get_parameter(f"{layer}.weight")
-        update = (halves.b.float() @ halves.a.float()).to(weight.device)
+        update = (halves.b.float() @ halves.a.float()).to(weight.device).view_as(weight)
         weight.copy_(weight.float() + halves.scale * update)
 
 
@@ -708,11 +736,16 @@ def merge(layers: Layers, denoiser: torch.nn.Module) -> None:
 logger = logging.getLogger(__name__)
 
 
-def read_fitting(source: str, denoisers: Denoisers) -> dict[str, Layers]:
+def read_fitting(source: str, denoisers: Denoisers, merged: bool = False) -> dict[str, Layers]:
     """Read the LoRA `source`, a file, folder or Hub id, by denoiser. Raises `ModelError` if it does not fit."""
     found = read_layers(local_lora(source) or fetch_lora(source), denoisers)
     for name, layers in found.items():
         check_fit(layers, denoisers[name], name)
+        if not merged and (other := sorted(layers.keys() & _pointwise(denoisers[name]).keys())):
+            raise ModelError(
+                f"it has a LoRA of convolutions, such as {other[0]}, which can be merged but not trained: use "
+                "model.merge_lora=true, or a file without them"
+            )
     return found
 
 
@@ -723,7 +756,7 @@ def read_start(config: ModelConfig, denoisers: Denoisers) -> dict[str, Layers]:
     """
     assert config.lora is not None
     try:
-        found = read_fitting(config.lora, denoisers)
+        found = read_fitting(config.lora, denoisers, config.merge_lora)
     except ModelError as error:
         text = str(error)
         raise ModelError(text if text.startswith("model.lora=") else f"model.lora={config.lora!r}: {text}") from None

@@ -804,8 +804,10 @@ def underscored(layer: str) -> str:
 
 
 def of_original_unet(layer: str) -> str:
-    """The name of a layer of the first attention of SDXL's second level, in the code of its authors."""
-    return underscored(layer.replace("down_blocks.1.attentions.0", "input_blocks.3.1"))
+    """The name of a layer of an attention of the tiny SDXL, in the code of its authors."""
+    blocks = {"down_blocks.1.attentions.0": "input_blocks.3.1", "mid_block.attentions.0": "middle_block.1"}
+    blocks |= {f"up_blocks.0.attentions.{i}": f"output_blocks.{i}.1" for i in (0, 1)}
+    return next(layer.replace(name, original) for name, original in blocks.items() if layer.startswith(name))
 
 
 JOINT = ["transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_k", "transformer_blocks.1.attn.to_out.0"]
@@ -823,7 +825,7 @@ PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
         pytest.param(tiny.qwen_image, JOINT, underscored, KOHYA, 2.0, id="kohya, Qwen-Image"),
         pytest.param(tiny.z_image, Z_IMAGE, "diffusion_model.{}".format, PEFT, None, id="ComfyUI, Z-Image"),
         pytest.param(tiny.z_image, Z_IMAGE, underscored, KOHYA, 6.0, id="kohya, Z-Image"),
-        pytest.param(sdxl, UNET, of_original_unet, KOHYA, 1.0, id="kohya, SDXL"),
+        pytest.param(sdxl, UNET, lambda layer: underscored(of_original_unet(layer)), KOHYA, 1.0, id="kohya, SDXL"),
         pytest.param(tiny.sd15, UNET, underscored, KOHYA, 1.0, id="kohya, SD 1.5"),
         pytest.param(tiny.flux, FLUX, "transformer.{}".format, PEFT, 1.5, id="diffusers with alpha, FLUX"),
     ],
@@ -901,6 +903,7 @@ def test_names_of_the_original_code_and_of_diffusers_are_read_with_dots_and_unde
 
 ENCODERS = {  # pipeline -> text encoder -> prefix of kohya's names
     "sd15": {"text_encoder": "lora_te_"},
+    "sdxl": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
     "sd3": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_"},
     "flux": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te3_"},
 }
@@ -910,11 +913,13 @@ def test_the_part_of_a_text_encoder_is_merged(tmp_path: Path) -> None:
     """Under names of kohya and diffusers; CLIP's with text_model, which transformers 5 left out of some models."""
     torch.manual_seed(0)
     for case, prefixes in ENCODERS.items():
-        tiny.build(tiny.CASES[case]).save_pretrained(tmp_path / case)
+        (sdxl() if case == "sdxl" else tiny.build(tiny.CASES[case])).save_pretrained(tmp_path / case)
         for kohya in (True, False):
             pipe = load_pipeline(ModelConfig(path=str(tmp_path / case)), "cpu")
             component = "unet" if hasattr(pipe, "unet") else "transformer"
-            parts = {component: (denoiser(pipe), default_targets(denoiser(pipe))[:2], "lora_unet_")}
+            chosen = default_targets(denoiser(pipe))[:: 2 if case == "sdxl" else 7]
+            chosen += ["down_blocks.1.attentions.0.proj_in"] if component == "unet" and kohya else []
+            parts = {component: (denoiser(pipe), chosen, "lora_unet_")}
             for name, prefix in prefixes.items():
                 encoder = getattr(pipe, name)
                 layers = [n for n in linear_layers(encoder) if re.search("q_proj|fc1|SelfAttention.v", n)]
@@ -923,12 +928,15 @@ def test_the_part_of_a_text_encoder_is_merged(tmp_path: Path) -> None:
             for name, (model, layers, prefix) in parts.items():
                 for layer in layers:
                     weight = model.get_parameter(f"{layer}.weight").detach().clone()
-                    a, b = torch.randn(3, weight.shape[1]), torch.randn(len(weight), 3)
+                    pixel = weight.shape[2:]  # (1, 1) of a convolution
+                    a, b = torch.randn(3, weight.shape[1], *pixel), torch.randn(len(weight), 3, *pixel)
                     full = f"text_model.{layer}" if layer.startswith("encoder.layers") else layer
+                    if case == "sdxl" and component == name and kohya:
+                        full = of_original_unet(full)
                     stem = prefix + full.replace(".", "_") if kohya else f"{name}.{full}"
                     tensors |= {f"{stem}.lora_down.weight": a, f"{stem}.lora_up.weight": b}
                     tensors |= {f"{stem}.alpha": torch.tensor(1.5)}
-                    expected[name, layer] = weight + 0.5 * b @ a
+                    expected[name, layer] = weight + (0.5 * b.flatten(1) @ a.flatten(1)).view_as(weight)
             save_file(tensors, tmp_path / "a.safetensors")
             keys = {"path": str(tmp_path / case), "lora": str(tmp_path / "a.safetensors")}
             check_model(ModelConfig(**keys, merge_lora=True), SamplingConfig())
