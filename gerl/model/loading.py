@@ -145,7 +145,7 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
         name = DiffusionPipeline.load_config(folder)["_class_name"]
     if isinstance(name, str) and isinstance(kind := getattr(diffusers, name, None), type):
         check_arguments(kind, sampling)
-    if config.lora is not None or config.train != "lora" or context > 1:
+    if config.lora is not None or config.train != "lora" or config.lora_targets is not None or context > 1:
         with _loading(config.path):
             models = skeletons(folder)
         if models is None:  # only its custom code can build them
@@ -156,6 +156,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
             read_start(config, denoisers_among(models) | (encoder_skeletons(folder) if config.merge_lora else {}))
         if config.train != "lora":
             chosen(config.train, denoisers_among(models))
+        elif config.lora_targets is not None:
+            targets_of(denoisers_among(models), config.lora_targets)
 
 
 def own_code(folder: Path, index: dict[str, object]) -> list[str]:

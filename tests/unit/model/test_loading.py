@@ -173,7 +173,7 @@ def test_targets_by_regular_expression(folders: Folders) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora_targets='\(unclosed' is not a valid regular expression"):
         policy(folders, lora_targets="(unclosed")
     with pytest.raises(ModelError, match=r"model\.lora_targets='no_such_layer' .*36 .*names"):
-        policy(folders, lora_targets="no_such_layer")
+        loading.check_model(ModelConfig(path=str(folders["sd3"]), lora_targets="no_such_layer"), SamplingConfig())
 
 
 def compiled(model: torch.nn.Module) -> bool:
