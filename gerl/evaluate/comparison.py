@@ -193,7 +193,7 @@ def table(results: Results) -> str:
         if not is_printed(column, results):
             continue
         blocks.setdefault("\n".join(_line(v, result, width) for v, result in variants.items()), []).append(column)
-    head = f"{'':<{width}} {'mean':>10}   {'95 % interval':<22} {'to base':>10}   {'95 % interval':<22} wins"
+    head = f"{'':<{width}} {'mean':>10}   {'95 % interval':<22} {'vs base':>10}   {'95 % interval':<22} wins"
     return "\n\n".join(f"{' = '.join(names)}\n{head}\n{lines}" for lines, names in blocks.items())
 
 

@@ -30,7 +30,7 @@ LESS_MEMORY: dict[Phase, str] = {
     "loading": "use model.offload=encoders (or blocks), model.quantize=int8 or model.dtype=bfloat16",
     "rollout": f"lower rollout.micro_batch_size, or {SMALLER}",
     "validation": f"lower validation.micro_batch_size, or {SMALLER}",
-    "update": "lower actor.micro_batch_size, or use model.gradient_checkpointing=true, or model.offload=blocks",
+    "update": "use model.gradient_checkpointing=true, or lower actor.micro_batch_size, or use model.offload=blocks",
 }
 
 

@@ -88,10 +88,14 @@ def overview() -> str:
     return "\n".join(lines) + "\n"
 
 
+OTHER_WORDS = {"sizing": "use gerl preflight hardware=NAME", "sweep": "use gerl train -m KEY=VALUE,VALUE"}
+
+
 def _refuse(name: str, arguments: Sequence[str]) -> None:
     if "=" in name or name.startswith("-"):
         given = " ".join([name, *arguments])
         raise ConfigError(f"{name}: a command must come first, such as gerl train {given}; gerl --help lists all")
     near = get_close_matches(name.lower(), COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+    hint = OTHER_WORDS.get(name.lower(), hint)
     raise ConfigError(f"{name}: there is no such command; {hint}")

@@ -346,7 +346,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def result(run_dir: Path) -> dict[str, Any]:
-    """Return `final`, `best` and `best_step` of the held-out (else the training) reward; None: not measured."""
+    """Return `final`, `best` and `best_step` of `reward`, the held-out or else the training one; None: not measured."""
     try:
         rows = read_metrics(run_dir / METRICS)
     except GerlError:  # a damaged file must not hide the other runs
@@ -355,16 +355,17 @@ def result(run_dir: Path) -> dict[str, Any]:
     for name, values in found.items():
         known = ((row.get(name), row["step"]) for row in rows)
         values += [(float(v), step) for v, step in known if isinstance(v, int | float) and math.isfinite(v)]
-    measured = found[HELD_OUT] or found[TRAINED]
+    reward = next((name for name, values in found.items() if values), None)
+    measured = found[reward] if reward else []
     best, step = max(measured, default=(None, None))
-    return {"final": measured[-1][0] if measured else None, "best": best, "best_step": step}
+    return {"final": measured[-1][0] if measured else None, "best": best, "best_step": step, "reward": reward}
 
 
 def write_table(folder: Path) -> None:
     """Write `sweep.csv` and `sweep.json` into the folder of a sweep."""
     jobs = read_jobs(folder)
     rows = [_row(job) for job in jobs]
-    columns = ["number", *_varied(jobs), "final", "best", "best_step", "end", "seconds", "folder"]
+    columns = ["number", *_varied(jobs), "reward", "final", "best", "best_step", "end", "seconds", "folder"]
     csv = csv_text(columns, [{column: row.get(column) for column in columns} for row in rows])
     write_file(folder / "sweep.csv", csv)
     known = [{k: v for k, v in row.items() if k in columns} for row in rows]
@@ -383,9 +384,10 @@ def table(jobs: Sequence[Job]) -> str:
         end = textwrap.shorten(row["end"], 60, placeholder=" ...")
         lines.append([str(row["number"]), *(str(row.get(key, "")) for key in varied), *numbers, step, took, end])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    if any(result(Path(job["folder"]))["reward"] == TRAINED for job in jobs):
+        shown.append("final and best are of the training reward where a run has no held-out prompts (validation.data)")
+    return "\n".join(shown)
 
 
 def _varied(jobs: Sequence[Job]) -> list[str]:

@@ -161,12 +161,13 @@ def test_the_table_has_what_was_swept_over_the_held_out_reward_and_how_each_ende
     runs = json.loads((tmp_path / "sweep.json").read_text())["runs"]
     assert runs[0]["overrides"][0] == "experiment=plain" and runs[0]["folder"] == str(tmp_path / "0_a")
     shown = table(read_jobs(tmp_path)).splitlines()
-    assert shown[0].split()[:2] == ["reward.scorers.x.weight", "trainer.seed"] and len(shown) == 4
+    assert shown[0].split()[:2] == ["reward.scorers.x.weight", "trainer.seed"] and len(shown) == 5
+    assert [row["reward"] for row in rows] == ["val/reward/mean", "", "reward/mean"] and "validation.data" in shown[-1]
     assert shown[1].split() == ["0", "1", "1", "0.500", "0.700", "2", "61", "s", "finished"]
 
 
 def test_a_run_without_metrics_or_with_damaged_ones_has_no_result(tmp_path: Path) -> None:
-    nothing = {"final": None, "best": None, "best_step": None}
+    nothing = {"final": None, "best": None, "best_step": None, "reward": None}
     assert result(tmp_path) == nothing
     (tmp_path / "metrics.jsonl").write_text('{"step": "x"}\n{"step": 1}\n')
     assert result(tmp_path) == nothing
