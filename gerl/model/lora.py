@@ -442,6 +442,8 @@ def _read(file: Path, models: Denoisers) -> dict[str, Layers]:
     header, tensors = _open(file)
     denoisers = {name: model for name, model in models.items() if not name.startswith(TEXT_ENCODER)}
     try:
+        if not tensors:
+            raise ModelError("it is empty")
         if all(key.startswith(PEFT_PREFIX) for key in tensors):
             name = _denoiser_of(file.parent.name, denoisers)
             config = _peft_config(file.with_name(PEFT_CONFIG))
@@ -598,6 +600,8 @@ def named_halves(tensors: Mapping[str, torch.Tensor], models: Denoisers, stem: s
     found: dict[str, Layers] = {}
     for component, layers in files.items():
         known = _layer_names(models[component])
+        if component.startswith(TEXT_ENCODER) and (unknown := sorted(layers.keys() - known.keys())):
+            raise ModelError(f"its {unknown[0]} is no layer of {component}: use the model it was trained on")
         if not layers.keys() <= known.keys() or any(t.ndim > 2 for pair in layers.values() for t in pair.values()):
             return None
         halves = [_halves_of(layer, pair, known[layer], models[component]) for layer, pair in layers.items()]
@@ -667,10 +671,13 @@ def _halves_of(
     if down is None or up is None:
         raise ModelError(f"its {name} has only one of the two matrices, lora_A and lora_B")
     check_pair(name, down, up)
-    scale = 1.0 if alpha is None else float(alpha) / len(down)
+    scale = 1.0 if alpha is None else _alpha(float(alpha)) / len(down)
     rows = [len(model.get_parameter(f"{part}.weight")) for part in parts]
     if sum(rows) != len(up):
-        raise ModelError(f"its {name} has {len(up)} rows, and {type(model).__name__} {sum(rows)} in its place")
+        raise ModelError(
+            f"its {name} has {len(up)} outputs, and {type(model).__name__} {sum(rows)} in its place: use the model it "
+            "was trained on"
+        )
     original = name not in {_underscored(part) for part in parts}
     found: dict[str, Halves] = {}
     for part, block in zip(parts, up.split(rows), strict=True):
@@ -866,8 +873,12 @@ def convert(tensors: Tensors, denoiser: torch.nn.Module, name: str) -> tuple[dic
         if not all("lora_A" in key or "lora_B" in key for key in found):
             found = convert_unet_state_dict_to_peft(found)
     except (ValueError, KeyError, RuntimeError, IndexError, TypeError, AttributeError, AssertionError) as error:
-        why = first_line(error)[:100]
-        raise ModelError(f"diffusers cannot read its layout for {type(denoiser).__name__} ({why})") from None
+        logger.debug("diffusers: %s", first_line(error))
+        known, layers = _layer_names(denoiser), [m["layer"] for key in tensors if (m := MATRIX.fullmatch(key))]
+        prefix = next((prefix for prefix in PREFIXES if layers and layers[0].startswith(prefix)), "")
+        other = next((n for n in layers if _underscored(n.removeprefix(prefix)) not in known), next(iter(tensors)))
+        family = type(denoiser).__name__
+        raise ModelError(f"its {other} is no layer of {family}: use the model it was trained on") from None
     if other := next((key for key in found if key.partition(".")[0] != name), None):
         if component := COMPONENT.match(other):
             raise ModelError(f"it has a LoRA of {component[0]}, and gerl trains {name}: use a file of {name} alone")

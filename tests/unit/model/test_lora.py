@@ -901,6 +901,38 @@ def test_names_of_the_original_code_and_of_diffusers_are_read_with_dots_and_unde
     assert not wrong
 
 
+def test_refusals_are_short_and_name_a_layer(tmp_path: Path) -> None:
+    models = {name: denoiser(tiny.build(tiny.CASES[name])) for name in ("wan", "sd3", "flux")}
+    pair = {"lora_A": torch.ones(3, 16), "lora_B": torch.ones(16, 3)}
+
+    def file(*layers: str, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"{layer}.{half}.weight": value.clone() for layer in layers for half, value in pair.items()} | more
+
+    nan = {"transformer.transformer_blocks.0.attn.to_q.alpha": torch.tensor(float("nan"))}
+    cases: list[tuple[str, dict[str, torch.Tensor], str]] = [
+        ("wan", file("diffusion_model.zebra.0.q"), "zebra"),
+        ("wan", file("diffusion_model.head.head", "diffusion_model.zebra.1"), "zebra"),
+        ("sd3", file(*(f"lora_transformer_zebra_{i}_attn_to_q" for i in range(20))), "zebra_0"),
+        ("sd3", file("diffusion_model.double_blocks.0.img_attn.qkv"), "double_blocks"),
+        ("flux", file("diffusion_model.double_blocks.18.img_attn.proj"), r"double_blocks\.18"),
+        ("flux", file("transformer.transformer_blocks.0.attn.to_q", **nan), "nan"),
+        ("flux", {}, "empty"),
+    ]
+    wrong = []
+    for name, tensors, words in cases:
+        save_file(tensors, tmp_path / "a.safetensors")
+        try:
+            read_layers(tmp_path / "a.safetensors", {"transformer": models[name]})
+        except ModelError as error:
+            text = str(error).removeprefix(str(tmp_path))
+            if len(text) < 200 and re.search(words, text) and "%" not in text:
+                continue
+            wrong.append((name, words, text))
+        else:
+            wrong.append((name, words, "read"))
+    assert not wrong
+
+
 ENCODERS = {  # pipeline -> text encoder -> prefix of kohya's names
     "sd15": {"text_encoder": "lora_te_"},
     "sdxl": {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
