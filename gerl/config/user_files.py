@@ -11,6 +11,8 @@ from types import ModuleType
 
 from gerl.errors import GerlError
 
+PREFIX = "gerl_user_file_"  # of the names of their modules
+
 
 def absolute(path: str) -> Path:
     """Return the absolute path of a file of the user."""
@@ -30,14 +32,15 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
     file = absolute(path)
     source = source_of(key, path, error_type) if source is None else source
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
-    name = f"gerl_user_file_{digest[:16]}"
+    name = f"{PREFIX}{digest[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     module = ModuleType(name)
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses look up a class's module here
     try:
-        with neighbours_of(file):
+        importlib.invalidate_caches()
+        with neighbours_of(module):
             exec(compile(source, str(file), "exec"), module.__dict__)
     # any exception of the user's file, including sys.exit, is reported as its failure
     except BaseException as error:
@@ -49,22 +52,33 @@ def load_module(key: str, path: str, error_type: type[GerlError], source: bytes 
     return module
 
 
+_neighbours: dict[str, dict[str, ModuleType]] = {}  # modules beside a user's file, by the name of its module
+
+
 @contextlib.contextmanager
-def neighbours_of(file: Path) -> Iterator[None]:
-    """Let imports find the modules beside `file`, after all others; those of another folder may have the same names."""
-    before, folder, writes = set(sys.modules), str(file.parent), sys.dont_write_bytecode
-    sys.path.append(folder)
+def neighbours_of(module: ModuleType) -> Iterator[None]:
+    """Let imports find the modules beside the file of `module`, after all others, while it is imported or called.
+
+    Those of another file may have the same names, so they are in `sys.modules` within the block only.
+    """
+    folder, own = Path(str(module.__file__)).parent, _neighbours.setdefault(module.__name__, {})
+    others = {name: sys.modules.get(name) for name in own}
+    sys.modules.update(own)
+    before, writes = set(sys.modules), sys.dont_write_bytecode
+    sys.path.append(str(folder))
     sys.dont_write_bytecode = True
-    importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(str(folder))
         sys.dont_write_bytecode = writes
         for name in set(sys.modules) - before:
             origin = getattr(sys.modules[name], "__file__", None)
-            if not name.startswith("gerl_user_file_") and origin and file.parent in Path(origin).parents:
-                del sys.modules[name]
+            if not name.startswith(PREFIX) and origin and folder in Path(origin).parents:
+                own[name] = sys.modules[name]
+        for name in own:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: other for name, other in others.items() if other is not None})
 
 
 def raised_at(error: BaseException, path: str) -> str:

@@ -1,14 +1,16 @@
 """Prompts from Python: a data set, a list or a function that makes one, named `MODULE:NAME` or `FILE.py:NAME`."""
 
+import contextlib
 import hashlib
 import importlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
-from gerl.config.user_files import load_module, raised_at
+from gerl.config.user_files import load_module, neighbours_of, raised_at
 from gerl.data.tables import Row, split_row
 from gerl.errors import DataError
 from gerl.protocol import Prompt
@@ -91,10 +93,11 @@ def folder_of(path: str) -> Path:
 
 
 def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[str]:
-    found = _found(path)
+    module, found = _found(path)
     try:
-        made = found(**kwargs) if callable(found) else found
-        lines = as_lines(row_of(item, i, prompt_key) for i, item in enumerate(items(made)))
+        with neighbours_of(module) if path.rpartition(":")[0].endswith(".py") else contextlib.nullcontext():
+            made = found(**kwargs) if callable(found) else found
+            lines = as_lines(row_of(item, i, prompt_key) for i, item in enumerate(items(made)))
     except DataError:
         raise
     # any exception of the user's code, including sys.exit, is reported as its failure
@@ -109,7 +112,7 @@ def _lines(path: str, prompt_key: str, kwargs: Mapping[str, Any]) -> Sequence[st
     return lines
 
 
-def _found(path: str) -> Any:
+def _found(path: str) -> tuple[ModuleType, Any]:
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
         module = load_module("file", place, DataError)
@@ -124,4 +127,4 @@ def _found(path: str) -> Any:
             ) from error
     if not hasattr(module, name):
         raise DataError(f"{place} has no {name}: correct the part after the colon")
-    return getattr(module, name)
+    return module, getattr(module, name)

@@ -16,8 +16,10 @@ import time
 import numpy as np
 
 def compute_score(images, prompts, metadata):
+    from pixels_of_the_scorer import HIGHEST  # beside this file
+
     time.sleep(0.4 * len(images))
-    return [None if prompt == "x y" and FAILS else float(np.asarray(image).mean()) / 255
+    return [None if prompt == "x y" and FAILS else float(np.asarray(image).mean()) / HIGHEST
             for image, prompt in zip(images, prompts)]
 """
 KEYS = """
@@ -31,12 +33,17 @@ WAYS = {
 }
 
 
+def slow_scorer(folder: Path, fails: bool = False) -> Path:
+    (folder / "pixels_of_the_scorer.py").write_text("HIGHEST = 255")
+    (folder / "slow.py").write_text(SLOW.replace("FAILS", str(fails)))
+    return folder / "slow.py"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_result_is_that_of_waiting(
     way: str, train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scorer = tmp_path / "slow.py"
-    scorer.write_text(SLOW.replace("FAILS", str(way == "a dropped group")))
+    scorer = slow_scorer(tmp_path, way == "a dropped group")
     run = train(tmp_path / "early", *KEYS, *WAYS[way], scorer=scorer)
     monkeypatch.setattr(EarlyGradient, "of", lambda run, rollout: None)
     expected = train(tmp_path / "late", *KEYS, *WAYS[way], scorer=scorer)
@@ -51,7 +58,7 @@ def test_the_result_is_that_of_waiting(
 def test_a_worker_that_dies_meanwhile_leaves_no_gradient_behind(
     train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (scorer := tmp_path / "slow.py").write_text(SLOW.replace("FAILS", "False"))
+    scorer = slow_scorer(tmp_path)
     keys = [*KEYS, "cluster.num_workers=2", "actor.updates_per_step=1", "trainer.steps=3"]
     expected = train(tmp_path / "whole", *keys, scorer=scorer)
     for name, value in net.kills(tmp_path).items():

@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from inspect import Parameter
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from gerl.config.user_files import absolute, load_module, raised_at
+from gerl.config.user_files import absolute, load_module, neighbours_of, raised_at
 from gerl.errors import RewardError
 from gerl.objects import PREFIX, function
 from gerl.rewards.scorers.base import Metadata, ReturnError, Scorer
@@ -181,8 +181,16 @@ class CustomScorer(UserScorer):
     """Scorer that calls `function` of the file `path` (see `Call`); raises `RewardError`, with `key`, if it cannot."""
 
     def __init__(self, key: str, path: str, function: str, kwargs: dict[str, object]) -> None:
-        self.path = path
-        super().__init__(Call(key, function, _function(key, path, function), kwargs))
+        self.path, self.module = path, load_module(f"{key}.path", path, RewardError)
+        super().__init__(Call(key, function, _function(key, path, function, self.module), kwargs))
+
+    def __call__(self, images: list[Image.Image], prompts: list[str], metadata: list[Metadata]) -> object:
+        with neighbours_of(self.module):
+            return super().__call__(images, prompts, metadata)
+
+    def tensor_scores(self, images: torch.Tensor, prompts: list[str], metadata: list[Metadata]) -> torch.Tensor:
+        with neighbours_of(self.module):
+            return super().tensor_scores(images, prompts, metadata)
 
     def place(self, error: BaseException | None = None) -> str:
         """Return where `error` was raised in the user's file, or where the function begins; see `Scorer.place`."""
@@ -196,8 +204,7 @@ class CustomScorer(UserScorer):
         return f" ({self.path}, line {code.co_firstlineno}: {code.co_name})"
 
 
-def _function(key: str, path: str, function: str) -> Callable[..., object]:
-    module = load_module(f"{key}.path", path, RewardError)
+def _function(key: str, path: str, function: str, module: ModuleType) -> Callable[..., object]:
     found: Callable[..., object] | None = getattr(module, function, None)
     if found is None:
         names = [

@@ -16,7 +16,7 @@ from gerl.errors import Interrupted, RewardError
 from gerl.objects import PREFIX, function, offered, pipeline
 from gerl.protocol import Images, Prompt
 from gerl.rewards.manager import functions_of
-from gerl.rewards.scorers import build_scorer
+from gerl.rewards.scorers import Scorer, build_scorer
 from gerl.rewards.scorers.custom import Call
 from gerl.rewards.worker import RewardWorker
 
@@ -46,15 +46,25 @@ def test_two_files_of_the_same_name_do_not_collide(tmp_path: Path) -> None:
 
 
 def test_a_file_imports_its_neighbours_and_not_those_of_another(tmp_path: Path) -> None:
-    before = list(sys.path)
+    before, scorers = list(sys.path), list[Scorer]()
     for number in (1, 2):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "helper_scores.py").write_text(f"SCORE = {number}")
-        (folder / "r.py").write_text("from helper_scores import SCORE")
+        (folder / "late_scores.py").write_text(f"SCORE, CALLS = {number} / 10, []")
+        (folder / "r.py").write_text(
+            "from helper_scores import SCORE\n"
+            "def compute_score(images, prompts, metadata):\n"
+            "    import late_scores, helper_scores\n"
+            "    late_scores.CALLS.append(1)\n"
+            "    return [SCORE + helper_scores.SCORE + late_scores.SCORE + 100 * len(late_scores.CALLS)]\n"
+        )
         assert number == load_module("key", str(folder / "r.py"), RewardError).SCORE
-        assert sorted(path.name for path in folder.iterdir()) == ["helper_scores.py", "r.py"]
-    assert sys.path == before
+        scorers.append(build_scorer("mine", ScorerConfig(path=str(folder / "r.py"))))
+        assert sorted(path.name for path in folder.iterdir()) == ["helper_scores.py", "late_scores.py", "r.py"]
+    for calls in (100, 200):  # each module is imported once
+        assert [scorer(IMAGES[:1], ["a"], [{}]) for scorer in scorers] == [[2.1 + calls], [4.2 + calls]]
+    assert sys.path == before and not {"helper_scores", "late_scores"} & sys.modules.keys()
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
