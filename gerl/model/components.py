@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ NAMES = {
     ModelMixin: ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
     PreTrainedModel: ("model.safetensors", "pytorch_model.bin"),
 }
+# in errors of transformers and diffusers about weights of another shape
+OTHER_SHAPE = re.compile("ignore_mismatched_sizes|expected shape")
 POINTER = b"version https://git-lfs"
 LIBRARIES = ("diffusers", "transformers")
 _patching = threading.RLock()
@@ -93,16 +96,24 @@ def weights_checked() -> Iterator[None]:
 def _checked(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def from_pretrained(kind: type[Any], path: Any, *args: Any, **options: Any) -> Any:
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = read(kind, path, *args, **{**options, **told})
-        check_loaded(str(options.get("subfolder") or Path(path).name), model, info)
+        name = str(options.get("subfolder") or Path(path).name)
+        try:
+            model, info = read(kind, path, *args, **{**options, "output_loading_info": True})
+        except (RuntimeError, ValueError) as error:
+            if not OTHER_SHAPE.search(str(error)):
+                raise
+            raise IncompleteFiles(
+                f"{name} ({kind.__name__}) has weights of another shape than its config.json says: download the folder "
+                f"{name} again, complete and of the same model"
+            ) from error
+        check_loaded(name, model, info)
         return (model, info) if options.get("output_loading_info") else model
 
     return from_pretrained
 
 
 def check_loaded(name: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise `IncompleteFiles` if the files of `model`, the component `name`, lack parameters or have other shapes.
+    """Raise `IncompleteFiles` if the files of `model`, the component `name`, lack some of its parameters.
 
     info: of `output_loading_info`, which does not count tied weights. Buffers are computed where they are absent.
     """
@@ -111,11 +122,6 @@ def check_loaded(name: str, model: Any, info: Mapping[str, Any]) -> None:
         raise IncompleteFiles(
             f"{name} ({type(model).__name__}) needs {len(parameters)} weights, and its files have none for "
             f"{len(absent)} of them ({_some(absent)}): download the folder {name} again, complete and of the same model"
-        )
-    if differing := sorted(str(entry[0]) for entry in info["mismatched_keys"]):
-        raise IncompleteFiles(
-            f"{name} ({type(model).__name__}) has {len(differing)} weights of another shape than its config.json says "
-            f"({_some(differing)}): download the folder {name} again, complete and of the same model"
         )
 
 
