@@ -82,9 +82,11 @@ class Update:
 
         found = check_gradient(compare, LARGEST[self.half_precision])
         self.state.checked = self.settings
-        if found is None or found.is_zero:
+        if found is None or (found.is_zero and found.switches):
             return {}
         logger.info("%s%s", self.prefix, found.text)
+        if not found.switches:
+            return {}
         return {"actor/gradient_cosine": found.cosine, "actor/gradient_norm_ratio": found.norm}
 
     def _run(self, step: Step) -> Metrics:

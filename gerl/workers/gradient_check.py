@@ -61,6 +61,9 @@ class GradientComparison:
     @property
     def text(self) -> str:
         """One sentence for the log."""
+        if not self.switches:
+            without = ", ".join(self.omitted)
+            return f"the gradient is not compared with the plain one, which is without {without} and takes more memory"
         omitted = f"; not compared: {', '.join(self.omitted)}" if self.omitted else ""
         return (
             f"the gradient of {self.rows} images has cosine {self.cosine:.6f} with the plain one, and {self.norm:.5f} "
@@ -69,7 +72,7 @@ class GradientComparison:
 
     @property
     def is_zero(self) -> bool:
-        """Whether both gradients are 0."""
+        """Whether both gradients are 0, or none was computed."""
         return all(self.finite) and math.isnan(self.norm)
 
 
@@ -153,7 +156,7 @@ def compare_gradient(
     used = _switches(worker, batch, rows)
     omitted: list[str] = []
     if worker.ranks is not None:  # a rank whose memory is full would leave the others waiting
-        omitted = [name for name in LESS_MEMORY if name in used]
+        omitted = [name for name in LESS_MEMORY if name in used] + _parts_of_ranks(worker)
     parameters = worker.actor.parameters
     held = [p.grad for p in parameters]
     try:
@@ -161,7 +164,7 @@ def compare_gradient(
             while True:
                 off = [name for name in used if name not in omitted and name not in kept]
                 if not off:
-                    return None
+                    return GradientComparison((), 0.0, math.nan, 0, omitted=tuple(omitted)) if omitted else None
                 try:
                     sums = _compare(worker, batch, rows, pairs, off, reorder)
                     break
@@ -254,6 +257,12 @@ def _merges(worker: PolicyWorker, batch: Batch, rows: list[int]) -> bool:
     return len(rows) > 1 and any(
         k == 0 if x.is_meta else len(set(first_of_duplicates(x[rows]))) < len(rows) for k, x in latents.items()
     )
+
+
+def _parts_of_ranks(worker: PolicyWorker) -> list[str]:
+    """Return the settings by which a rank has only part of the weights or of the tokens."""
+    shard, context = worker.config.model.shard, worker.config.cluster.context
+    return [f"model.shard={shard}"] * (shard != "none") + [f"cluster.context={context}"] * (context > 1)
 
 
 def _switches(worker: PolicyWorker, batch: Batch, rows: list[int]) -> list[str]:
