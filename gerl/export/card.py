@@ -68,7 +68,19 @@ def base_model(base: Base) -> BaseModel:
         shown = f"[{hub_id}](https://huggingface.co/{hub_id})"
     licence = fields.get("license_name") if fields.get("license") == "other" else fields.get("license")
     merged = None if base.merged is None else without_paths(base.merged)
+    if base.parts:
+        shown += str(replace(base, path="", merged=None, quantised="none", parts=shown_parts(base)))
     return BaseModel(shown, hub_id, _pipeline(base.path), licence or fields.get("license"), fields, merged)
+
+
+def shown_path(path: str) -> str:
+    """Return a path for the card: a Hub id, or a text without local folders."""
+    return path if is_hub_id(path) else without_paths(path)
+
+
+def shown_parts(base: Base) -> dict[str, str | None]:
+    """Return `model.parts` for the card, without local folders."""
+    return {name: None if part is None else shown_path(part) for name, part in base.parts.items()}
 
 
 def is_hub_id(path: str) -> bool:

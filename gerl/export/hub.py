@@ -32,8 +32,7 @@ def hub_files(
     """
     _, config = read_config(run_dir / "config.yaml")
     run, model = card.read_run(run_dir, step, config), card.base_model(base)
-    shown_path = base.path if card.is_hub_id(base.path) else card.without_paths(base.path)
-    noted = replace(base, path=shown_path, merged=model.merged)
+    noted = replace(base, path=card.shown_path(base.path), merged=model.merged, parts=card.shown_parts(base))
     scorers = get(run.config, "reward", "scorers") or {}
     facts = {  # metadata of the safetensors files, besides the base model
         "gerl_version": version_of("gerl") or "unknown",

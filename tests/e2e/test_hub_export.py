@@ -18,7 +18,8 @@ from hub_server import TOKEN, Server, serving
 from PIL import Image
 from safetensors import safe_open
 
-from gerl.export.card import without_paths
+from gerl.export.base import Base
+from gerl.export.card import base_model, without_paths
 from gerl.export.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,6 +162,12 @@ def push(hub: Server, home: Path, *arguments: str, **environment: str) -> tuple[
     )
     done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr
+
+
+def test_parts_of_the_base_are_said_without_folders(model: Path) -> None:
+    parts = {"text_encoder_3": None, "vae": "/home/someone/vae", "transformer": "owner/name"}
+    shown = base_model(Base(str(model), 1.0, parts=parts)).shown
+    assert "text_encoder_3 left out" in shown and "owner/name" in shown and "someone" not in shown
 
 
 def test_the_hub_receives_the_folder(finished: Any, folder: Path, hub: Server, tmp_path: Path) -> None:
