@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gerl.algorithms import build_algorithm, count_pairs
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, sources
+from gerl.engine.record import count_evaluations
 from gerl.errors import GerlError
 from gerl.model.denoisers import quiet_libraries
 from gerl.model.paths import resolve
@@ -303,6 +304,7 @@ def real_run(config: Config) -> Real:
     """
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     worker.policy = build_policy(config, torch.float32, None)
+    worker.evaluations = count_evaluations(worker.policy.denoisers.values())
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.algorithm = build_algorithm(config)
     worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)

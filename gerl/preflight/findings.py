@@ -387,7 +387,7 @@ def size(count: float | None) -> str:
 def duration(seconds: float) -> str:
     """Format a duration."""
     if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 20 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
@@ -408,13 +408,18 @@ def rendered(template: str, **values: object) -> str:
         lstrip_blocks=True,
     )
     filters = {"wrapped": _wrapped, "size": size, "sizes": _sizes, "duration": duration, "count": _count}
-    environment.filters |= {**filters, "layers": _layers, "fmt": format}
+    environment.filters |= {**filters, "layers": _layers, "figures": _figures, "fmt": format}
     return environment.get_template(f"{template}.txt.j2").render(**values).removesuffix("\n")
 
 
 def _wrapped(text: str, label: str) -> str:
     paragraph = f"{label:<{INDENT}}{' '.join(text.split())}"
     return textwrap.fill(paragraph, WIDTH, subsequent_indent=" " * INDENT, break_on_hyphens=False) + "\n"
+
+
+def _figures(value: float) -> str:
+    """Format a number with three figures, or more before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _sizes(counts: Mapping[str, float]) -> str:

@@ -128,8 +128,8 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     worker.evaluations = count_evaluations(policy.denoisers.values())
     pipe = policy.pipe
     with _on_shapes(pipe):
-        worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
-        worker.algorithm = build_algorithm(config)
+        worker.evaluations, worker.algorithm = count_evaluations(policy.denoisers.values()), build_algorithm(config)
+        worker.rollout = Rollout(policy, config.sampling, config.validation)
         without_decoder(worker.algorithm)
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
         pictures = picture_names(pipe, may_have_pictures(config.data))

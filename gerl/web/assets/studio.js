@@ -442,6 +442,7 @@ function hardwareCard() {
     make("p", { className: "row" }, button("Estimate", estimate)), result);
 }
 
+const lasting = (s) => s < 120 ? `${rounded(s)} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${rounded(s / 3600)} h`;
 const rounded = (number) => number.toLocaleString("en", { maximumSignificantDigits: 2 });
 
 // Time and cost of the run, by a report of `gerl preflight`; validations are not counted.
@@ -451,7 +452,7 @@ function estimated(report, { steps, images }, gpus, price) {
   const hours = (step * steps) / 3600;
   const verdict = report.can_train === false || report.fits === false ? "does not fit as configured" : "fits";
   const cost = measured ? "" : `, ${rounded(hours * gpus * price)} at this price`;
-  return `It ${verdict}: about ${rounded(step)} s per step without scoring, ${rounded(hours)} h for ${steps} steps${cost}.`;
+  return `It ${verdict}: about ${lasting(step)} per step without scoring, ${rounded(hours)} h for ${steps} steps${cost}.`;
 }
 
 function otherCard() {
