@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import compose_changes
 from gerl.config import Config
 from gerl.config.changes import Settings
-from gerl.data.sources import contrasted, limit_prompts, load
+from gerl.data.sources import TABLES, contrasted, limit_prompts, load
 from gerl.errors import CheckpointError, DataError
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_regularising
@@ -23,6 +23,17 @@ from gerl.run.tracking import METRICS, Rows, read_metrics
 from gerl.run.validation import Validation, load_validation, validation_steps
 from gerl.trainer.run_folder import configuration_at, read_configuration
 from gerl.verify.findings import NotCheckedError
+
+
+def located(given: Any, places: Sequence[Path]) -> Any:
+    """Return a value of `data.train` whose relative files that do not exist are those of the first place with them."""
+    if isinstance(given, list):
+        return [located(part, places) for part in given]
+    if isinstance(given, dict):
+        return given | {"path": located(given.get("path"), places)}
+    if not isinstance(given, str) or Path(given).suffix not in (".txt", *TABLES) or Path(given).exists():
+        return given
+    return next((str(place / given) for place in places if (place / given).is_file()), given)
 
 
 @dataclass
@@ -92,8 +103,18 @@ class RunRecord:
         """Return the configuration with which `step` was trained."""
         file = self.file_of(step)
         if file not in self._configs:
-            self._configs[file] = compose_changes(self.settings(step), self.overrides)
+            self._configs[file] = self._located(compose_changes(self.settings(step), self.overrides))
         return self._configs[file]
+
+    def _located(self, config: Config) -> Config:
+        """Return `config` with files of prompts that are not here taken from where the run was, or beside it."""
+        started = [Path(str(session["folder"])) for session in self.sessions[-1:] if session.get("folder")]
+        places = [*started, self.folder.absolute(), *self.folder.absolute().parents]
+        data = replace(
+            config.data, train=located(config.data.train, places), regularise=located(config.data.regularise, places)
+        )
+        validation = replace(config.validation, data=located(config.validation.data, places))
+        return replace(config, data=data, validation=validation)
 
     @cached_property
     def _settings(self) -> dict[Path, Settings]:

@@ -127,7 +127,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     policy = worker.policy = build_policy(config, dtype, stage)
     pipe = policy.pipe
     with _on_shapes(pipe):
-        worker.evaluations, worker.algorithm = count_evaluations(policy.denoisers.values()), build_algorithm(config)
+        worker.algorithm = build_algorithm(config)
         worker.rollout = Rollout(policy, config.sampling, config.validation)
         without_decoder(worker.algorithm)
         worker.actor = Actor(worker.policy, config.actor, worker.algorithm, 1)
