@@ -24,10 +24,7 @@ from gerl.engine.record import uncounted
 from gerl.engine.replay import StepGradients, first_of_duplicates, without_deduplication
 from gerl.errors import TrainingError
 from gerl.model.errors import is_full, model_errors, release
-from gerl.model.placement import resident_blocks
-from gerl.model.policy import local
 from gerl.utils.seeding import forked_generators, seed_everything
-from gerl.workers.actor import gradient_of
 from gerl.workers.rollout import half
 
 if TYPE_CHECKING:
@@ -204,6 +201,9 @@ def _compare(
     worker: PolicyWorker, batch: Batch, rows: list[int], pairs: float, off: Collection[str], reorder: bool
 ) -> tuple[float, float, float]:
     """Return the product of the gradients with and without the switches in `off`, and their squared norms."""
+    from gerl.model.policy import local  # imported lazily: the driver does not need diffusers
+    from gerl.workers.actor import gradient_of
+
     parameters, device = worker.actor.parameters, local(worker.actor.parameters[0]).device
     _compute(worker, batch, rows, pairs, off)
     plain = [local(gradient_of(p)).detach().double().cpu() for p in parameters]
@@ -301,9 +301,15 @@ def _without_checkpointing(worker: PolicyWorker) -> Iterator[None]:
             module.__dict__["gradient_checkpointing"] = True
 
 
+def _with_resident_blocks(worker: PolicyWorker) -> AbstractContextManager[None]:
+    from gerl.model.placement import resident_blocks  # imported lazily: the driver does not need diffusers
+
+    return resident_blocks(worker.policy.denoisers.values())
+
+
 WITHOUT: dict[str, Callable[[PolicyWorker], AbstractContextManager[object]]] = {
     DUPLICATES: lambda worker: without_deduplication(),
     COMPILE: lambda worker: torch.compiler.set_stance("force_eager"),
     CHECKPOINTING: _without_checkpointing,
-    OFFLOAD: lambda worker: resident_blocks(worker.policy.denoisers.values()),
+    OFFLOAD: _with_resident_blocks,
 }
