@@ -34,7 +34,6 @@ from gerl.engine.record import Tree, detached_copy, tensor_bytes
 from gerl.engine.transitions import FLOW, family
 from gerl.errors import GerlError, ModelError
 from gerl.model.hub import model_folder
-from gerl.model.lora import content_digest
 from gerl.protocol import CutPrompts
 from gerl.utils.files import write_file
 from gerl.utils.tensors import pack_tensors
@@ -242,6 +241,8 @@ class PromptCache:
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
     parts = ("text_encoder", "tokenizer", "processor")
+    from gerl.model.lora import content_digest  # imported lazily: the driver does not need diffusers
+
     # text encoders may have a part of the LoRA
     merged = [content_digest(model.lora)] if model.merge_lora and model.lora is not None else []
     folder = model_folder(model.path, model.parts)
