@@ -23,7 +23,6 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import WITH_LEVELS, is_loopback, listen, run_command
 from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
-from gerl.protocol import Prompt
 from gerl.rewards.scorers import build_scorer, require
 from reward_models.scorers.http import read_token
 from reward_models.scoring import WARM_PROMPT
@@ -144,7 +143,8 @@ def warm_row(options: Options) -> tuple[str, dict[str, Any]] | None:
     given = options.warm_prompt is not None or options.warm_metadata
     prompt = WARM_PROMPT if options.warm_prompt is None else options.warm_prompt
     try:
-        scorer.check_prompts([Prompt(0, prompt, options.warm_metadata)])
+        scorer.check_prompts([])  # what it says of prompts is meant for a run's
+        scorer.check_prompt(prompt, options.warm_metadata)
     except DataError as error:
         if given:
             raise ConfigError(f"warm_prompt and warm_metadata: {error}") from None

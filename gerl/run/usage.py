@@ -52,7 +52,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     for name, value in (drawing.given[0] if drawing.given else {}).items():
         parts = [f"load_image({part!r})" for part in ([value] if isinstance(value, str) else value)]
         given[name] = parts[0] if isinstance(value, str) else f"[{', '.join(parts)}]"
-    call = {name: value for name, value in call_of(config).items() if value is not None and name != "output_type"}
+    call = {name: value for name, value in call_of(config).items() if value is not None}
     prompt = call.pop("prompt", "a prompt" if validation is None else validation.prompts[validation.shown[0]])
     components = [line.replace("DTYPE", dtype) for line in drawing.components]
     libraries = [name for name in ("diffusers", "transformers") if any(f"={name}." in line for line in components)]

@@ -140,17 +140,18 @@ class OcrScorer(Scorer):
         if quoted:
             logger.log(
                 logging.WARNING if unclear else logging.INFO,
-                "the ocr scorer looks for the first quoted text of %d prompts, such as %r; %d of them are ambiguous%s",
-                *(len(quoted), quoted[0][1], len(unclear), self._named(unclear)),
+                "the ocr scorer looks for the first quoted text of %d prompts, such as %r%s",
+                *(len(quoted), quoted[0][1], self._named(unclear)),
             )
 
     def _named(self, unclear: Sequence[tuple[Prompt, str, str]]) -> str:
-        """Return what follows the number of ambiguous prompts: the first ones, and what to do."""
+        """Return the end of the line if there are ambiguous prompts: their number, the first ones, and what to do."""
         if not unclear:
             return ""
         first = [f"prompt {prompt.id} ({text!r} was taken; {problem})" for prompt, text, problem in unclear[:NAMED]]
         more = [f"{len(unclear) - NAMED} more"] if len(unclear) > NAMED else []
-        return f": {', '.join(first + more)}; a row's {self.metadata_key!r} says which text is meant"
+        named = ", ".join(first + more)
+        return f"; {len(unclear)} of them are ambiguous: {named}; a row's {self.metadata_key!r} says which is meant"
 
     def check_prompt(self, prompt: str, metadata: Metadata) -> None:
         self.target(prompt, metadata)

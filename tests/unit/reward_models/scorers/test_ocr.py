@@ -97,6 +97,7 @@ def test_the_log_says_what_is_looked_for(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
     OcrScorer().check_prompts([Prompt(1, 'a "B"'), Prompt(2, "a sign", {"text": "C"})])
     assert [r.levelname for r in caplog.records] == ["INFO"] and "1 prompts" in caplog.text and "'B'" in caplog.text
+    assert "ambiguous" not in caplog.text
     caplog.clear()
     OcrScorer().check_prompts([Prompt(1, 'a "B"'), Prompt(7, '"X" and "Y"')])
     (record,) = caplog.records
