@@ -38,11 +38,12 @@ def writing(path: Path) -> Iterator[None]:
         raise GerlError(f"{path} cannot be written: {reason(error)}; free up space or choose another folder") from error
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write `path` atomically, text as UTF-8. Raises `GerlError` if it cannot be written."""
+def write_file(path: Path, content: str | bytes, private: bool = False) -> None:
+    """Write `path` atomically, text as UTF-8, readable for others unless `private`. Raises `GerlError` on failure."""
     part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")  # other processes may write the same file
     try:
         with writing(path):
+            part.touch(0o600 if private else 0o666)
             part.write_bytes(content.encode() if isinstance(content, str) else content)
             os.replace(part, path)
     finally:

@@ -26,14 +26,21 @@ from gerl.utils.files import reason, write_file
 logger = logging.getLogger("gerl")
 State = Literal["waiting", "running", "finished", "failed", "stopped", "killed"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
-LOG, EXIT = "log.txt", "exit"  # in the folder of a job
+LOG, EXIT, PID = "log.txt", "exit", "pid"  # in the folder of a job
 LOOK = 0.3  # seconds between polls
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 TAIL = 20_000  # bytes of a log that are read
-# The exit code outlives the page, and no pipe or terminal of the page is held. The command handles the signals, for
-# which the shell waits.
-SHELL = 'exec > "$0/log.txt" 2>&1; trap : INT TERM; "$@"; echo $? > "$0/exit.part"; mv "$0/exit.part" "$0/exit"'
+# The first shell that creates the file `pid` runs the job, and another one ends: a job runs once, whatever was killed
+# in between. The exit code outlives the page, and replaces a placeholder in its place, so that it needs no room on a
+# full disk. No pipe or terminal of the page is held. The command handles the signals, for which the shell waits.
+SHELL = """
+set -C; echo "$$ $(cut -d " " -f 22 /proc/$$/stat)" 2> /dev/null > "$0/pid" || exit 75
+set +C; mask=$(umask); umask 077
+exec > "$0/log.txt" 2>&1; printf "?   " > "$0/exit" || exit 74
+umask "$mask"; trap : INT TERM; "$@"; code=$?
+printf "%-4s" "$code" 1<> "$0/exit"; exit "$code"
+"""
 
 
 @dataclass
@@ -108,7 +115,7 @@ class Store:
         """Change the values within the block, and write them at its end."""
         with self.lock:
             yield self.values
-            write_file(self.path, json.dumps(self.values, indent=1))
+            write_file(self.path, json.dumps(self.values, indent=1), private=True)
 
     def close(self) -> None:
         self._held.close()
@@ -150,8 +157,13 @@ class Jobs:
             job = Job(number, command, [], title, now(), gpus, run=run)
             job.arguments += [argument.replace("{out}", str(self.folder(job))) for argument in arguments]
             self.all.append(job)
-            self._write()
-        self.poll()
+            try:
+                self._write()
+            except BaseException:
+                self.all.remove(job)  # what the user is told not to be in the queue must not run
+                raise
+        with contextlib.suppress(GerlError, OSError):  # it is in the queue; `watch` says what prevents its start
+            self.poll()
         return job
 
     def get(self, number: int) -> Job:
@@ -208,8 +220,9 @@ class Jobs:
                 needed = min(job.gpus, len(self.devices))
                 if needed > len(free):
                     break  # the first of the queue is not overtaken
+                self._record_start(job, free[:needed])
                 try:
-                    self._start(job, free[:needed])
+                    self._start(job)
                     free = free[needed:]
                 except (OSError, ValueError) as error:
                     job.ended, job.code = now(), 1
@@ -217,8 +230,17 @@ class Jobs:
             if self._written != [job.state for job in self.all]:
                 self._write()
 
-    def _start(self, job: Job, devices: Sequence[str]) -> None:
-        folder = self.folder(job)
+    def _record_start(self, job: Job, devices: Sequence[str]) -> None:
+        """Record the start before the process exists; a record that cannot be written leaves the job waiting."""
+        job.devices, job.started = list(devices), now()
+        try:
+            self._write()
+        except BaseException:
+            job.devices, job.started = [], None
+            raise
+
+    def _start(self, job: Job) -> None:
+        folder, devices = self.folder(job), job.devices
         folder.mkdir(parents=True, exist_ok=True)
         command = [*self.program, job.command, *job.arguments]
         shown = dict(os.environ)
@@ -231,18 +253,23 @@ class Jobs:
             ["sh", "-c", SHELL, str(folder), *command], env=shown, stdin=subprocess.DEVNULL, start_new_session=True
         )
         self._children[job.id] = child
-        job.pid, job.clock, job.devices, job.started = child.pid, clock_of(child.pid), list(devices), now()
+        job.pid, job.clock = child.pid, clock_of(child.pid)
         logger.info("%d: %s", job.id, job.line)
 
     def _follow(self, job: Job) -> None:
         if (child := self._children.get(job.id)) is not None:
             child.poll()  # else a process that has ended stays in the table of processes
         assert job.pid is not None
+        with contextlib.suppress(OSError, ValueError):
+            pid, clock = map(int, (self.folder(job) / PID).read_text().split())
+            if pid != job.pid:  # a studio that was killed had started the job
+                job.pid, job.clock, child = pid, clock, None
         if is_alive(job.pid, job.clock):
             return
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            job.code = int((self.folder(job) / EXIT).read_text())
-        job.ended = now()
+        code = None if child is None or child.returncode is None or child.returncode < 0 else child.returncode
+        with contextlib.suppress(OSError, ValueError):
+            code = int((self.folder(job) / EXIT).read_text())
+        job.ended, job.code = now(), code
         self._children.pop(job.id, None)
         logger.info("%d: %s", job.id, job.state)
 

@@ -11,7 +11,7 @@ import pytest
 
 from gerl.errors import GerlError
 from gerl.web.studio import jobs as jobs_module
-from gerl.web.studio.jobs import Jobs, Store
+from gerl.web.studio.jobs import Job, Jobs, Store
 
 # `COMMAND SECONDS CODE` sleeps and exits; as gerl does, it ends with 130 after an interrupt
 PROGRAM = ("sh", "-c", 'trap "exit 130" INT; echo slept; sleep $2 & wait $!; exit $3', "sh")
@@ -165,3 +165,60 @@ def test_the_devices_are_those_that_the_server_may_use(
 def test_a_number_whose_folder_exists_is_not_used(store: Store) -> None:
     (store.root / "studio" / "1").mkdir(parents=True)
     assert on_cpu(store).add("train", ["0.1", "0"], "a run").id == 2
+
+
+# `COMMAND FILE` appends a line to a file
+COUNTED = ("sh", "-c", 'echo "$$" >> "$2"; sleep 0.5; exit 3', "sh")
+
+
+def counted(store: Store) -> Jobs:
+    jobs = Jobs(store, program=COUNTED)
+    jobs.devices = ["cpu"]
+    return jobs
+
+
+@pytest.mark.parametrize("when", ["before its process", "after its process"])
+def test_a_job_whose_studio_was_killed_while_it_began_runs_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    ran, start = store.root / "ran", Jobs._start
+
+    def killed(self: Jobs, job: Job) -> None:
+        if when == "after its process":
+            start(self, job)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Jobs, "_start", killed)
+    with pytest.raises(KeyboardInterrupt):
+        counted(store).add("train", [str(ran)], "a run")
+    monkeypatch.undo()
+    store.close()
+    again = Store(store.root)
+    try:
+        jobs = counted(again)
+        (job,) = jobs.all
+        assert job.state == "waiting" and job.started is not None
+        until(jobs, lambda: job.ended is not None)
+        assert (job.state, job.code) == ("failed", 3) and len(ran.read_text().splitlines()) == 1
+    finally:
+        again.close()
+
+
+def test_a_job_that_cannot_be_recorded_is_refused_and_does_not_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, ran = counted(store), store.root / "ran"
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "path", store.root / "missing" / "studio.json")
+        with pytest.raises(GerlError, match="cannot be written"):
+            jobs.add("train", [str(ran)], "a run")
+    jobs.poll()
+    assert jobs.all == [] and not ran.exists()
+
+
+def test_what_was_typed_is_readable_for_its_user_only(store: Store) -> None:
+    jobs = counted(store)
+    job = jobs.add("train", [str(store.root / "ran")], "a run")
+    until(jobs, lambda: job.ended is not None)
+    for file in (store.path, jobs.folder(job) / "log.txt", jobs.folder(job) / "exit"):
+        assert file.stat().st_mode & 0o077 == 0, file
