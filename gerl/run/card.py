@@ -178,10 +178,13 @@ def _output(*command: str) -> str | None:
 # --- Redaction of secrets
 
 HIDDEN = "***"
-# passwords in URLs; tokens with well-known prefixes (a bare W&B key looks like a commit and is kept)
+# passwords in URLs; tokens with well-known prefixes (a bare W&B key looks like a commit: only one named so is left out)
 ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)|(?<=://)[^/\s:@'\"]+(?=@)")
 TOKEN = re.compile(
-    r"\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[a-z]|AKIA|AIza)[-_]?[A-Za-z0-9_-]{16,}\b"
+    r"\b(?:hf|sk|r8|gsk|ghp|gho|github_pat|glpat|xox[a-z]|AKIA|AIza)[-_]?[A-Za-z0-9_-]{16,}\b"
+    r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
+    r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"  # Discord
+    r"|(?i:(?<=wandb )|(?<=wandb: )|(?<=wandb login ))[0-9a-f]{40}\b"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?"
     r"|(?<=[Bb]earer )[\w.~+/=-]{16,}"
 )
@@ -193,11 +196,13 @@ VALUE = r"(?:(?:bearer|basic)\s+)?(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;&'\"{}\
 NAMED = re.compile(
     "|".join(
         (
-            rf"((?:(?:^|[^a-z])(?:(?:{PREFIX})?{WORD}|{HEADER})['\"]?|[?&]key)\s*=\s*){VALUE}",
+            r"((?:^|[^a-z])passphrase\s*=\s*)[^\n,;&'\"{}\[\]]+",
+            rf"((?:(?:^|[^a-z])(?:(?:{PREFIX})?{WORD}|{HEADER})['\"]?|[?&](?:[\w-]*-)?(?:key|sig|signature))\s*=\s*){VALUE}",
+            r"((?:^|[^a-z])(?:set-)?cookie['\"]?\s*[:=]\s*)[^\n'\"]+",
             rf"((?:^|[^a-z])(?:{PREFIX}{WORD}|{HEADER})['\"]?\s*:\s*){VALUE}",
             # a plain word with a colon may be prose (the secret: a house), unless it stands where a key does, with a
             # single word for its value, or what follows looks like a secret
-            rf"((?:^|[^\w\s])\s*['\"]?{WORD}['\"]?\s*:\s*){VALUE}(?=\s*(?:$|[,;&'\"(){{}}\[\]]))",
+            rf"((?:^|[^\w\s])\s*['\"]?{WORD}['\"]?\s*:\s*)(?=['\"]?\S{{4}}){VALUE}(?=\s*(?:$|[,;&'\"(){{}}\[\]]))",
             rf"((?:^|[^a-z]){WORD}\s*:\s*)(?=\S*\d)[^\s,;&'\"]{{8,}}",
         )
     ),

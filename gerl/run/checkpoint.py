@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from gerl.config.changes import flat_settings
 from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
+from gerl.run.card import secrets
 from gerl.utils.files import reason
 
 # --- Checkpoints on disk: complete or absent, verified when read, never pickle.
@@ -95,6 +96,8 @@ def save_checkpoint(
             listed[name] = {"sha256": _digest(path), "size": path.stat().st_size}
         manifest = {"format": FORMAT, "step": step, "files": listed}
         contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
+        if secrets(state.get("settings", {})):
+            (temporary / STATE).touch(0o600)
         for name, content in contents.items():
             _write(temporary / name, content)
         for folder in (f for f in temporary.rglob("*") if f.is_dir()):

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -41,6 +41,7 @@ from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
 from gerl.data.sources import digest, load
 from gerl.errors import CheckpointError, ConfigError
+from gerl.run.card import secrets
 from gerl.run.checkpoint import (
     MANIFEST,
     STATE,
@@ -130,13 +131,19 @@ class RunFolder:
         self.begin()
         set_aside(self.path, step)
         kept, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
+        private = holds_secrets(self.composed.config)
         if self.changes and not kept.exists():
-            write_file(kept, self.before)
+            write_file(kept, self.before, private)
         if text != (self.path / CURRENT).read_text(encoding="utf-8"):
-            write_file(self.path / CURRENT, text)
+            write_file(self.path / CURRENT, text, private)
         logger.info("resumed from %s", self.checkpoint.path)
         if self.changes:
             logger.info("resumed with changes: %s", ", ".join(map(str, self.changes)))
+
+
+def holds_secrets(config: Config) -> bool:
+    """Whether a value of `config` looks like a secret; files with it are readable for their user only."""
+    return bool(secrets(asdict(config)))
 
 
 def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
@@ -150,6 +157,7 @@ def prepare_folder(run_dir: Path, composed: Composed, lock: RunLock) -> None:
                 f"hydra.run.dir={run_dir}: it contains a run with checkpoints; choose another folder, or resume "
                 f"that run with {typed({'checkpoint.resume': str(run_dir)})}"
             )
+        (run_dir / CURRENT).touch(0o600 if holds_secrets(composed.config) else 0o666)
         (run_dir / CURRENT).write_text(composed.yaml(), encoding="utf-8")
         if (path := composed.config.algorithm.path) is not None:  # a copy, see `path_or_copy`
             name = Path(path).name if path.endswith(".py") else f"{composed.config.algorithm.name}.py"

@@ -131,4 +131,5 @@ def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: 
     said = (run.folder / "log.txt").read_text()
     assert "the secret in reward.scorers.bright.kwargs.api_key is stored in config.yaml" in said
     files = [path for path in run.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)  # readable for its user only
     assert {path.name for path in files} == {"config.yaml", "state.json"}

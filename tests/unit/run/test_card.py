@@ -116,6 +116,11 @@ SECRET = "s3cret-Value.9"
         "kwargs={token: [@], model: b}",
         "the token: @ was refused",
         "token: @\nmodel: b",
+        "passphrase=correct horse @",
+        "Cookie: session=a; id=@",
+        "Set-Cookie: @; Path=/",
+        "https://example.org/blob?sv=1&sig=@&n=3",
+        "https://example.org/a?X-Amz-Signature=@&n=3",
     ],
 )
 def test_secrets_are_left_out(text: str) -> None:
@@ -130,6 +135,8 @@ def test_secrets_are_left_out(text: str) -> None:
         "hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123",
         "AIzaSyA1234567890abcdefghijklmnopqrstuv",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.dozjgNryP4J3jVmNHl0w5N",
+        "r8_AbCdEfGhIjKlMnOpQrStUvWxYz01234567890",
+        "gsk_AbCdEfGhIjKlMnOpQrStUvWxYz0123",
     ],
 )
 def test_tokens_are_known_by_their_looks(token: str) -> None:
@@ -148,11 +155,19 @@ def test_tokens_are_known_by_their_looks(token: str) -> None:
         "secret: a house by the sea",
         'a sign that says "password: swordfish is wrong"',
         "commit 8f3c2a1b9d4e5f60718293a4b5c6d7e8f9012345",
+        'a sign that reads "token: 5"',
         "sort_key=3 monkey=a key: b",
     ],
 )
 def test_the_rest_stays(text: str) -> None:
     assert redact(text) == text
+
+
+def test_keys_and_hooks_are_known_by_their_place() -> None:
+    key = "8f3c2a1b9d4e5f60718293a4b5c6d7e8f9012345"
+    assert redact(f"wandb login {key}") == "wandb login ***"
+    assert redact("https://hooks.slack.com/services/T0AB/B0CD/aBcDeFgHiJkL") == "https://hooks.slack.com/services/***"
+    assert redact("https://discord.com/api/webhooks/12345/aBcDeFgHiJkLmNoPqR") == "https://discord.com/api/webhooks/***"
 
 
 def test_settings_lose_their_secrets_and_nothing_else() -> None:

@@ -464,3 +464,11 @@ def test_a_folder_that_was_removed_under_the_lock(tmp_path: Path) -> None:
     assert alive_since(folder) is not None
     with pytest.raises(OSError, match="No such file"):
         RunLock(tmp_path / "nowhere").acquire()
+
+
+def test_a_state_with_a_secret_is_readable_for_its_user_only(tmp_path: Path) -> None:
+    for key, others in ({"api_key": "abc"}, 0), ({"url": "http://a"}, 0o044):
+        settings = {"reward": {"scorers": {"vlm": {"kwargs": key}}}}
+        path = save_checkpoint(tmp_path / str(others), 1, {"a": b"1"}, {"settings": settings})
+        assert (path / "state.json").stat().st_mode & 0o044 == others
+        assert load_checkpoint(path).state["settings"] == settings
