@@ -35,9 +35,9 @@ class Request:
 
     run: Path = key("a run folder, or one of its checkpoints/step_N", required=True)
     out: Path | None = key("folder for the files; required without push")
-    format: Literal["diffusers", "peft", "kohya", "merged", "hub"] = key(
-        "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, or "
-        "hub: a model repository with a card, images and a workflow for ComfyUI",
+    format: Literal["diffusers", "peft", "kohya", "merged", "hub", "run"] = key(
+        "diffusers, peft, kohya (also for ComfyUI), merged: the whole pipeline with the LoRA in its weights, hub: a "
+        "model repository with a card, images and a workflow for ComfyUI, or run: a copy of the run without secrets",
         "diffusers",
         also={"comfyui": "kohya"},
     )
@@ -90,6 +90,8 @@ def run(request: Request) -> list[Path]:
     Raises `GerlError` if the checkpoint, the base model or the folder does not fit the request.
     """
     request = resolve_push(request)
+    if request.format == "run":
+        return share_run(request)
     run_dir, checkpoint, why = find_checkpoint(request.run, request.step)
     base = read_config(run_dir, request.role)
     base = replace(base, path=request.model or base.path)
@@ -139,6 +141,20 @@ def run(request: Request) -> list[Path]:
         written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     denoisers = models_in(request.folder)
     logger.info("%s", render("exported.txt.j2", written=written, base=base, denoisers=denoisers, **facts).rstrip())
+    return written
+
+
+def share_run(request: Request) -> list[Path]:
+    """Copy a run folder without its secrets; returns the files."""
+    from gerl.export.redacted import copy_run
+
+    if not (request.run / "config.yaml").is_file():
+        raise ConfigError(f"run={request.run}: it has no config.yaml; format=run copies the folder of a run")
+    if request.folder.resolve().is_relative_to(request.run.resolve()):
+        raise ConfigError(f"out={request.out}: it is inside the run; choose another folder")
+    check_empty(request)
+    written = write_atomically(request.folder, lambda folder: copy_run(request.run, folder))
+    logger.info("%d files in %s", len(written), request.out)
     return written
 
 
@@ -248,6 +264,12 @@ def check_out(request: Request, checkpoint: Checkpoint, base: str) -> None:
     for what, folder in precious.items():
         if out.is_relative_to(folder.resolve()):
             raise ConfigError(f"out={request.out}: it is inside the {what}; choose another folder")
+    check_empty(request)
+
+
+def check_empty(request: Request) -> None:
+    """Raise `ConfigError` unless `out` is a folder without files, or may be overwritten."""
+    out = request.folder
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={request.out}: it is a file; give a folder")
     if not request.overwrite and out.is_dir() and any(out.iterdir()):

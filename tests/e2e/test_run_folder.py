@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 from drills import more
 
+from gerl.export.command import main as export
+from gerl.run.checkpoint import load_checkpoint
+from gerl.verify.command import main as verify
+
 Train = Callable[..., Any]
 Refused = Callable[..., str]
 # A scorer that deletes the run folder in the second step, and one after whose call no file can grow any more.
@@ -133,3 +137,9 @@ def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: 
     files = [path for path in run.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)  # readable for its user only
     assert {path.name for path in files} == {"config.yaml", "state.json"}
+    copy = tmp_path / "copy"
+    assert export([f"run={run.folder}", f"out={copy}", "format=run"]) == 0
+    paths = [path for path in copy.rglob("*") if path.is_file()]
+    assert len(paths) > 10 and not any(secret.encode() in path.read_bytes() for path in paths)
+    assert verify([f"run={copy}", "recompute=false"]) == 0  # the digests are those of the copy
+    assert load_checkpoint(copy / "checkpoints" / "step_1").state["step"] == 1

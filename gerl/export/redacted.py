@@ -1,0 +1,78 @@
+"""A copy of a run folder without secrets, to share: `gerl export run=FOLDER out=FOLDER format=run`."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from gerl.run.card import redact, redacted
+
+logger = logging.getLogger("gerl")
+
+
+def _json(text: str) -> str:
+    values = json.loads(text)
+    hidden = redacted(values)
+    return text if hidden == values else json.dumps(hidden, indent=1)
+
+
+def _lines(text: str) -> str:
+    rows = [(line, json.loads(line)) for line in text.splitlines()]
+    return "".join(f"{line if redacted(row) == row else json.dumps(redacted(row))}\n" for line, row in rows)
+
+
+def _yaml(text: str) -> str:
+    values = yaml.safe_load(text)
+    hidden = redacted(values)
+    return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+
+
+# a secret in a structure is replaced by a value, in a text by characters
+READERS: dict[str, Callable[[str], str]] = {".json": _json, ".jsonl": _lines, ".yaml": _yaml}
+TEXTS = (".txt", ".log", ".html", ".md", ".csv", ".svg", *READERS)
+MANIFEST = "manifest.json"
+
+
+def copy_run(run_dir: Path, folder: Path) -> None:
+    """Copy the files of `run_dir` into `folder` with secrets replaced; links and hidden files are left out."""
+    changed = list[Path]()
+    for path in sorted(run_dir.rglob("*")):
+        name = path.relative_to(run_dir)
+        if any(part.startswith(".") for part in name.parts) or path.is_symlink() or not path.is_file():
+            continue
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix not in TEXTS:
+            shutil.copyfile(path, target)
+            continue
+        content = path.read_bytes()
+        hidden = _hidden(content, path.suffix)
+        target.write_bytes(hidden)
+        if hidden != content:
+            changed.append(name)
+    for name in changed:
+        _correct_manifest(folder, name)
+    said = ", ".join(map(str, changed)) or "none"
+    logger.info("files with secrets that were replaced: %s", said)
+
+
+def _hidden(content: bytes, suffix: str) -> bytes:
+    try:
+        text = content.decode()
+        return READERS.get(suffix, redact)(text).encode()
+    except (ValueError, yaml.YAMLError):  # damaged, or not of this kind: as a text
+        return redact(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
+def _correct_manifest(folder: Path, name: Path) -> None:
+    """Replace the digest of the file `name` in the manifest of its checkpoint."""
+    for parent in name.parents:
+        if (file := folder / parent / MANIFEST).is_file() and name.name != MANIFEST:
+            manifest, content = json.loads(file.read_text()), (folder / name).read_bytes()
+            listed = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+            manifest["files"][name.relative_to(parent).as_posix()] = listed
+            file.write_text(json.dumps(manifest, indent=1))
