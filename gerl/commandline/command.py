@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import pkgutil
+import re
 import shlex
 import shutil
 import socket
@@ -237,6 +238,16 @@ def listen(host: str, port: int, remedy: str = "use another port, or stop the pr
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
         raise ConfigError(f"cannot listen on host={host} port={port} ({why}): {remedy}") from None
+
+
+def read_token(name: str) -> str:
+    """Return the token in the environment variable `name`. Raises `ConfigError`, without showing it, if it is wrong."""
+    token = os.environ.get(name, "").strip()
+    if not token:
+        raise ConfigError(f"token_env={name}: this environment variable is not set; export it")
+    if not re.fullmatch(r"[0-9A-Za-z_.~+/=-]+", token):
+        raise ConfigError(f"token_env={name}: use ASCII letters, digits and _ - . ~ in the token")
+    return token
 
 
 def is_loopback(host: str) -> bool:

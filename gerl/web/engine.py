@@ -7,27 +7,31 @@
 
 Instead of `call`, the arguments of the pipeline, a request may have `sampling`, keys of that block of a configuration;
 `columns`, for each prompt the condition images of its row by argument, as paths; and `scale`, the strength of the LoRA.
-Videos are animated PNG. An answer names the LoRA that sampled its images. One request is sampled at a time.
+Videos are animated PNG. An answer names the LoRA that sampled its images. One request is sampled at a time. All paths
+need the bearer token of the service; files that a request names are in folders that it allows.
 """
 
 from __future__ import annotations  # annotations name classes of optional packages
 
 import base64
+import inspect
 import io
 import json
 import logging
-import os
+import math
 import re
+import secrets
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, is_loopback, listen, require, run_command
+from gerl.commandline.command import importing, is_loopback, listen, read_token, require, run_command
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 
@@ -38,8 +42,13 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import ASGIApp
 
+    from gerl.web.server import Visit
+
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.-]{1,100}")
+TOKEN = "GERL_SERVICE_TOKEN"  # in the command that is printed with a random token
+BODY = 4_000_000  # bytes of a request but a LoRA
+FACTORS = {"height": 1024, "width": 1024, "num_frames": 1, "num_images_per_prompt": 1, "num_videos_per_prompt": 1}
 WATCH_S, CLOSING_S = 1.0, 10.0
 FRAME_MS = 62.5  # of a video, shown with 16 frames per second
 
@@ -55,7 +64,18 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = key("auto is cuda if available", "auto")
     host: str = key("address to listen on", "127.0.0.1")
     port: int = key("port to listen on; 0 selects a free one", 8000, unit="a port", low=0)
-    token_env: str | None = key("the environment variable with the bearer token that clients must send")
+    token_env: str | None = key(
+        "the environment variable with the bearer token that clients must send; default: a random one on this machine"
+    )
+    folders: str | None = key("folders whose files requests may name, LoRAs and images; separated by commas")
+    max_lora_mb: int = key("largest file of a LoRA", 1024, unit="MB, at least 1", low=1)
+    max_steps: int = key("most sampling steps of a request", 200, unit="a number, at least 1", low=1)
+    max_megapixels: int = key(
+        "most pixels of a request, in millions: images or frames, times their size", 256, unit="at least 1", low=1
+    )
+    max_in_flight: int = key(
+        "most requests that wait or are sampled; more are answered 429", 64, unit="a number, at least 1", low=1
+    )
 
 
 PARSER = Parser(
@@ -70,8 +90,9 @@ PARSER = Parser(
 class Engine:
     """A pipeline with the last LoRA that it was sent; all but one request wait."""
 
-    def __init__(self, pipe: DiffusionPipeline) -> None:
-        self.pipe, self.lock = pipe, threading.Lock()
+    def __init__(self, pipe: DiffusionPipeline, options: Options) -> None:
+        self.pipe, self.options, self.lock = pipe, options, threading.Lock()
+        self.folders = [Path(name).expanduser().resolve() for name in (options.folders or "").split(",") if name]
         self.lora: str | None = None  # name
         self.scaling: list[tuple[Any, float]] = []  # the LoRA's layers, with their scale
 
@@ -93,6 +114,42 @@ class Engine:
             self.lora, own = name, adapter_name(name)
             parts = [part for part in self.pipe.components.values() if hasattr(part, "named_modules")]
             self.scaling = [(layer, layer.scaling[own]) for layer in adapted_layers(parts) if own in layer.scaling]
+
+    def file(self, path: object) -> Path:
+        """Return a file that a request names; raises `GerlError` unless it is a regular one in an allowed folder."""
+        file = Path(str(path)).resolve()
+        if not any(file.is_relative_to(folder) for folder in self.folders):
+            raise GerlError(f"{path!r:.200} is in no folder whose files requests may name: start with folders=FOLDER")
+        if not file.is_file():
+            raise GerlError(f"{path!r:.200} is no file")
+        return file
+
+    def lora_file(self, path: object) -> bytes:
+        """Read a LoRA that a request names; raises `GerlError` if it is too large."""
+        most = self.options.max_lora_mb * 10**6
+        with self.file(path).open("rb") as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise GerlError(f"{path!r:.200} is larger than max_lora_mb={self.options.max_lora_mb}")
+        return content
+
+    def check(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `GerlError` if a request asks for more than the service allows."""
+        known = inspect.signature(type(self.pipe).__call__).parameters
+        defaults = {name: known[name].default for name in known if type(known[name].default) is int}
+        pixels = 0
+        for call in calls:
+            for name, value in call.items():
+                steps = len(value) if hasattr(value, "__len__") else value
+                if ("steps" in name or name == "sigmas") and not 0 <= (steps or 0) <= self.options.max_steps:
+                    raise GerlError(f"{name}={value!r:.40}: at most max_steps={self.options.max_steps} are allowed")
+            factors = [call.get(name) or defaults.get(name) or value for name, value in FACTORS.items()]
+            if not all(isinstance(factor, int) and factor > 0 for factor in factors):
+                raise GerlError(f"{', '.join(FACTORS)}: expected whole numbers above 0")
+            pixels += len(call["prompt"]) * math.prod(factors)
+        if pixels > self.options.max_megapixels * 10**6:
+            most = f"max_megapixels={self.options.max_megapixels}"
+            raise GerlError(f"the request has {pixels / 10**6:.0f} million pixels, at most {most} are allowed")
 
     def generate(
         self, calls: Sequence[dict[str, Any]], seeds: Sequence[int], lora: str | None, scale: float = 1.0
@@ -120,7 +177,7 @@ class Engine:
 
     def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Return the pipeline arguments of a request: one call, or one call per row if rows have condition images."""
-        from gerl.utils.condition_images import picture_arguments
+        from gerl.utils.condition_images import picture_arguments, pictures_of
 
         found = []
         for part in [[row] for row in rows] if any(row.metadata for row in rows) else [rows]:
@@ -128,8 +185,11 @@ class Engine:
             call = {"prompt": texts} | dict(body.get("call") or {})
             if "sampling" in body:
                 call |= self.arguments(dict(body["sampling"]), texts)
-            found.append(call | picture_arguments(self.pipe, part[0]))
-        return found
+            found.append(call)
+        self.check(found)
+        for path in (path for row in rows for path in pictures_of(row)):
+            self.file(path)
+        return [call | picture_arguments(self.pipe, row) for call, row in zip(found, rows, strict=False)]
 
     def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
         """Return the arguments of the pipeline for keys of the block `sampling`, as a run would call it."""
@@ -151,7 +211,9 @@ class Engine:
         from gerl.utils.seeding import sample_generators
 
         with self.lock:
-            call = self.arguments(sampling, [PROBE]) | {"generator": sample_generators([0])}
+            call = self.arguments(sampling, [PROBE])
+            self.check([call | {"prompt": [PROBE]}])
+            call |= {"generator": sample_generators([0])}
             found = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
             return sentences(cut_prompts(self.pipe, found, prompts), prompts)
 
@@ -190,17 +252,31 @@ def load_engine(options: Options) -> Engine:
         raise ConfigError(str(error).replace("model.path=", "pipeline=")) from None
     pipe.set_progress_bar_config(disable=True)
     leave_out_safety_checker(pipe)
-    return Engine(pipe)
+    return Engine(pipe, options)
 
 
-def build_app(engine: Engine, token: str | None) -> ASGIApp:
-    """Build the ASGI application of `engine`."""
+def _admit(token: str, most: int, request: HttpRequest) -> Visit | Response:
+    """Admit requests with the token, and LoRAs of at most `most` bytes."""
+    from gerl.web.server import Visit, bearer, is_token, refused
+
+    path: str = request.scope["path"]
+    if not is_token(bearer(request.headers), token):
+        words = "this service requires its token: set token_env to the environment variable that has it"
+        return refused(401, words, {"WWW-Authenticate": "Bearer"})
+    if path.startswith("/lora/"):
+        return Visit(path, most, kinds=("application/json", "application/octet-stream"))
+    return Visit(path, BODY)
+
+
+def build_app(engine: Engine, token: str, local: bool = True) -> ASGIApp:
+    """Build the ASGI application of `engine`; `local`: only for requests whose host is this machine."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    from gerl.web.server import bearer, is_token
+    from gerl.web.server import Gate, Queue
 
     async def health(request: HttpRequest) -> Response:
         return JSONResponse({"pipeline": type(engine.pipe).__name__, "lora": engine.lora})
@@ -211,7 +287,7 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
             raise GerlError("a LoRA is named by letters, digits and _ - .")
         try:
             if request.headers.get("content-type", "").startswith("application/json"):
-                body = Path(json.loads(body)["path"]).read_bytes()
+                body = await run_in_threadpool(engine.lora_file, json.loads(body)["path"])
             await run_in_threadpool(engine.load, name, body)
         except (GerlError, OSError, ValueError, KeyError, TypeError) as error:
             raise GerlError(f"the LoRA {name} cannot be loaded: {error}") from error
@@ -223,7 +299,8 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
         columns = list(map(dict, body.get("columns") or [{}] * len(prompts)))
         if not len(prompts) == len(seeds) == len(columns) or not prompts:
             raise GerlError("send as many seeds, and columns if any, as prompts, at least one")
-        calls = engine.calls(body, [Prompt(i, *row) for i, row in enumerate(zip(prompts, columns, strict=True))])
+        rows = [Prompt(i, *row) for i, row in enumerate(zip(prompts, columns, strict=True))]
+        calls = await run_in_threadpool(engine.calls, body, rows)
         name, scale = body.get("lora"), float(body.get("scale", 1.0))
         return {"lora": name, "images": await run_in_threadpool(engine.generate, calls, seeds, name, scale)}
 
@@ -234,19 +311,22 @@ def build_app(engine: Engine, token: str | None) -> ASGIApp:
 
     def posted(path: str, work: Callable[[HttpRequest], Awaitable[dict[str, Any]]]) -> Route:
         async def endpoint(request: HttpRequest) -> Response:
-            if token is not None and not is_token(bearer(request.headers), token):
-                return JSONResponse({"error": "send the token as a bearer token"}, 401)
             try:
                 return JSONResponse(await work(request))
             except GerlError as error:
                 return JSONResponse({"error": str(error)}, 409 if isinstance(error, UnknownLora) else 400)
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
                 return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
 
         return Route(path, endpoint, methods=["POST"])
 
     answers = {"/lora/{name}": lora, "/generate": generate, "/tokens": tokens}
-    return Starlette(routes=[Route("/health", health), *(posted(path, work) for path, work in answers.items())])
+    most = engine.options.max_lora_mb * 10**6
+    queue, admit = Queue(engine.options.max_in_flight, 4 * most), partial(_admit, token, most)
+    return Starlette(
+        routes=[Route("/health", health), *(posted(path, work) for path, work in answers.items())],
+        middleware=[Middleware(Gate, admit=admit, local=local, queue=queue)],
+    )
 
 
 def serve(options: Options, stop: threading.Event) -> None:
@@ -254,16 +334,18 @@ def serve(options: Options, stop: threading.Event) -> None:
     with importing():
         require("serve", "starlette", "uvicorn")
         from gerl.web.server import address, serving, stop_on_signals
-    token = os.environ.get(options.token_env) if options.token_env else None
-    if options.token_env and not token:
-        raise ConfigError(f"token_env={options.token_env}: this environment variable is not set")
+    token = None if options.token_env is None else read_token(options.token_env)
     if token is None and not is_loopback(options.host):
         raise ConfigError(f"host={options.host} can be reached from other machines: set a token_env")
+    secret = token or secrets.token_urlsafe(24)
     with listen(options.host, options.port) as listener:
         engine = load_engine(options)
-        with serving(build_app(engine, token), listener, CLOSING_S) as thread:
+        with serving(build_app(engine, secret, is_loopback(options.host)), listener, CLOSING_S) as thread:
             stop_on_signals(stop)
-            logger.info("serving %s at %s", options.pipeline, address(listener))
+            logger.info("serving %s at %s", options.pipeline, url := address(listener))
+            if token is None:
+                service = f"'rollout.service={{url: \"{url}\", token_env: {TOKEN}}}'"
+                logger.info("%s=%s gerl train %s", TOKEN, secret, service)
             while not stop.wait(WATCH_S):
                 if not thread.is_alive():
                     raise GerlError("the HTTP server stopped: see its log")

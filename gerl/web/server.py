@@ -5,19 +5,20 @@ import contextlib
 import hmac
 import itertools
 import logging
+import math
 import resource
 import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -34,6 +35,8 @@ SAFE = {
     "Cache-Control": "no-store",
 }
 NOBODY = secrets.token_urlsafe(24)
+BODY, RATE = 20.0, 500_000  # seconds to receive a body, and bytes per second above
+DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # bounds for reading the body of a refused request
 
 
 @dataclass(frozen=True)
@@ -44,26 +47,81 @@ class Visit:
     most: int
     visitor: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    kinds: Sequence[str] = ("application/json",)  # content types; none that a form of another site can send
+
+
+class Queue:
+    """Room for requests: at most `most` whose bodies have arrived, and `size` bytes of bodies, arriving ones included.
+
+    A body that is slow takes no place of others, only the room of its bytes.
+    """
+
+    def __init__(self, most: int = 64, size: int = 256 * 10**6, per_minute: int = 0) -> None:
+        """`per_minute`: maximum number of requests a minute; 0: unlimited."""
+        self.most, self.size, self.bucket = most, size, TokenBucket(per_minute)
+        self.requests = self.bytes = 0
+
+    def refusal(self, size: int = 0) -> Response | None:
+        """Return the answer to a request for which there is no room, with `size` bytes to come."""
+        if self.requests >= self.most:
+            sentence = f"{self.requests} requests are being answered, at most {self.most} are allowed"
+        elif self.bytes + size > self.size:
+            sentence = f"the requests have {self.bytes} bytes, at most {self.size // 10**6} MB are allowed together"
+        else:
+            return None
+        return refused(429, f"{sentence}: send fewer at a time", {"Retry-After": "1"})
+
+    def too_often(self) -> Response | None:
+        """Count a request, or return the answer to one above the rate."""
+        if not (wait := self.bucket.take()):
+            return None
+        sentence = f"more than {self.bucket.per_minute} requests per minute: wait {wait:.1f} s"
+        return refused(429, sentence, {"Retry-After": str(math.ceil(wait))})
+
+
+class TokenBucket:
+    """Rate limiter for `per_minute` requests a minute, with bursts of the same size; 0 means unlimited."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_minute, self.clock = per_minute, clock
+        self._left, self._seen = float(per_minute), clock()
+
+    def take(self) -> float:
+        """Take a token and return 0, or return the seconds until one is available."""
+        if self.per_minute == 0:
+            return 0.0
+        now = self.clock()
+        rate = self.per_minute / 60
+        self._left = min(float(self.per_minute), self._left + (now - self._seen) * rate)
+        self._seen = now
+        if self._left >= 1:
+            self._left -= 1
+            return 0.0
+        return (1 - self._left) / rate
 
 
 @dataclass(frozen=True)
 class Gate:
-    """ASGI middleware that admits requests with `admit` and sets the visitor (`request.state.visitor`)."""
+    """ASGI middleware that admits requests with `admit` and sets the visitor (`request.state.visitor`).
+
+    It reads the bodies, within their limits of size and time, so that the application is called with whole ones.
+    """
 
     app: ASGIApp
     admit: Callable[[Request], Visit | Response]
     local: bool  # answer only requests whose Host is this machine, against DNS rebinding
+    queue: Queue = field(default_factory=Queue)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request = Request(scope)
-        found = self._elsewhere(request) or self.admit(request)
+        visit = self._elsewhere(request) or self.admit(request)
         more: Mapping[str, str] = SAFE
-        if isinstance(found, Visit):
-            scope = {**scope, "path": found.path, "state": {**scope.get("state", {}), "visitor": found.visitor}}
-            more = {**SAFE, **found.headers}
+        if isinstance(visit, Visit):
+            scope = {**scope, "path": visit.path, "state": {**scope.get("state", {}), "visitor": visit.visitor}}
+            more = {**SAFE, **visit.headers}
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -72,8 +130,12 @@ class Gate:
                     headers.setdefault(name, value)
             await send(message)
 
-        answer = found if isinstance(found, Response) else _wrong_body(request, found.most) or self.app
-        await answer(scope, receive, with_headers)
+        if isinstance(visit, Response):
+            await _refuse(visit, request.headers, receive, with_headers)
+        elif request.method in ("GET", "HEAD"):
+            await self.app(scope, receive, with_headers)
+        else:
+            await self._with_body(scope, visit, receive, with_headers)
 
     def _elsewhere(self, request: Request) -> Response | None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
@@ -83,19 +145,89 @@ class Gate:
             return refused(403, f"the request comes from another site, {origin!r:.80}: use the page of this server")
         return None
 
+    async def _with_body(self, scope: Scope, visit: Visit, receive: Receive, send: Send) -> None:
+        headers, body = Headers(scope=scope), bytearray()
+        refusal = _wrong_body(headers, visit) or self.queue.refusal(_announced(headers)) or self.queue.too_often()
+        try:
+            refusal = refusal or await self._read(body, headers, visit, receive)
+            refusal = refusal or self.queue.refusal()
+            if refusal is not None:
+                await _refuse(refusal, headers, receive, send)
+                return
+            messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-def _wrong_body(request: Request, most: int) -> Response | None:
-    """Refuse a body that is too large, or has a content type that a form of another site could send."""
-    if request.method in ("GET", "HEAD"):
+            async def whole() -> Message:
+                return messages.pop() if messages else await receive()
+
+            self.queue.requests += 1
+            try:
+                await self.app(scope, whole, send)
+            finally:
+                self.queue.requests -= 1
+        except ClientDisconnect:
+            return
+        finally:
+            self.queue.bytes -= len(body)
+
+    async def _read(self, body: bytearray, headers: Headers, visit: Visit, receive: Receive) -> Response | None:
+        """Read the request into `body`, or return why not; its length need not be announced."""
+        seconds = BODY + (_announced(headers) or visit.most) / RATE
+        try:
+            async with asyncio.timeout(seconds):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    body += part
+                    self.queue.bytes += len(part)
+                    if len(body) > visit.most:
+                        return _too_large(f"{len(body)} or more", visit)
+                    if more and self.queue.bytes > self.queue.size:
+                        return self.queue.refusal()
+        except TimeoutError:
+            return refused(408, f"the body did not arrive within {seconds:.0f} s: send less at a time")
         return None
-    length = request.headers.get("content-length", "")
-    if not (length.isascii() and length.isdigit()):
+
+
+def _wrong_body(headers: Headers, visit: Visit) -> Response | None:
+    """Refuse a body that is too large, or has a content type that a form of another site could send."""
+    if not {"content-length", "transfer-encoding"} & set(headers):
         return refused(411, "the request does not state the length of its body: send Content-Length")
-    if int(length[:20]) > most:
-        return refused(413, f"the request has {length[:20]} bytes, at most {most} are allowed: send less")
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return refused(415, "the body is not JSON: send Content-Type: application/json")
+    if (length := _announced(headers)) > visit.most:
+        return _too_large(str(length), visit)
+    if headers.get("content-type", "").partition(";")[0].strip().lower() not in visit.kinds:
+        return refused(415, f"expected another kind of body: send Content-Type: {' or '.join(visit.kinds)}")
     return None
+
+
+def _announced(headers: Headers) -> int:
+    """Return the Content-Length, or 0 if it is missing; received bytes are counted as well."""
+    length = headers.get("content-length", "")
+    return int(length[:20]) if length.isascii() and length.isdigit() else 0
+
+
+def _too_large(size: str, visit: Visit) -> Response:
+    most = f"{visit.most // 10**6} MB" if visit.most >= 10**6 else f"{visit.most} bytes"
+    return refused(413, f"the request has {size} bytes, at most {most} are allowed: send less at a time")
+
+
+async def _refuse(refusal: Response, headers: Headers, receive: Receive, send: Send) -> None:
+    """Answer, then read and discard what the client is sending, within bounds.
+
+    A client that is still sending when the connection closes sees a broken connection instead of the answer.
+    """
+    await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
+    await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
+    if headers.get("expect", "").lower() != "100-continue" and _announced(headers) <= DRAIN_BYTES:
+        read, more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while more and read <= DRAIN_BYTES:
+                    message = await receive()
+                    read, more = read + len(message.get("body", b"")), message.get("more_body", False)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def is_token(given: str | None, wanted: str | None) -> bool:
@@ -129,17 +261,22 @@ def most() -> int:
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if no request arrives in time; above the limit, the longest idle one is closed."""
+    """Connection that is closed if no request arrives in time; above the limit, the longest waiting one is closed."""
 
     late: asyncio.TimerHandle | None = None
     turn = 0  # order of waiting: timers tie, because uvloop rounds them to milliseconds
+
+    def is_waiting(self) -> bool:
+        """Whether it waits for its client: for the head or the body of a request, or to read the answer."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_head()
         if len(self.connections) > most():
-            waiting = [other for other in self.connections if isinstance(other, Connection) and other.late is not None]
-            min(waiting, key=lambda other: other.turn)._close()
+            waiting = [one for one in self.connections if isinstance(one, Connection) and one.is_waiting()]
+            min(waiting, key=lambda one: one.turn)._close()
 
     def data_received(self, data: bytes) -> None:
         if self.late is None and (self.cycle is None or self.cycle.response_complete):
@@ -163,6 +300,7 @@ class Connection(H11Protocol):
 
     def _close(self) -> None:
         self._has_head()
+        self.connections.discard(self)  # others may arrive before the loop has closed it
         with contextlib.suppress(OSError):
             self.transport.abort()
 
@@ -181,6 +319,7 @@ def serving(app: ASGIApp, listener: socket.socket, closing: float) -> Iterator[t
     config = uvicorn.Config(
         app,
         http=Connection,
+        ws="none",  # an upgrade would leave `Connection`
         log_level="warning",
         access_log=False,
         lifespan="off",

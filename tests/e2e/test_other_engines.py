@@ -2,7 +2,11 @@
 
 import base64
 import io
+import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,21 +28,31 @@ from gerl.errors import ConfigError, ModelError
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators
 from gerl.verify.command import main as verify
+from gerl.web.engine import TOKEN as SERVICE_TOKEN
 from gerl.web.engine import Options, build_app, load_engine
 from gerl.web.server import address, serving
+from gerl.web.studio.jobs import Jobs, Store
+from gerl.web.studio.sampler import Sampler, SampleRequest
 from gerl.workers.service import opened
 from gerl.workers.worker import PolicyWorker
 
 Train = Callable[..., Any]
+TOKEN = "word"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 PLAIN = "sampling.solver=euler sampling.same_init_noise=false sampling.init_noise_spread=0 validation.every=1".split()
 
 
 @contextmanager
-def served(model: Path, port: int = 0, token: str | None = None) -> Iterator[str]:
+def served(model: Path, **options: Any) -> Iterator[str]:
     """A service with the model, at the address."""
-    engine = load_engine(Options(pipeline=str(model), device="cpu"))
-    with listen("127.0.0.1", port) as listener, serving(build_app(engine, token), listener, 2.0):
+    engine = load_engine(Options(pipeline=str(model), device="cpu", **options))
+    with listen("127.0.0.1", 0) as listener, serving(build_app(engine, TOKEN), listener, 2.0):
         yield address(listener)
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", TOKEN)
 
 
 def test_the_images_are_those_of_the_workers(model: Path, arguments: Any, tmp_path: Path) -> None:
@@ -57,9 +71,9 @@ def test_the_images_are_those_of_the_workers(model: Path, arguments: Any, tmp_pa
     (task,) = own.algorithm.plan(samples)
     expected = own.sample(task).pixels
     with served(model) as url:
-        other = worker(f"rollout.service={{url: '{url}'}}")
+        other = worker(f"rollout.service={{url: '{url}', token_env: WORD}}")
         found = other.sample(task).pixels
-        assert requests.get(f"{url}/health", timeout=5).json()["lora"].startswith("gerl-5-")
+        assert requests.get(f"{url}/health", headers=BEARER, timeout=5).json()["lora"].startswith("gerl-5-")
     assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1  # rounded to 8 bits on the way
     tapes = [made.trajectories[task.id].tapes[0] for made in (own, other)]
     assert tapes[0].steps[-1].x_next.shape == tapes[1].steps[-1].x_next.shape
@@ -68,21 +82,19 @@ def test_the_images_are_those_of_the_workers(model: Path, arguments: Any, tmp_pa
 def test_a_run_with_a_service_trains_and_resumes_bit_for_bit(model: Path, train: Train, tmp_path: Path) -> None:
     keys = ("algorithm=awm_fast", *PLAIN, "checkpoint.every=1", "actor.lr=0.02", "reward.trial=false")
     with served(model) as url:
-        service = f"rollout.service={{url: '{url}'}}"
+        service = f"rollout.service={{url: '{url}', token_env: WORD}}"
         run = train(tmp_path / "run", *keys, service, "trainer.dump=2", trainer__steps=4)
         assert min(run.column("actor/grad_norm")) > 0
         train(tmp_path / "half", *keys, service, trainer__steps=2)
     with served(model) as url:  # another process, at another address
-        again = train(
-            tmp_path / "half", *keys, f"rollout.service={{url: '{url}'}}", f"checkpoint.resume={tmp_path / 'half'}",
-            trainer__steps=4,
-        )  # fmt: skip
+        service = f"rollout.service={{url: '{url}', token_env: WORD}}"
+        again = train(tmp_path / "half", *keys, service, f"checkpoint.resume={tmp_path / 'half'}", trainer__steps=4)
     assert torch.equal(run.lora(4), again.lora(4))
     assert verify([str(run.folder)]) == 0  # also without the service
 
 
 def test_wrong_requests_are_answered(model: Path) -> None:
-    with served(model, token="word") as url:
+    with served(model, folders="/no") as url:
 
         def post(path: str, body: Any, token: str = "word") -> requests.Response:
             return requests.post(url + path, json=body, headers={"Authorization": f"Bearer {token}"}, timeout=20)
@@ -106,10 +118,104 @@ def test_wrong_requests_are_answered(model: Path) -> None:
         assert answers == [200] * 3
 
 
+def test_no_other_site_and_nobody_without_the_token_is_served(model: Path) -> None:
+    """What a page of another site can send draws nothing, replaces no LoRA and reads nothing."""
+    with served(model) as url:
+        lora = {"data": b"{}", "headers": BEARER | {"Content-Type": "text/plain"}}
+        foreign = BEARER | {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
+        draw = {"json": {"prompts": ["a"], "seeds": [1]}}
+        cases: list[tuple[str, dict[str, Any], int]] = [
+            ("/generate", draw, 401),
+            ("/generate", draw | {"headers": {"Authorization": "Bearer other"}}, 401),
+            ("/generate", draw | {"headers": foreign}, 403),
+            ("/generate", draw | {"headers": BEARER | {"Host": "evil.example"}}, 403),
+            ("/generate", {"data": json.dumps(draw["json"]), "headers": BEARER | {"Content-Type": "text/plain"}}, 415),
+            ("/lora/a", lora, 415),
+            ("/lora/a", {"data": b"{}", "headers": foreign | {"Content-Type": "application/octet-stream"}}, 403),
+            ("/generate", {"data": bytes(5_000_000), "headers": BEARER | {"Content-Type": "application/json"}}, 413),
+        ]
+        assert [r for r in cases if requests.post(url + r[0], timeout=20, **r[1]).status_code != r[2]] == []
+        for headers in ({}, BEARER | {"Host": "evil.example"}):
+            answer = requests.get(f"{url}/health", headers=headers, timeout=5)
+            assert answer.status_code in (401, 403) and "lora" not in answer.json()
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as client:  # no byte of it is waited for
+            client.sendall(
+                b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer word\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 400000000\r\n\r\n"
+            )
+            assert client.recv(100).startswith(b"HTTP/1.1 413 ")
+        assert requests.get(f"{url}/health", headers=BEARER, timeout=5).json()["lora"] is None
+
+
+def test_a_request_asks_for_no_more_than_the_service_allows(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
+    (tmp_path / "large.safetensors").write_bytes(bytes(1_000_001))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with served(model, folders=str(tmp_path), max_steps=9, max_megapixels=1, max_lora_mb=1) as url:
+
+        def refused(where: str, **body: Any) -> str:
+            answer = requests.post(url + where, json=body, headers=BEARER, timeout=20)
+            assert answer.status_code == 400
+            return str(answer.json()["error"])
+
+        def draw(**call: Any) -> str:
+            return refused("/generate", prompts=["a"], seeds=[1], call={"height": 16, "width": 16, **call})
+
+        for steps in ({"num_inference_steps": 3000}, {"sigmas": [1.0] * 10}, {"num_inference_steps": 1e9}):
+            assert "max_steps=9" in draw(**steps)
+        assert "max_steps=9" in refused("/generate", prompts=["a"], seeds=[1], sampling={"num_inference_steps": 30})
+        assert "max_steps=9" in refused("/tokens", prompts=["a"], sampling={"num_inference_steps": 30})
+        for size in ({"height": 10**5}, {"num_images_per_prompt": 10**4}):
+            assert "max_megapixels=1" in draw(num_inference_steps=2, **size)
+        assert "folders" in refused("/lora/a", path="/dev/zero") and "folders" in refused("/lora/a", path="zero")
+        assert "folders" in refused("/lora/a", path=str(tmp_path / "zero.safetensors"))
+        assert "is no file" in refused("/lora/a", path=str(tmp_path / "pipe.safetensors"))
+        assert "max_lora_mb=1" in refused("/lora/a", path=str(tmp_path / "large.safetensors"))
+        row = {"image": "/dev/zero"}
+        assert "folders" in refused("/generate", prompts=["a"], seeds=[1], columns=[row], call={"height": 16})
+
+
+def test_the_studio_gives_its_service_a_token_that_no_command_line_shows(model: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "outputs")
+    sampler = Sampler(Jobs(store))
+    request = SampleRequest(str(model), [Prompt(0, "a")], {"num_inference_steps": 2, "height": 16, "width": 16})
+    try:
+        assert len(sampler.sample(request, tmp_path / "images")) == 1
+        assert sampler.job is not None and sampler.job.pid is not None
+        url = "http://127.0.0.1:" + sampler.job.arguments[1].partition("=")[2]
+        for headers in ({}, {"Authorization": "Bearer "}):
+            assert requests.post(f"{url}/generate", json={}, headers=headers, timeout=20).status_code == 401
+        secret = sampler.jobs.environment[SERVICE_TOKEN].encode()
+        shown = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if is_readable(path)]
+        assert any(str(model).encode() in line for line in shown) and not any(secret in line for line in shown)
+        files = [path.read_bytes() for path in store.root.rglob("*") if path.is_file()]
+        assert len(files) >= 3 and not any(secret in content for content in files)
+        another = Sampler(sampler.jobs)  # a studio that is started again
+        assert len(another.sample(request, tmp_path / "again")) == 1 and another.job is not sampler.job
+    finally:
+        sampler.close()
+        while any(job.ended is None for job in sampler.jobs.all):
+            sampler.jobs.poll()
+            time.sleep(0.1)
+        store.close()
+
+
+def is_readable(path: Path) -> bool:
+    """Whether a process still runs, and may be looked at."""
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
 def sample(url: str, *texts: str, **body: Any) -> list[Image.Image]:
     """The images that a service samples; seeds from 1."""
     seeds = list(range(1, len(texts) + 1))
-    answer = requests.post(f"{url}/generate", json={"prompts": texts, "seeds": seeds, **body}, timeout=60)
+    answer = requests.post(
+        f"{url}/generate", json={"prompts": texts, "seeds": seeds, **body}, headers=BEARER, timeout=60
+    )
     assert answer.ok, answer.text
     return [Image.open(io.BytesIO(base64.b64decode(image))) for image in answer.json()["images"]]
 
@@ -120,7 +226,7 @@ def test_a_pipeline_that_edits_is_given_the_image_of_each_row(tmp_path: Path) ->
     for name, picture in zip("ab", zoo.conditioned.pictures(2), strict=True):
         picture.save(tmp_path / f"{name}.png")
     call = zoo.conditioned.KONTEXT | {"num_inference_steps": 2, "height": 16, "width": 16}
-    with served(tmp_path / "model") as url:
+    with served(tmp_path / "model", folders=str(tmp_path)) as url:
         columns = [{"image": str(tmp_path / f"{name}.png")} for name in "aba"]
         found = sample(url, "a fox", "a fox", "a fox", call=call, columns=columns, seeds=[1, 1, 1])
     first, other, again = map(np.asarray, found)

@@ -146,6 +146,7 @@ class Jobs:
         visible = os.environ.get(VISIBLE)  # of the server
         self.devices = (numbers if visible is None else visible.split(",") if numbers and visible else []) or ["cpu"]
         self._written = [job.state for job in self.all]  # states in the file
+        self.environment: dict[str, str] = {}  # of services, for what must not be in a command line
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def add(self, command: str, arguments: Sequence[str], title: str, gpus: int = 1, run: str | None = None) -> Job:
@@ -243,7 +244,7 @@ class Jobs:
         folder, devices = self.folder(job), job.devices
         folder.mkdir(parents=True, exist_ok=True)
         command = [*self.program, job.command, *job.arguments]
-        shown = dict(os.environ)
+        shown = os.environ | (self.environment if job.command == "serve" else {})
         if devices and "cpu" not in devices:
             shown[VISIBLE] = ",".join(devices)
             for other in self.all:  # a model that is there to be tried needs the memory

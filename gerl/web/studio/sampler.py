@@ -4,6 +4,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import secrets
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from gerl.errors import GerlError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import write_file
+from gerl.web.engine import TOKEN
 from gerl.web.studio.jobs import Job, Jobs
 
 MOST = 16  # images per request
@@ -42,8 +44,13 @@ class Sampler:
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs, self.starting, self.sampling = jobs, threading.Lock(), threading.Lock()
+        self.job: Job | None = None  # the service that runs
         self.session = requests.Session()
         self.session.trust_env = False  # no proxy of the environment
+        # not the token of the studio: another user's program may take the port of the service before it
+        token = secrets.token_urlsafe(24)
+        self.session.headers["Authorization"] = f"Bearer {token}"
+        self.jobs.environment[TOKEN] = token
 
     def sample(self, request: SampleRequest, folder: Path) -> list[str]:
         """Sample images, write them and their prompts (`ROWS`) to `folder`, and return the images as PNG in base64.
@@ -96,11 +103,12 @@ class Sampler:
     def service(self, model: str) -> str:
         """Start the service of `model` unless it runs, wait until it is ready, and return its address."""
         with self.starting:
-            job = next((job for job in self.jobs.all if serves(job, model)), None)
-            if job is None:
-                self.close()  # one model at a time
-                arguments = [f"pipeline={model}", f"port={free_port()}"]
-                job = self.jobs.add("serve", arguments, model, gpus=0)
+            job = self.job
+            if job is None or not serves(job, model):
+                self.close()  # one model at a time, and one that a studio before this one started has another token
+                # whoever has the token can name any file: the studio does, and it runs code as this user anyway
+                arguments = [f"pipeline={model}", f"port={free_port()}", f"token_env={TOKEN}", "folders=/"]
+                self.job = job = self.jobs.add("serve", arguments, model, gpus=0)
         address = "http://127.0.0.1:" + job.arguments[1].partition("=")[2]
         end = time.monotonic() + LOADING
         while job.state == "running" and time.monotonic() < end:

@@ -12,14 +12,17 @@ import requests
 import uvicorn
 
 from gerl.web import server as http_server
-from gerl.web.server import Connection
+from gerl.web.server import Connection, Gate, Queue, Visit
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
+async def plain(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/busy":
         time.sleep(0.2)  # the loop waits, too
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
+
+
+app = Gate(plain, lambda request: Visit(request.scope["path"], 4_000_000), local=True, queue=Queue(most=1))
 
 
 @pytest.fixture
@@ -44,6 +47,16 @@ def connected(port: int, text: str) -> socket.socket:
 
 def half_open(port: int) -> socket.socket:
     return connected(port, "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+
+
+def half_sent(port: int) -> socket.socket:
+    """A request that promises a body, with its first byte."""
+    head = "POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 4000000\r\n\r\n{"
+    return connected(port, head)
+
+
+def post(port: int) -> int:
+    return requests.post(f"http://127.0.0.1:{port}/", json={}, timeout=20).status_code
 
 
 def is_closed(opened: socket.socket) -> bool:
@@ -76,6 +89,28 @@ def test_of_too_many_connections_those_are_closed_that_wait_longest(port: int, m
     finally:
         for one in opened:
             one.close()
+
+
+def test_bodies_that_do_not_arrive_take_no_place_of_others(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "most", lambda: 10)
+    opened = [half_sent(port) for _ in range(30)]
+    try:
+        assert requests.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok" and post(port) == 200
+        assert is_closed(opened[0])
+    finally:
+        for one in opened:
+            one.close()
+
+
+def test_a_body_that_does_not_arrive_ends_its_request(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY", 0.2)
+    monkeypatch.setattr(http_server, "RATE", 1e12)
+    monkeypatch.setattr(http_server, "DRAIN_SECONDS", 0.2)
+    with half_sent(port) as opened:
+        assert opened.recv(1000).startswith(b"HTTP/1.1 408 ")
+        while not is_closed(opened):
+            pass
+    assert post(port) == 200
 
 
 @pytest.mark.parametrize("attempt", range(6))
