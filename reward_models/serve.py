@@ -162,8 +162,7 @@ def run(options: Options, stop: threading.Event) -> None:
     for module in ("ray.serve", "uvicorn", "prometheus_client"):
         require(module, "serve")
     from gerl.web.server import address, serving, stop_on_signals
-    from reward_models.app import build_app
-    from reward_models.guard import Limits
+    from reward_models.app import Limits, build_app
     from reward_models.replicas import Placement, deployed
 
     token = options.token()

@@ -19,8 +19,7 @@ from PIL import Image
 
 from gerl.errors import DataError
 from gerl.rewards.scorers import Scorer
-from reward_models.app import build_app
-from reward_models.guard import Limits
+from reward_models.app import Limits, build_app
 from reward_models.scorers.http import png_base64
 from reward_models.scorers.remote import RemoteScorer
 from reward_models.scoring import Columns, Item, Refusal, decode, join, score_items

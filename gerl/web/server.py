@@ -36,7 +36,7 @@ SAFE = {
 }
 NOBODY = secrets.token_urlsafe(24)
 BODY, RATE = 20.0, 500_000  # seconds to receive a body, and bytes per second above
-DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # bounds for reading the body of a refused request
+DRAIN_BYTES, DRAIN_SECONDS = 256 * 10**6, 10.0  # of the body of a refused request, which is read and discarded
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,18 @@ class Queue:
         self.most, self.size, self.bucket = most, size, TokenBucket(per_minute)
         self.requests = self.bytes = 0
 
-    def refusal(self, size: int = 0) -> Response | None:
-        """Return the answer to a request for which there is no room, with `size` bytes to come."""
+    def refusal(self, size: int = 0, counts: bool = False) -> Response | None:
+        """Return the answer to a request without room for `size` bytes to come, or one that `counts` above the rate."""
         if self.requests >= self.most:
             sentence = f"{self.requests} requests are being answered, at most {self.most} are allowed"
         elif self.bytes + size > self.size:
             sentence = f"the requests have {self.bytes} bytes, at most {self.size // 10**6} MB are allowed together"
+        elif counts and (wait := self.bucket.take()):
+            sentence = f"more than {self.bucket.per_minute} requests per minute: wait {wait:.1f} s"
+            return refused(429, sentence, {"Retry-After": str(math.ceil(wait))})
         else:
             return None
         return refused(429, f"{sentence}: send fewer at a time", {"Retry-After": "1"})
-
-    def too_often(self) -> Response | None:
-        """Count a request, or return the answer to one above the rate."""
-        if not (wait := self.bucket.take()):
-            return None
-        sentence = f"more than {self.bucket.per_minute} requests per minute: wait {wait:.1f} s"
-        return refused(429, sentence, {"Retry-After": str(math.ceil(wait))})
 
 
 class TokenBucket:
@@ -147,10 +143,9 @@ class Gate:
 
     async def _with_body(self, scope: Scope, visit: Visit, receive: Receive, send: Send) -> None:
         headers, body = Headers(scope=scope), bytearray()
-        refusal = _wrong_body(headers, visit) or self.queue.refusal(_announced(headers)) or self.queue.too_often()
+        refusal = _wrong_body(headers, visit) or self.queue.refusal(_announced(headers), counts=True)
         try:
-            refusal = refusal or await self._read(body, headers, visit, receive)
-            refusal = refusal or self.queue.refusal()
+            refusal = refusal or await self._read(body, headers, visit, receive) or self.queue.refusal()
             if refusal is not None:
                 await _refuse(refusal, headers, receive, send)
                 return
@@ -221,12 +216,10 @@ async def _refuse(refusal: Response, headers: Headers, receive: Receive, send: S
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
     await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
     if headers.get("expect", "").lower() != "100-continue" and _announced(headers) <= DRAIN_BYTES:
-        read, more = 0, True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while more and read <= DRAIN_BYTES:
-                    message = await receive()
-                    read, more = read + len(message.get("body", b"")), message.get("more_body", False)
+                while (await receive()).get("more_body", False):
+                    pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

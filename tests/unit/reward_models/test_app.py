@@ -27,8 +27,7 @@ from starlette.testclient import TestClient
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.simple import JpegIncompressibility
-from reward_models.app import build_app
-from reward_models.guard import Limits
+from reward_models.app import Limits, build_app
 from reward_models.scorers.http import png_base64
 from reward_models.scoring import Refusal
 

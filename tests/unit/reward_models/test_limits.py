@@ -14,7 +14,8 @@ from PIL import Image
 from reward_service import IMAGES, ROWS, TOKEN, Red, body, eventually, metric, post, remote, serving, talk
 
 from gerl.errors import RewardError
-from reward_models.guard import Limits, Room, TokenBucket
+from gerl.web.server import TokenBucket
+from reward_models.app import Limits, Room
 from reward_models.scorers.http import png_base64
 
 
@@ -41,6 +42,10 @@ def test_no_page_of_another_site_may_use_a_service_without_a_token() -> None:
         assert status() == 200 and status(Host="localhost:8000") == 200
         assert status(Origin="https://evil.example") == status(**{"Sec-Fetch-Site": "cross-site"}) == 403
         assert status(Host="evil.example") == 403  # a name of another site that points to this machine
+        for path in ("/metrics", "/v1/ready", "/openapi.json"):
+            assert requests.get(url + path, headers={"Host": "evil.example"}, timeout=10).status_code == 403
+        text = {"data": json.dumps(body()), "headers": {"Content-Type": "text/plain"}}
+        assert requests.post(f"{url}/v1/score", timeout=10, **text).status_code == 415
     with serving() as url:
         assert (
             requests.post(f"{url}/v1/score", json=body(), headers={"Host": "a.example"}, timeout=10).status_code == 200
@@ -156,7 +161,8 @@ def test_without_the_token_no_byte_of_the_body_is_waited_for(header: bytes) -> N
 
 
 def test_a_body_that_does_not_come_gives_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reward_models.guard.BODY_SECONDS", 0.3)
+    monkeypatch.setattr("gerl.web.server.BODY", 0.3)
+    monkeypatch.setattr("gerl.web.server.RATE", 1e12)
     with serving(limits=Limits(max_in_flight=1)) as url:
         answer = talk(url, REQUEST + b"Content-Length: 100\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408 ")
