@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -148,8 +148,8 @@ def compare_gradient(
     chosen = _first_micro_batch(worker, worker.batches(credit, groups, pooled, kl))
     if chosen is None:
         return None
-    batch, rows = chosen
-    pairs = num_pairs if (batch.credit[rows] == batch.credit[rows]).any() else math.inf
+    batch, rows, idle = chosen
+    pairs = math.inf if idle else num_pairs  # a rank without a micro-batch adds a gradient of 0
     used = _switches(worker, batch, rows)
     omitted: list[str] = []
     if worker.ranks is not None:  # a rank whose memory is full would leave the others waiting
@@ -180,20 +180,20 @@ def compare_gradient(
     norms = math.sqrt(square) if finite[0] else math.nan, math.sqrt(plain) if finite[1] else math.nan
     ratio = norms[0] / norms[1] if norms[1] > 0 else math.nan if norms[0] == 0 else math.inf
     cosine = product / (norms[0] * norms[1]) if norms[0] * norms[1] > 0 else 0.0
-    if pairs == math.inf:
+    if idle and worker.actor.group is None:  # else it has its part of the sum
         return None
     return GradientComparison(tuple(off), min(1.0, cosine), ratio, len(rows), finite, tuple(omitted))
 
 
-def _first_micro_batch(worker: PolicyWorker, batches: dict[int, list[Batch]]) -> tuple[Batch, list[int]] | None:
+def _first_micro_batch(worker: PolicyWorker, batches: dict[int, list[Batch]]) -> tuple[Batch, list[int], bool] | None:
+    """Return the first micro-batch and its rows; and whether it is padding, while other ranks have one."""
     for batch in chain(*batches.values()):
         if worker.algorithm.of(batch.samples) is worker.algorithm:
             parts, idle = worker.actor.parts(batch)
             if parts:
-                return batch, parts[0]
+                return batch, parts[0], False
             if idle:
-                blank, rows = idle[0]
-                return replace(blank, credit=torch.full_like(blank.credit, torch.nan)), rows
+                return *idle[0], True
     return None
 
 
