@@ -24,7 +24,7 @@ from gerl.config.changes import flat_settings
 from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.card import secrets
-from gerl.utils.files import reason
+from gerl.utils.files import file_digest, reason
 
 # --- Checkpoints on disk: complete or absent, verified when read, never pickle.
 #
@@ -93,7 +93,7 @@ def save_checkpoint(
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             _sync(path, os.O_RDWR)
             name = path.relative_to(temporary).as_posix()
-            listed[name] = {"sha256": _digest(path), "size": path.stat().st_size}
+            listed[name] = {"sha256": file_digest(path), "size": path.stat().st_size}
         manifest = {"format": FORMAT, "step": step, "files": listed}
         contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
         if secrets(state.get("settings", {})):
@@ -142,7 +142,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if not _is_relative(name):
             raise _damaged(path, f"{name!r} lies outside it")
         with _reading(path, name):
-            if (path / name).stat().st_size != size or _digest(path / name) != digest:
+            if (path / name).stat().st_size != size or file_digest(path / name) != digest:
                 raise _damaged(path, f"{name} has changed since it was written (SHA-256 differs from the manifest)")
     return Checkpoint(path, step, _read_json(path, STATE), tuple(name for name in expected if name != STATE), number)
 
@@ -310,11 +310,6 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 def _is_relative(name: str) -> bool:
     path = PurePosixPath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

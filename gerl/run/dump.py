@@ -176,7 +176,12 @@ def read_dump(path: Path) -> Dump:
         text = path.read_bytes()
         if (number := json.loads(text)["format"]) > FORMAT:
             raise DumpError(f"{path} was written by a newer gerl (format {number}): update gerl")
-        return Dump(path, RECORD.validate_json(text))
+        record = RECORD.validate_json(text)
+        columns: dict[str, Sequence[object]] = {"totals": record.totals, "failures": record.failures}
+        columns |= record.by_scorer
+        if wrong := [name for name, column in columns.items() if len(column) != len(record.samples)]:
+            raise DumpError(f"{path} is damaged: {wrong[0]} does not have a value per image")
+        return Dump(path, record)
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise DumpError(f"{path} is damaged: it has no usable {where}") from None

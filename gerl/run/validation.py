@@ -26,6 +26,7 @@ from gerl.web.pages import Card, Picture, show, thumbnail
 T = TypeVar("T")
 JUDGED = ("own_error", "other_error")  # statistics of an image by the base model
 RESAMPLES = 10_000
+LARGEST = 2 << 30  # bytes of a validation's images; more is taken for a file made to fill the memory
 CONFIDENCE = 0.95
 
 
@@ -353,6 +354,8 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
         pixels = []
         if pictures and values.get("shown") != []:
             with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+                if (size := sum(entry.file_size for entry in arrays.zip.infolist())) > LARGEST:
+                    raise ValueError(f"its images take {size / 1e9:.1f} GB")
                 separate = (arrays[f"picture_{i}"] for i in range(len(arrays.files)))
                 pixels = list(arrays.get("pixels", separate))
         found = VALIDATION.validate_python({**values, "pixels": pixels})

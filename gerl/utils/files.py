@@ -2,6 +2,8 @@
 
 import contextlib
 import csv
+import errno
+import hashlib
 import io
 import logging
 import math
@@ -49,6 +51,14 @@ def write_file(path: Path, content: str | bytes, private: bool = False) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a regular file; raises `OSError` for a device or a pipe, which may have no end."""
+    if not path.is_file():
+        raise OSError(errno.EINVAL if path.exists() else errno.ENOENT, "it is no regular file", str(path))
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -26,7 +25,7 @@ from gerl.trainer.run import Run, due
 from gerl.trainer.run_folder import identity
 from gerl.trainer.step import reward_metrics
 from gerl.trainer.validation import gain_metrics
-from gerl.utils.files import finite, reason
+from gerl.utils.files import file_digest, finite, reason
 from gerl.utils.tensors import tensors_digest, unpack_tensors
 from gerl.verify.findings import DAMAGED, Check, NotCheckedError, Tally
 from gerl.verify.recorded import RunRecord
@@ -324,8 +323,7 @@ def check_dump_files(run: RunRecord) -> Check:
     for step, dump in run.dumps.items():
         where, record = relative(run, dump.path), dump.record
         try:
-            with dump.tensors.open("rb") as file:
-                tally.compare(where, "sha256", record.sha256, hashlib.file_digest(file, "sha256").hexdigest(), step)
+            tally.compare(where, "sha256", record.sha256, file_digest(dump.tensors), step)
         except OSError as error:
             tally.compare(where, "file", record.file, reason(error), step)
             continue

@@ -285,8 +285,8 @@ def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
 
 def test_what_this_process_has_written_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    digest = module._digest
-    monkeypatch.setattr(module, "_digest", lambda path: read.append(path) or digest(path))
+    digest = module.file_digest
+    monkeypatch.setattr(module, "file_digest", lambda path: read.append(path) or digest(path))
     for step in range(1, 6):
         save_checkpoint(tmp_path, step, {"x": b"x"}, {"val_reward": None})
         prune(tmp_path, 3)
@@ -472,3 +472,14 @@ def test_a_state_with_a_secret_is_readable_for_its_user_only(tmp_path: Path) -> 
         path = save_checkpoint(tmp_path / str(others), 1, {"a": b"1"}, {"settings": settings})
         assert (path / "state.json").stat().st_mode & 0o044 == others
         assert load_checkpoint(path).state["settings"] == settings
+
+
+def test_a_device_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"a": b"1"}, {})
+    (path / "a").unlink()
+    (path / "a").symlink_to("/dev/zero")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["a"]["size"] = 0  # which a device reports
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="regular file"):
+        load_checkpoint(path)

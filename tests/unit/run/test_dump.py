@@ -71,6 +71,8 @@ def damage(values: dict[str, Any], key: str, value: Any) -> str:
         ("step", "four", "no usable step"),
         ("worker", {}, "no usable worker"),
         ("tasks", [{"id": 0}], r"no usable tasks\.0\.samples"),
+        ("totals", [0.5], "totals does not have a value per image"),
+        ("by_scorer", {"bright": []}, "bright does not have a value per image"),
     ],
 )
 def test_a_damaged_dump_names_what_is_wrong(key: str, value: Any, said: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from gerl.api.runs import Run
 from gerl.errors import GerlError
+from gerl.run import validation
 from gerl.run.validation import (
     SamplingRecord,
     Validation,
@@ -82,6 +83,13 @@ def test_pictures_of_several_sizes(tmp_path: Path) -> None:
     save_validation(tmp_path, 0, PROMPTS, images, [1.0] * 4, {}, [0, 2])
     found = load_validation(tmp_path, 0).pixels
     assert [image.shape for image in found] == [(4, 8, 3), (8, 4, 3)] and found[1].all() and not found[0].any()
+
+
+def test_images_that_would_fill_the_memory_are_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_validation(tmp_path, 0, PROMPTS, pictures(2), [1.0] * 4, {}, [0, 2])
+    monkeypatch.setattr(validation, "LARGEST", 100)
+    with pytest.raises(GerlError, match="its images take"):
+        load_validation(tmp_path, 0)
 
 
 def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
