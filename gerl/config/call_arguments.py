@@ -46,6 +46,16 @@ def check_levels(call: Mapping[str, Any], steps: int | None, key: str) -> None:
             )
 
 
+def idle_shift(call: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str | None:
+    """Return a warning if `call` shifts the noise levels of a `scheduler` whose configuration ignores it, else None."""
+    if call.get("mu") is None or scheduler.get("use_dynamic_shifting"):
+        return None
+    return (
+        f"sampling.call.mu={call['mu']:g} has no effect: the pipeline's scheduler has use_dynamic_shifting=false; "
+        "remove it, or set shift in its scheduler_config.json"
+    )
+
+
 def scaled_lora(call: Mapping[str, Any]) -> str | None:
     """Return a warning if `call` scales the LoRA that is trained, else None."""
     for name, value in call.items():

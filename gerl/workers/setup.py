@@ -12,7 +12,7 @@ from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.algorithms.srpo import SRPO
 from gerl.cluster.health import start_device
 from gerl.config import Config
-from gerl.config.call_arguments import scaled_lora
+from gerl.config.call_arguments import idle_shift, scaled_lora
 from gerl.engine.hidden_states import HiddenStates
 from gerl.errors import ConfigError
 from gerl.model.latents import ImageLatents, latents_folder
@@ -95,7 +95,9 @@ def load_worker_policy(config: Config, device: str, ranks: Ranks | None) -> Poli
 
 def model_facts(policy: Policy, config: Config, notes: list[str]) -> ModelFacts:
     """Describe a loaded policy to the driver; `notes`: messages logged while it was loaded."""
-    unheeded = [unguided(type(policy.pipe), config.sampling), scaled_lora(config.sampling.call)]
+    call = config.sampling.call
+    unheeded = [unguided(type(policy.pipe), config.sampling), scaled_lora(call)]
+    unheeded.append(idle_shift(call, policy.pipe.scheduler.config))
     replaced = replaced_scheduler(policy.pipe, config.model)
     warnings = distilled_warnings(config, replaced or type(policy.pipe.scheduler).__name__)
     return ModelFacts(

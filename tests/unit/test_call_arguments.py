@@ -8,7 +8,7 @@ import pytest
 
 from gerl.config import Config, SamplingConfig, ValidationConfig
 from gerl.config.algorithms import teachers
-from gerl.config.call_arguments import scaled_lora
+from gerl.config.call_arguments import idle_shift, scaled_lora
 from gerl.errors import ConfigError, ModelError
 from gerl.model.prompts import check_arguments
 
@@ -83,3 +83,8 @@ def test_a_scale_of_the_trained_lora_is_said() -> None:
     assert scaled_lora({"joint_attention_kwargs": {"scale": 1.0}, "strength": 0.5}) is None
     sentence = scaled_lora({"cross_attention_kwargs": {"scale": 0.5}}) or ""
     assert "sampling.call.cross_attention_kwargs: scale=0.5" in sentence and "model.lora_alpha" in sentence
+
+
+def test_a_shift_that_the_scheduler_ignores_is_said() -> None:
+    assert idle_shift({}, {}) is None and idle_shift({"mu": 0.5}, {"use_dynamic_shifting": True}) is None
+    assert "sampling.call.mu=0.5" in (idle_shift({"mu": 0.5}, {"use_dynamic_shifting": False}) or "")
