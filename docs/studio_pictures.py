@@ -32,14 +32,14 @@ CODE = '''def compute_score(images, prompts):
 
 @contextmanager
 def studio(root: Path) -> Iterator[str]:
-    """Run `gerl studio` on a folder; yields its address."""
+    """Run `gerl studio` on a folder; yields its address, with the token."""
     command = [sys.executable, "-m", "gerl", "studio", f"folder={root.name}", "port=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root.parent)
     assert process.stderr is not None
     match = re.match(r"http://\S+", process.stderr.readline())
     assert match is not None
     try:
-        yield match[0].rstrip("/")
+        yield match[0]
     finally:
         process.terminate()
         process.wait()
@@ -144,8 +144,10 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
         page.set_default_timeout(120_000)
-        with studio(root) as url:
+        with studio(root) as opening:
+            url = opening.partition("/?")[0]
             film, start = Film(page), time.monotonic()
+            page.goto(opening)  # a cookie keeps the token
             drive(page, url, film, args.steps)
             sys.stdout.write(json.dumps({"seconds": round(time.monotonic() - start)}) + "\n")
         film.write(PICTURES / "studio.webp")

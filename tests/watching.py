@@ -101,7 +101,7 @@ def make_run(folder: Path, steps: int = 20) -> Path:
 @contextmanager
 def serving(folder: Path, token: str | None = None) -> Iterator[tuple[str, Site]]:
     """The address of the page of `folder`, and what it is made from."""
-    app, site = build_site(Folders.of(folder), token)
+    app, site = build_site(Folders.of(folder), token, token is None)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -228,6 +228,30 @@ def is_token(given: str | None, wanted: str | None) -> bool:
     return hmac.compare_digest((given or "").encode(), (wanted or NOBODY).encode())
 
 
+def admit_page(token: str | None, most: int, request: Request) -> Visit | None:
+    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page; else None.
+
+    The address sets the cookie.
+    """
+    path, headers = request.scope["path"], {}
+    shown = [request.cookies.get(cookie(request)), bearer(request.headers)]
+    if token is not None and request.method == "GET" and path == "/" and "token" in request.query_params:
+        shown.append(request.query_params["token"])
+        headers = cookie_of(token, request)
+    admitted = token is None or any(is_token(each, token) for each in shown)
+    return Visit(path, most, headers=headers) if admitted else None
+
+
+def cookie(request: Request) -> str:
+    """Return the name of the cookie; another page on this machine has another port."""
+    return f"gerl_{request.url.port}"
+
+
+def cookie_of(token: str, request: Request) -> dict[str, str]:
+    """Return the header that sets the cookie."""
+    return {"Set-Cookie": f"{cookie(request)}={token}; Path=/; HttpOnly; SameSite=Strict"}
+
+
 def bearer(headers: Headers) -> str | None:
     """Return the bearer token in `Authorization`, if any."""
     kind, _, given = headers.get("authorization", "").partition(" ")

@@ -24,7 +24,7 @@ from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
 from gerl.run.session import COMMANDS, ask
 from gerl.web.pages import page_assets, render
-from gerl.web.server import Gate, Visit, bearer, is_token, refused
+from gerl.web.server import Gate, Visit, admit_page, refused
 
 MARKS = ("config.yaml", "metrics.jsonl")
 DEPTH = 4  # outputs/EXPERIMENT/sweeps/TIME/RUN
@@ -84,7 +84,6 @@ FOREVER = "private, max-age=31536000, immutable"  # for images, whose address ch
 PAUSE = 0.5  # seconds between looks for changed files
 ALIVE = 15.0  # seconds of silence after which a stream sends a line, to detect closed connections
 BODY = 10_000  # maximum bytes of a request
-COOKIE = "gerl_watch"
 
 
 class Unknown(Exception):
@@ -116,10 +115,10 @@ class Site:
         return {"runs": found, "chosen": self.folders.chosen or (found[0]["name"] if found else None)}
 
 
-def build_site(folders: Folders, token: str | None) -> tuple[Starlette, Site]:
-    """Build the ASGI application and its `Site`, which ends the streams."""
+def build_site(folders: Folders, token: str | None, local: bool) -> tuple[Starlette, Site]:
+    """Build the ASGI application, `local` only for this machine, and its `Site`, which ends the streams."""
     site = Site(folders)
-    gate = Middleware(Gate, admit=partial(_admit, token), local=token is None)
+    gate = Middleware(Gate, admit=partial(_admit, token), local=local)
     return Starlette(routes=build_routes(site), middleware=[gate], exception_handlers=REFUSALS), site
 
 
@@ -184,17 +183,8 @@ REFUSALS = {Unknown: partial(_failed, 404), GerlError: partial(_failed, 409)}
 
 
 def _admit(token: str | None, request: Request) -> Visit | Response:
-    """Admit requests with the token in a cookie, as a bearer token, or in the address that opens the page."""
-    path, headers = request.scope["path"], {}
-    given = [request.cookies.get(COOKIE), bearer(request.headers)]
-    if request.method == "GET" and path == "/" and "token" in request.query_params:
-        given.append(request.query_params["token"])
-        headers = {"Set-Cookie": f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict"}
-    if token is None:
-        return Visit(path, BODY)
-    if not any(is_token(each, token) for each in given):
-        return refused(401, "open the page with the address that the command printed: it has the token")
-    return Visit(path, BODY, headers=headers)
+    sentence = "open the page with the address that the command printed: it has the token"
+    return admit_page(token, BODY, request) or refused(401, sentence)
 
 
 def query_int(request: Request, name: str, default: int = -1) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 import secrets
 import socket
 import threading
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import PAGE, importing, is_loopback, listen, require, run_command
+from gerl.commandline.command import PAGE, importing, is_loopback, listen, read_token, require, run_command
 from gerl.errors import ConfigError, GerlError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 logger = logging.getLogger("gerl")
-TOKEN = re.compile(r"[0-9A-Za-z_.~-]+")
 LOOK = 0.5  # seconds between checks that the server still runs
 CLOSING = 3.0  # seconds for requests in progress when the page is closed
 
@@ -37,7 +35,15 @@ class PageOptions:
     host: str = key(
         "the address to listen on; one that other machines can reach, such as 0.0.0.0, requires a token", "127.0.0.1"
     )
-    token: str | None = key("required to open the page; default: none on this machine, otherwise a random one")
+    token_env: str | None = key(
+        "the environment variable with the token that opens the page; default: a random one, and none where only this "
+        "machine can watch"
+    )
+
+    @property
+    def local(self) -> bool:
+        """Whether to answer only requests whose host is this machine; with `token_env` a proxy may be before it."""
+        return self.token_env is None and is_loopback(self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +74,25 @@ def serve(request: Request, stop: threading.Event) -> None:
     token = checked_token(request, "watch")
     from gerl.web.site import Folders, build_site
 
-    app, site = build_site(Folders.of(request.run), token)
+    app, site = build_site(Folders.of(request.run), token, request.local)
     with opened(request.host, request.port) as listener:
         logger.info("%s\nCtrl-C stops the page; runs continue", "\n".join(addresses(request.host, listener, token)))
         serve_app(app, listener, stop, site.closing)
 
 
-def checked_token(options: PageOptions, extra: str) -> str | None:
+def checked_token(options: PageOptions, extra: str, runs_code: bool = False) -> str | None:
     """Check the options of a page and import its packages; return its token, a random one if it needs one.
 
+    `runs_code`: through the page, which then needs one on this machine, too: other people may use it.
     Raises `GerlError` for a wrong option, or if a package of `extra` is missing.
     """
-    if options.token is not None and not TOKEN.fullmatch(options.token):
-        raise ConfigError("token: use ASCII letters, digits and _ - . ~, as they appear in an address")
     if options.port is not None and options.port > 65535:
         raise ConfigError(f"port={options.port}: expected a port, 0 to 65535")
     with importing():
         require(extra, "starlette", "uvicorn")
-    if options.token is None and not is_loopback(options.host):
-        return secrets.token_urlsafe(24)
-    return options.token
+    if options.token_env is not None:
+        return read_token(options.token_env)
+    return None if options.local and not runs_code else secrets.token_urlsafe(24)
 
 
 def serve_app(app: "ASGIApp", listener: socket.socket, stop: threading.Event, *closing: threading.Event) -> None:

@@ -19,6 +19,7 @@ KEYS = {
     "checkpoint.every": "1", "cluster.launcher": "local", "rollout.prompts_per_step": "2", "rollout.n": "2",
     "logger.report": "false", "rollout.micro_batch_size": "4",
 }  # fmt: skip
+SESSION = requests.Session()
 CODE = """
 def compute_score(images, prompts):
     return [sum(image.convert("L").tobytes()) / image.width / image.height / 255 for image in images]
@@ -30,23 +31,25 @@ def studio(root: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     command = [sys.executable, "-m", "gerl", "studio", f"folder={root}", "port=0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
-    match = re.match(r"http://\S+:\d+", process.stderr.readline())
+    match = re.match(r"(http://\S+:\d+)/\?token=([\w-]{30,})\n", process.stderr.readline())
     assert match, process.stderr.read()
+    assert requests.get(f"{match[1]}/api/home", timeout=30).status_code == 401  # other users of the machine
+    SESSION.headers["Authorization"] = f"Bearer {match[2]}"
     try:
-        yield match[0], process
+        yield match[1], process
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
 
 
 def post(url: str, name: str, body: Any) -> Any:
-    answer = requests.post(f"{url}/api/{name}", json=body, timeout=60)
+    answer = SESSION.post(f"{url}/api/{name}", json=body, timeout=60)
     assert answer.ok, answer.text
     return answer.json()
 
 
 def job_of(url: str, number: int) -> dict[str, Any]:
-    jobs = requests.get(f"{url}/api/home", timeout=30).json()["jobs"]
+    jobs = SESSION.get(f"{url}/api/home", timeout=30).json()["jobs"]
     return next(job for job in jobs if job["id"] == number)
 
 
@@ -79,7 +82,7 @@ def test_a_killed_page_loses_nothing_and_the_shown_command_gives_the_same_lora(t
     with studio(root) as (url, _):
         assert job_of(url, number)["state"] in ("running", "finished")
         assert ended(url, number)["code"] == 0 and ended(url, waiting)["code"] == 0
-        (run,) = requests.get(f"{url}/api/home", timeout=30).json()["runs"]
+        (run,) = SESSION.get(f"{url}/api/home", timeout=30).json()["runs"]
         assert run["name"] == "first" and run["step"] == 3
     program, *arguments = shlex.split(line)
     assert program == "gerl" and arguments[-1] == f"out={root / 'first'}"

@@ -653,4 +653,5 @@ async function login() {
     make("button", { type: "submit", className: "first", text: "Open" })));
 }
 
+if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname); // a cookie has it
 guarded({ home, job, login, new: newRun, compare }[page]);

@@ -37,7 +37,7 @@ from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
 from gerl.run.session import VOTES
 from gerl.web.pages import ASSETS, page_assets, render
-from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused
+from gerl.web.server import Gate, Subscriber, Visit, admit_page, cookie_of, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import Check, Draft, Problem, described, read_draft
@@ -54,7 +54,7 @@ SHOWN, MOST_FILES = (
     50,
 )  # files of a job that the page links to
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
-COOKIE, PUBLIC, PAUSE = "gerl_studio", ("/studio.css", "/studio.js", "/api/login"), 0.5
+PUBLIC, LOGIN, PAUSE = ("/studio.css", "/studio.js", "/api/login"), 1000, 0.5
 PAGES = ("home", "new", "job", "compare")
 RESULT = {  # a gallery has scripts of its own; it cannot reach the studio
     "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src "
@@ -400,8 +400,8 @@ def result(studio: Studio, request: Request) -> Response:
 # --- The server
 
 
-def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
-    """Build the ASGI application and its `Studio`."""
+def build_studio(root: Path, token: str | None, local: bool) -> tuple[Starlette, Studio]:
+    """Build the ASGI application, `local` only for this machine, and its `Studio`."""
     studio = Studio(root)
 
     def page(name: str) -> Route:
@@ -437,24 +437,17 @@ def build_studio(root: Path, token: str | None) -> tuple[Starlette, Studio]:
         Route("/api/login", partial(_login, token), methods=["POST"]),
         Mount("/watch", routes=build_routes(studio.site, back="/")),
     ]
-    gate = Middleware(Gate, admit=partial(admitted, token), local=token is None)
+    gate = Middleware(Gate, admit=partial(admitted, token), local=local)
     return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio
 
 
 def admitted(token: str | None, request: Request) -> Visit | Response:
-    """Admit requests with the token in a cookie or as a bearer token; others get a page that asks for it."""
+    """Admit requests with the token; others get a page that asks for it."""
     path = request.scope["path"]
-    given = [request.cookies.get(cookie(request)), bearer(request.headers)]
-    if token is None or path in PUBLIC or any(is_token(each, token) for each in given):
-        return Visit(path, BODY)
-    if request.method == "GET" and path.strip("/") in ("", *PAGES):
+    visit = Visit(path, LOGIN) if token is not None and path in PUBLIC else admit_page(token, BODY, request)
+    if visit is None and request.method == "GET" and path.strip("/") in ("", *PAGES):
         return Response(render("studio.html.j2", page="login"), 401, media_type="text/html")
-    return refused(401, "open the page of the studio and give the token that the command printed")
-
-
-def cookie(request: Request) -> str:
-    """Return the name of the cookie; another studio on this machine has another port."""
-    return f"{COOKIE}_{request.url.port}"
+    return visit or refused(401, "open the page of the studio and give the token that the command printed")
 
 
 async def _login(token: str | None, request: Request) -> Response:
@@ -462,10 +455,10 @@ async def _login(token: str | None, request: Request) -> Response:
         given = str((await request.json())["token"])
     except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
         return refused(400, "expected a JSON object with a token")
-    if not is_token(given, token):
+    if token is None or not is_token(given, token):
         await asyncio.sleep(PAUSE)
         return refused(401, "this is not the token that the command printed")
-    return JSONResponse({}, headers={"Set-Cookie": f"{cookie(request)}={token}; Path=/; HttpOnly; SameSite=Strict"})
+    return JSONResponse({}, headers=cookie_of(token, request))
 
 
 def _news(studio: Studio, request: Request) -> Response:

@@ -38,18 +38,16 @@ def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> in
 
 def serve(request: Request, stop: threading.Event) -> None:
     """Serve the page until `stop` is set; raises `GerlError` if that fails."""
-    token = checked_token(request, "studio")
+    token = checked_token(request, "studio", runs_code=True)
     with importing():
         from gerl.web.studio.app import build_studio
 
     with opened(request.host, request.port) as listener:
-        app, studio = build_studio(request.folder, token)
-        shown = addresses(request.host, listener, None)
-        studio.store.write_address(shown[0])
+        app, studio = build_studio(request.folder, token, request.local)
+        studio.store.write_address(addresses(request.host, listener, None)[0])
         threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True).start()
         threading.Thread(target=lambda: studio.menu, name="menu", daemon=True).start()  # it takes seconds
-        secret = "" if token is None else f"\ntoken: {token}"
-        logger.info("%s%s\nCtrl-C stops the page; runs continue", "\n".join(shown), secret)
+        logger.info("%s\nCtrl-C stops the page; runs continue", "\n".join(addresses(request.host, listener, token)))
         try:
             serve_app(app, listener, stop, studio.closing, studio.site.closing)
         finally:

@@ -19,7 +19,7 @@ SLEEPS = ("sh", "-c", "sleep 60", "sh")
 
 @contextmanager
 def open_studio(root: Path, token: str | None = None) -> Iterator[tuple[str, Studio]]:
-    app, studio = build_studio(root, token)
+    app, studio = build_studio(root, token, True)
     studio.jobs.program, studio.jobs.devices = SLEEPS, ["cpu"]
     with listen("127.0.0.1", 0) as listener, serving(app, listener, 2.0):
         yield address(listener), studio
@@ -246,15 +246,28 @@ def test_other_sites_and_other_hosts_are_refused(opened: tuple[str, Studio]) -> 
     assert post(url, "draft", body, Origin="https://elsewhere.example").status_code == 403
     assert post(url, "draft", body, Host="elsewhere.example").status_code == 403
     answer = requests.post(f"{url}/api/draft", data="{}", headers={"Content-Type": "text/plain"}, timeout=10)
-    assert answer.status_code == 415 and "foreign" not in studio.store.values["drafts"]
+    assert answer.status_code == 415 and "foreign" not in studio.store.values.get("drafts", {})
 
 
 def test_a_token_is_asked_for_everywhere(tmp_path: Path) -> None:
     with open_studio(tmp_path, token="secret") as (url, _):
-        for path in ("/", "/?token=secret", "/api/home", "/watch/", "/watch/api/runs", "/result/1/a.html"):
+        for path in (
+            "/",
+            "/?token=wrong",
+            "/api/home?token=secret",
+            "/api/home",
+            "/watch/",
+            "/watch/api/runs",
+            "/result/1/a.html",
+        ):
             assert requests.get(url + path, timeout=10).status_code == 401
         assert post(url, "draft", draft("a")).status_code == 401
         assert post(url, "login", {"token": "wrong"}).status_code == 401 and post(url, "login", {}).status_code == 400
+        session = requests.Session()
+        assert session.get(f"{url}/?token=secret", timeout=10).ok and session.get(f"{url}/api/home", timeout=10).ok
+        assert post(url, "login", {"token": "x" * 1000}).status_code == 413
+        named = {"Host": "elsewhere.example", "Authorization": "Bearer secret"}
+        assert requests.get(f"{url}/api/home", headers=named, timeout=10).status_code == 403
         session = requests.Session()
         answer = session.post(f"{url}/api/login", json={"token": "secret"}, timeout=10)
         assert answer.ok and "HttpOnly" in answer.headers["set-cookie"] and "secret" not in answer.text
