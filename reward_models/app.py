@@ -64,7 +64,7 @@ class Limits(ImageLimits):
         """Admit requests to `SCORE` with the token, and all to the other paths, which only read."""
         path: str = request.scope["path"]
         if path != SCORE:
-            return Visit(path, 0, headers=DOCS)
+            return Visit(path, 10_000, headers=DOCS)
         if self.token is not None and not is_token(bearer(request.headers), self.token):
             sentence = "a bearer token is required, and none or another was sent: send the one of this service"
             return refused(401, sentence, {"WWW-Authenticate": "Bearer"})
