@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
 from gerl.config.algorithms import with_own_name
+from gerl.config.bounded_yaml import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
@@ -348,7 +349,7 @@ def load_own_algorithm(overrides: Sequence[str]) -> Any:
     file = next((file for file in files if "checkpoint.resume" in given and file.is_file()), None)
     settings = None
     with contextlib.suppress(yaml.YAMLError):  # a damaged file is an error of the run to resume
-        settings = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")) if file else None
+        settings = load_yaml(file.read_text(encoding="utf-8", errors="replace")) if file else None
     block = settings.get("algorithm") if isinstance(settings, dict) else None
     if file is None or not isinstance(block, dict) or not isinstance(block.get("path"), str):
         return None
@@ -728,7 +729,7 @@ def read(argument: str) -> Override:
         with contextlib.suppress(yaml.YAMLError, RecursionError):
             closed = all(value.count(opening) == value.count(closing) for opening, closing in ("[]", "{}"))
             bracketed = value[0] in "[{" and (value[-1] in "]}" or not closed)  # `[a] b.txt` is text
-            plain = yaml.safe_load(value) if bracketed else value
+            plain = load_yaml(value) if bracketed else value
             return replace(parsed, _value=plain, input_line=argument)
     raise ConfigError(_unreadable(argument))
 
@@ -747,7 +748,7 @@ _parser = functools.cache(OverridesParser.create)
 def _parsed(argument: str) -> Override | None:
     try:
         return _parser().parse_override(argument)
-    except (HydraException, ValueError):  # a cast such as int(x) of what is no number
+    except (HydraException, ValueError, RecursionError):  # a cast such as int(x) of what is no number
         return None
 
 

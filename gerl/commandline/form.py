@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gerl.config import absent, is_foreign, other_name
+from gerl.config.bounded_yaml import check_yaml
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
@@ -124,6 +125,7 @@ def _write(name: str, value: str) -> str:
 def read_yaml(path: Path, where: str) -> DictConfig:
     """Read the keys of a yaml file; raises `ConfigError` beginning with `where`."""
     try:
+        check_yaml(path.read_text(encoding="utf-8"))
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{where}: {_place(error, path)}; correct it there") from None

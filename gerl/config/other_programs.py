@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from gerl.config.bounded_yaml import load_yaml
+
 
 @dataclass(frozen=True)
 class Why:
@@ -121,7 +123,7 @@ def plain(value: Any) -> Any:
         with contextlib.suppress(ValueError):
             return number(value)
     with contextlib.suppress(yaml.YAMLError):
-        return yaml.safe_load(value) if value[:1] in ("[", "{") else value
+        return load_yaml(value) if value[:1] in ("[", "{") else value
     return value
 
 

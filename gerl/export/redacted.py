@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from gerl.config.bounded_yaml import load_yaml
 from gerl.run.card import redact, redacted
 
 logger = logging.getLogger("gerl")
@@ -26,7 +27,7 @@ def _lines(text: str) -> str:
 
 
 def _yaml(text: str) -> str:
-    values = yaml.safe_load(text)
+    values = load_yaml(text)
     hidden = redacted(values)
     return text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
 
@@ -64,7 +65,7 @@ def _hidden(content: bytes, suffix: str) -> bytes:
     try:
         text = content.decode()
         return READERS.get(suffix, redact)(text).encode()
-    except (ValueError, yaml.YAMLError):  # damaged, or not of this kind: as a text
+    except (ValueError, RecursionError, yaml.YAMLError):  # damaged, or not of this kind: as a text
         return redact(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 

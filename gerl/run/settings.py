@@ -13,6 +13,7 @@ from gerl.commandline.composition import compose_run, quoted, shipped
 from gerl.config import ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
+from gerl.config.bounded_yaml import load_yaml
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 from gerl.run.card import CARD, read_sessions
@@ -29,7 +30,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     except FileNotFoundError:
         return "", {}
     try:
-        values = yaml.safe_load(text)
+        values = load_yaml(text)
     except yaml.YAMLError:
         log.warning("%s is not valid YAML: the report shows it unparsed", path)
         values = None

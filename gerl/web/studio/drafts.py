@@ -20,6 +20,7 @@ from gerl.algorithms.planning import planned_steps
 from gerl.commandline.command import with_notes
 from gerl.commandline.composition import Composed, asked_for, compose_run, read, replaced_scorers, with_folder
 from gerl.config import ScorerConfig, keys
+from gerl.config.bounded_yaml import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.errors import ConfigError, GerlError
@@ -27,7 +28,7 @@ from gerl.protocol import Prompt
 from gerl.run.session import VOTES
 from gerl.run.settings import difference, shown_setting
 from gerl.trainer.launch import read_inputs
-from gerl.utils.files import write_file
+from gerl.utils.files import reason, write_file
 from reward_models.votes.command import EXAMPLE, prepare
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
@@ -102,12 +103,13 @@ class Draft:
 
 def _mapping(text: str, key: str) -> dict[str, Any]:
     """Read `KEY: VALUE` lines; raises `ConfigError`."""
+    why = ""
     try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        found = None
+        found = load_yaml(text)
+    except yaml.YAMLError as error:
+        found, why = None, f" ({reason(error)})"
     if not isinstance(found, dict):
-        raise ConfigError(f"{key}: write KEY: VALUE, one per line")
+        raise ConfigError(f"{key}: write KEY: VALUE, one per line{why}")
     return found
 
 
@@ -153,10 +155,12 @@ class Check:
 
 def check(draft: Draft, root: Path) -> Check:
     """Compose a draft, and read its prompts, as a run does before it loads anything."""
-    arguments: list[str] = []
+    try:
+        arguments = draft.arguments(root)
+    except GerlError as error:
+        return Check([], problem_of(error))
     with COMPOSING:
         try:
-            arguments = draft.arguments(root)
             if draft.votes:
                 prepare(with_folder(arguments))
             given = [EXAMPLE, *arguments] if draft.votes else arguments

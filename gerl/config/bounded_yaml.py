@@ -1,0 +1,71 @@
+"""YAML texts of users and of run folders, read in bounded time and memory.
+
+An alias stands for a whole structure, so that ten lines can mean a billion values, and deep nesting exceeds the stack.
+Both are refused in the graph of nodes, before values are built.
+"""
+
+import re
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+
+DEPTH = 50  # levels of lists and mappings
+LARGEST = 500_000  # characters, also with aliases replaced by what they stand for
+TOO_DEEP = f"lists and mappings have more than {DEPTH} levels, which gerl does not read"
+TOO_LARGE = f"it has more than {LARGEST} characters if aliases are replaced, which gerl does not read"
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """A `SafeLoader` that raises `yaml.MarkedYAMLError` for what is too deep or too large."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        try:
+            root = super().get_single_node()
+        except RecursionError:
+            raise ComposerError(None, None, TOO_DEEP, self.get_mark()) from None
+        if root is not None:
+            _measure(root, {})
+        return root
+
+
+def _measure(node: yaml.Node, measured: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the characters and levels of `node` with aliases replaced; `measured`: those of nodes before, by id."""
+    if id(node) in measured:
+        return measured[id(node)]
+    size, levels = 1, 0
+    if isinstance(node, yaml.ScalarNode):
+        size += len(node.value)
+        if not node.value.isascii() and re.search(r"[\ud800-\udfff]", node.value):
+            raise ComposerError(None, None, "a surrogate is no character", node.start_mark)
+    else:
+        measured[id(node)] = 1, DEPTH  # an alias within itself has no end
+        for entry in node.value:
+            for part in entry if isinstance(entry, tuple) else (entry,):
+                its_size, its_levels = _measure(part, measured)
+                size, levels = size + its_size, max(levels, its_levels)
+        levels += 1
+    if levels > DEPTH or size > LARGEST:
+        raise ComposerError(None, None, TOO_DEEP if levels > DEPTH else TOO_LARGE, node.start_mark)
+    measured[id(node)] = size, levels
+    return size, levels
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML of plain values; raises `yaml.YAMLError`, also for what would take too much time or memory."""
+    _check_length(text)
+    try:
+        return yaml.load(text, BoundedLoader)
+    except ValueError as error:  # a date or a number that there is not
+        raise yaml.YAMLError(str(error)) from None
+
+
+def check_yaml(text: str) -> None:
+    """Raise `yaml.YAMLError` for a text that is no YAML, or is too deep or too large, for readers without limits."""
+    _check_length(text)
+    yaml.compose(text, BoundedLoader)
+
+
+def _check_length(text: str) -> None:
+    if len(text) > LARGEST:
+        raise yaml.YAMLError(TOO_LARGE)

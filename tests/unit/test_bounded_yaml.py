@@ -1,0 +1,63 @@
+import pytest
+import yaml
+
+from gerl.commandline.form import read_yaml
+from gerl.config.bounded_yaml import DEPTH, LARGEST, check_yaml, load_yaml
+from gerl.errors import ConfigError
+from gerl.run.settings import read_config
+from gerl.trainer.run_folder import read_configuration
+from gerl.web.studio.drafts import read_draft
+
+
+def powers(first: str, entry: str) -> str:
+    """Lines each of which has nine aliases of the line before."""
+    return first + "".join(f"a{n}: &a{n} " + entry % ", ".join([f"*a{n - 1}"] * 9) + "\n" for n in range(1, 10))
+
+
+LAUGHS = powers("a0: &a0 [ha, ha]\n", "[%s]")
+REFUSED = {
+    "aliases": LAUGHS,
+    "aliases of a long text": f"a: &a {'x' * 1000}\nb: [{', '.join(['*a'] * (LARGEST // 1000))}]",
+    "merged mappings": powers("a0: &a0 {k: v}\n", "{<<: [%s]}"),
+    "an alias within itself": "a: &a [*a]",
+    "levels": "[" * (DEPTH + 1) + "]" * (DEPTH + 1),
+    "levels beyond the stack": "[" * 5000 + "]" * 5000,
+    "levels by aliases": "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, DEPTH + 1)),
+    "characters": "a" * (LARGEST + 1),
+    "a surrogate": '"\\ud800"',
+}
+
+
+def test_what_exceeds_time_memory_or_the_stack_is_refused():
+    read = []
+    for what, text in REFUSED.items():
+        for reader in (load_yaml, check_yaml):
+            try:
+                reader(text)
+                read.append((what, reader))
+            except yaml.YAMLError:
+                pass
+    assert read == []
+
+
+def test_other_texts_are_read_as_before():
+    text = "base: &base {lr: 1e-4, layers: [1, 2]}\nactor: {<<: *base, lr: 2}\nname: Zoë\nempty:\n"
+    assert load_yaml(text) == yaml.safe_load(text)
+    check_yaml(text)
+    deep = "[" * (DEPTH - 1) + "]" * (DEPTH - 1)
+    assert load_yaml(deep) == yaml.safe_load(deep)
+    with pytest.raises(yaml.YAMLError, match="month"):  # no ValueError
+        load_yaml("a: 2026-13-01")
+
+
+def test_experiments_runs_and_fields_of_the_studio_have_these_limits(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(LAUGHS)
+    with pytest.raises(ConfigError, match=r"experiment=mine\.yaml: line .* aliases"):
+        read_yaml(path, "experiment=mine.yaml")
+    with pytest.raises(ConfigError, match=r"is not the configuration of a run .*aliases"):
+        read_configuration(path)
+    assert read_config(path) == (LAUGHS, {})
+    draft = read_draft({"name": "mine", "scorers": {"ocr": {"kwargs": LAUGHS}}})
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.kwargs: .*aliases"):
+        draft.arguments(tmp_path)
