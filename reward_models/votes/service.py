@@ -33,7 +33,7 @@ from gerl.commandline.command import is_loopback
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
-from gerl.web.server import Gate, Subscriber, Visit, bearer, is_token, refused, serving
+from gerl.web.server import Gate, Queue, Subscriber, Visit, bearer, is_token, refused, serving
 from reward_models.votes.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 
 # --- Access control of a vote service: tokens of the voters and of the run
@@ -161,7 +161,8 @@ def build_app(ballots: Ballots, tokens: Tokens) -> FastAPI:
             page.wake()
 
     ballots.changed = changed
-    app.add_middleware(Gate, admit=tokens.admit, local=tokens.loopback)
+    queue = Queue(size=2 * MAX_IMAGES)
+    app.add_middleware(Gate, admit=tokens.admit, local=tokens.loopback, queue=queue)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     for kind, status in ((VoteRefused, 409), (RewardError, 422), (GerlError, 500)):

@@ -1,10 +1,12 @@
 """Connections on which nothing is asked, against a real server."""
 
 import contextlib
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +137,10 @@ def test_as_many_connections_as_the_process_may_have_files(monkeypatch: pytest.M
     for soft, most in ((1024, 960), (64, 8), (10**6, 1000), (http_server.resource.RLIM_INFINITY, 1000)):
         monkeypatch.setattr(http_server.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert http_server.most() == most
+
+
+def test_every_server_has_the_gate() -> None:
+    root = Path(http_server.__file__).parents[2]
+    sources = [path for folder in ("gerl", "reward_models") for path in (root / folder).rglob("*.py")]
+    servers = {path: text for path in sources if re.search(r"\b(Starlette|FastAPI)\(", text := path.read_text())}
+    assert len(servers) == 5 and [path for path, text in servers.items() if not re.search(r"\(Gate, ", text)] == []
