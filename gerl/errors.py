@@ -13,6 +13,10 @@ class ConfigError(GerlError):
     """A configuration key has a value that cannot work."""
 
 
+class TrustError(ConfigError):
+    """The settings of a run name code, which runs only if the user trusts it."""
+
+
 class DataError(GerlError):
     """A prompt file is missing, empty or has a row that cannot be used."""
 

@@ -114,7 +114,7 @@ def score(
         place = Path(out).expanduser() if out is not None else here / "out"
         if isinstance(images, str | Path):
             file = prompts is not None and isinstance(prompts, str | Path) and Path(prompts).is_file()
-            given = {("prompts" if file else "prompt"): None if prompts is None else str(prompts)}
+            given: dict[str, Any] = {("prompts" if file else "prompt"): None if prompts is None else str(prompts)}
             return run(Request(images=str(images), out=place, batch=batch, **given), config)
         return run(Request(images=str(listed(images, prompts, here)), out=place, batch=batch), config)
 

@@ -33,7 +33,8 @@ from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
 from gerl.config.roles import check_roles
 from gerl.config.suggestions import other_value
-from gerl.errors import ConfigError
+from gerl.config.user_files import check_trusted
+from gerl.errors import ConfigError, TrustError
 
 FREE = (
     "sampling.call",
@@ -162,6 +163,9 @@ def _missing(file: str, chosen: Sequence[str]) -> str:
 def resolved(values: dict[str, Any], whole: DictConfig) -> dict[str, Any]:
     """Resolve the interpolations `${...}` in `values`, which replace gerl's blocks in `whole`; raises `ConfigError`."""
     OmegaConf.set_struct(whole, False)
+    for key, value in ((key, v) for block, entries in values.items() for key, v in _texts(block, entries)):
+        if "${" in value:
+            check_trusted(key, value)
     try:
         for block in [str(name) for name in whole if name != "hydra" and name not in values]:
             del whole[block]
@@ -353,7 +357,19 @@ def load_own_algorithm(overrides: Sequence[str]) -> Any:
     block = settings.get("algorithm") if isinstance(settings, dict) else None
     if file is None or not isinstance(block, dict) or not isinstance(block.get("path"), str):
         return None
-    return ALGORITHMS.load(path_or_copy(block["path"], file.parent))
+    return ALGORITHMS.load(path_to_run(block["path"], file.parent))
+
+
+def path_to_run(path: str, run_dir: Path) -> str:
+    """Return the `algorithm.path` of a run to resume; raises `TrustError` if only the copy in its folder is left."""
+    copy = path_or_copy(path, run_dir)
+    if copy != path:
+        digest = hashlib.sha256(Path(copy).read_bytes()).hexdigest()
+        raise TrustError(
+            f"algorithm.path={path}: the file is gone; beside the run's config.yaml is {copy} (SHA-256 {digest}): read "
+            f"it, and give algorithm.path={copy} to run it instead"
+        )
+    return path
 
 
 def path_or_copy(path: str, run_dir: Path) -> str:
@@ -774,6 +790,27 @@ def _check_one_value(given: Sequence[Override]) -> None:  # of several, Hydra wo
             before, first = found.setdefault(key, (repr(value), override))
             if before != repr(value):
                 raise ConfigError(f"{first.input_line} and {override.input_line} are both given: keep one")
+
+
+def _texts(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the texts in a value by their keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in parts:
+            yield from _texts(f"{key}.{name}", part)
+
+
+def typed_texts(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the texts in the values of a command line: its user trusts the files that they name."""
+    values = (read(o).value() for o in overrides if "=" in o and key_of(o) not in CHOICES)
+    return frozenset(text for value in values for _, text in _texts("", value))
+
+
+def is_of_run(experiment: str) -> bool:
+    """Whether the file of `experiment=FILE` is the configuration of a run, which somebody else may have made."""
+    return re.fullmatch(r"config(\.step_\d+)?\.yaml", Path(experiment).name) is not None
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:

@@ -13,6 +13,7 @@ import yaml
 from gerl.config.algorithms import settings_class
 from gerl.config.configuration import Config
 from gerl.config.suggestions import keys
+from gerl.config.user_files import is_trusted
 
 Settings = dict[str, Any]  # block -> key -> value
 
@@ -54,9 +55,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
 
 def unknown_keys(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of a `config.yaml` that no longer exist; a block that is not a mapping counts as a key."""
-    known = {key for key, _ in keys(settings_class(settings.get("algorithm")))}
+    block = settings.get("algorithm")
+    is_data = isinstance(block, Mapping) and not is_trusted(block.get("path"))  # its own keys are not known
+    known = {key for key, _ in keys(None if is_data else settings_class(block))}
     found = flat_settings(settings)
-    return [key for key in found if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known]
+    return [
+        key
+        for key in found
+        if re.sub(r"^(reward\.scorers)\.[^.]+", r"\1.NAME", key) not in known
+        and not (is_data and key.startswith("algorithm."))
+    ]
 
 
 def without(settings: Settings, names: Iterable[str]) -> Settings:

@@ -1,15 +1,21 @@
-"""Python files of the user, imported by path: rewards and algorithms."""
+"""Python files of the user, imported by path: rewards, algorithms and prompts; and which code may run at all.
+
+Commands that look at a run, which somebody else may have made, run within `only_typed`: all that could run code that
+settings name asks `check_trusted` first.
+"""
 
 import contextlib
 import hashlib
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 
-from gerl.errors import GerlError
+from gerl.errors import GerlError, TrustError
 
 PREFIX = "gerl_user_file_"  # of the names of their modules
 
@@ -17,6 +23,53 @@ PREFIX = "gerl_user_file_"  # of the names of their modules
 def absolute(path: str) -> Path:
     """Return the absolute path of a file of the user."""
     return Path(path).expanduser().absolute()
+
+
+# --- Trust in code that the settings of a run name
+
+_typed: ContextVar[frozenset[str] | None] = ContextVar("gerl_typed", default=None)  # None: all code is trusted
+
+
+@contextlib.contextmanager
+def only_typed(texts: Collection[str] | None) -> Iterator[None]:
+    """Within the block, run only code whose path is one of the `texts` that the user typed; None: any code."""
+    if texts is None:
+        yield
+        return
+    paths = {place for text in texts if (place := text.rpartition(":")[0]).endswith(".py")}  # FILE.py:NAME
+    before = _typed.set(frozenset({*texts, *map(_place, {*texts, *paths})}))
+    try:
+        yield
+    finally:
+        _typed.reset(before)
+
+
+def is_trusted(text: object) -> bool:
+    """Whether a value of a run's settings, such as the path of a file, may be used for more than to be shown."""
+    typed = _typed.get()
+    return typed is None or not isinstance(text, str) or text in typed or _place(text) in typed
+
+
+def _place(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text))  # any text: those of pathlib may raise
+
+
+def check_trusted(key: str, path: str, *files: Path) -> None:
+    """Raise `TrustError`, with the SHA-256 of the `files`, if `path` of `key` is code that the user did not type."""
+    if is_trusted(path):
+        return
+    digests = [f"{file} (SHA-256 {_digest(file)})" for file in files]
+    raise TrustError(
+        f"{key}={path}: the run names code, which runs only if you trust it: read "
+        f"{' and '.join(digests) or 'it'}, then add trust=true, or give {key}={path} yourself"
+    )
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "unknown, the file is missing"
+
+
+# --- Importing a file
 
 
 def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
@@ -30,6 +83,7 @@ def source_of(key: str, path: str, error_type: type[GerlError]) -> bytes:
 def load_module(key: str, path: str, error_type: type[GerlError], source: bytes | None = None) -> ModuleType:
     """Import a Python file, or its text `source`, once per process if unchanged. Raises `error_type` naming `key`."""
     file = absolute(path)
+    check_trusted(key, path, file)
     source = source_of(key, path, error_type) if source is None else source
     digest = hashlib.sha256(str(file).encode() + b"\0" + source).hexdigest()
     name = f"{PREFIX}{digest[:16]}"

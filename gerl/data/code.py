@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from gerl.config.user_files import load_module, neighbours_of, raised_at
+from gerl.config.user_files import check_trusted, load_module, neighbours_of, raised_at
 from gerl.data.tables import Row, split_row
 from gerl.errors import DataError
 from gerl.protocol import Prompt
@@ -117,6 +117,7 @@ def _found(path: str) -> tuple[ModuleType, Any]:
     if place.endswith(".py"):
         module = load_module("file", place, DataError)
     else:
+        check_trusted("file", path)
         if not {"", str(Path.cwd())} & set(sys.path):  # as with python -m
             sys.path.append(str(Path.cwd()))
         try:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, logged_at, make_folder, run_command
-from gerl.commandline.composition import compose_run, default_experiment
+from gerl.commandline.composition import compose_run, default_experiment, is_of_run, typed_texts
 from gerl.config import Config, sources
+from gerl.config.user_files import only_typed
 from gerl.data.sources import check_images, count_trained, load, source_names
 from gerl.errors import ConfigError, DataError
 from gerl.evaluate.loras import (
@@ -74,6 +75,11 @@ class Options:
         "with a gain that is too large on average",
         True,
     )
+    trust: bool = key(
+        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
+        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        False,
+    )
 
 
 PARSER = Parser(
@@ -103,6 +109,7 @@ class Request:
     runs: dict[str, tuple[Path, str]] = field(default_factory=dict)  # LoRA -> its run, and which checkpoint it is
     split: bool = True
     roles: tuple[str, ...] | None = None  # of episodes, those whose LoRA is also evaluated alone; None: no episodes
+    typed: frozenset[str] | None = None  # paths of code that may run, see `only_typed`
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -137,6 +144,11 @@ def _work(arguments: list[str]) -> None:
 
 def run(request: Request) -> Evaluation:
     """Validate the request, then sample, score and write; see `gerl.evaluate`."""
+    with only_typed(request.typed):
+        return _run(request)
+
+
+def _run(request: Request) -> Evaluation:
     config, out = request.config, request.out
     resolve(config.model.path)
     prescribed = None if request.suite is None else f"suite={request.suite.name} prescribes all its prompts"
@@ -155,6 +167,7 @@ def run(request: Request) -> Evaluation:
         from gerl.evaluate.episodes import sample_episodes
         from gerl.evaluate.worker import sample
 
+    _check_code(request)
     tasks = {} if request.suite is None else tasks_of(request.suite.suite, prompts)
     machines = Cluster(config.cluster, config.reward.gpu_shares)
     variants = request.variants
@@ -195,6 +208,14 @@ def run(request: Request) -> Evaluation:
             report(request, found, selection)
     check_any_scored(rows)
     return found
+
+
+def _check_code(request: Request) -> None:
+    """Raise `TrustError` for code of the model's folder that is not trusted: other processes would load it."""
+    if request.typed is not None:
+        from gerl.model.loading import check_code  # imports diffusers
+
+        check_code(request.config.model.path, request.config.model.parts)
 
 
 def _episodes(request: Request) -> list[str]:
@@ -269,6 +290,17 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
         path = next((o.removeprefix("model.path=") for o in overrides if o.startswith("model.path=")), model)
         chosen = [next(filter(None, map(config_of, files.values())), default_experiment(model or path))]
         overrides = [f"experiment={chosen[0]}", *overrides]
+    typed = None
+    if not options.trust and is_of_run(chosen[-1]):
+        typed = typed_texts(overrides) | {text for text in (options.model, options.prompts) if text is not None}
+    with only_typed(typed):
+        return replace(_request(options, overrides, files, runs), typed=typed)
+
+
+def _request(
+    options: Options, overrides: Sequence[str], files: dict[str, Path], runs: dict[str, tuple[Path, str]]
+) -> Request:
+    chosen = next(o.removeprefix("experiment=") for o in reversed(overrides) if o.startswith("experiment="))
     config, pinned, differing = _compose(options, overrides)
     if options.prompts is not None:
         config = replace(config, validation=replace(config.validation, data=options.prompts))
@@ -280,14 +312,14 @@ def prepare(options: Options, overrides: Sequence[str]) -> Request:
             "weights replace those of the model, which must be whole; use model.quantize=none and encoders"
         )
     if config.validation.data is None:
-        raise ConfigError(f"prompts is missing, and {chosen[-1]} has no validation.data: give prompts=FILE")
+        raise ConfigError(f"prompts is missing, and {chosen} has no validation.data: give prompts=FILE")
     config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)
     if roles is not None:
         config = replace(config, validation=replace(config.validation, images_per_prompt=images))
         differing = () if pinned is None else (*differing, f"episodes of {len(config.episode.turns)} turns")
-    return Request(config, chosen[-1], files, options.out, images, pinned, differing, runs, options.split, roles)
+    return Request(config, chosen, files, options.out, images, pinned, differing, runs, options.split, roles)
 
 
 def _roles(options: Options, config: Config, files: dict[str, Path]) -> tuple[str, ...] | None:

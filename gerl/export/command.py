@@ -14,6 +14,7 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.config import ModelConfig
 from gerl.config.bounded_yaml import load_yaml
+from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import resolve
@@ -57,6 +58,11 @@ class Request:
         unit="an integer of at least 1",
         low=1,
     )
+    trust: bool = key(
+        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
+        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        False,
+    )
     overwrite: bool = key(
         "true: write into a non-empty folder or repository; files with the same name are replaced, others stay", False
     )
@@ -90,6 +96,11 @@ def run(request: Request) -> list[Path]:
 
     Raises `GerlError` if the checkpoint, the base model or the folder does not fit the request.
     """
+    with only_typed(None if request.trust else {request.model or ""}):
+        return _run(request)
+
+
+def _run(request: Request) -> list[Path]:
     request = resolve_push(request)
     if request.format == "run":
         return share_run(request)

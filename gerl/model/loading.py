@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.config.algorithms import NAME, Teacher
+from gerl.config.user_files import check_trusted
 from gerl.errors import ModelError
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
@@ -82,7 +84,7 @@ def read_pipeline(
         folder = str(model_folder(path, parts))
         check_files(Path(folder))
         index = DiffusionPipeline.load_config(folder)
-        code = own_code(Path(folder), index) if own else []
+        code = own_code(path, Path(folder), index) if own else []
         if code:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
         elif isinstance(index["_class_name"], list):
@@ -160,14 +162,28 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
             targets_of(denoisers_among(models), config.lora_targets)
 
 
-def own_code(folder: Path, index: dict[str, object]) -> list[str]:
-    """Return a pipeline's Python files, `MODULE.py` and `COMPONENT/MODULE.py`, that its model_index.json names."""
+def check_code(path: str, parts: dict[str, Any]) -> None:
+    """Raise `TrustError` if the folder `path` has code that the user does not trust; another process may load it."""
+    if not isinstance(pipeline(path), DiffusionPipeline) and Path(resolve(path)).is_dir():
+        with _loading(path):
+            folder = model_folder(path, parts)
+            own_code(path, folder, DiffusionPipeline.load_config(str(folder)))
+
+
+def own_code(path: str, folder: Path, index: dict[str, object]) -> list[str]:
+    """Return a pipeline's Python files, `MODULE.py` and `COMPONENT/MODULE.py`, that its model_index.json names.
+
+    Raises `TrustError` if it has some, and the user does not trust `path`.
+    """
     modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
     main = [f"{modules.pop('_class_name')}.py"] if "_class_name" in modules else []
     if main and not (folder / main[0]).is_file():
         raise ModelError(f"{folder}/model_index.json: the pipeline's class must be in {main[0]}, which is missing")
     files = [f"{name}/{module}.py" for name, module in modules.items()]
-    return main + [file for file in files if (folder / file).is_file()]
+    code = main + [file for file in files if (folder / file).is_file()]
+    if code:
+        check_trusted("model.path", path, *(folder / file for file in code))
+    return code
 
 
 def precision(config: ModelConfig, device: str) -> torch.dtype:

@@ -15,6 +15,7 @@ from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
 from gerl.config.bounded_yaml import load_yaml
 from gerl.config.registry import ALGORITHMS
+from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError
 from gerl.run.card import CARD, read_sessions
 from gerl.web.pages import render
@@ -62,14 +63,15 @@ def learning_rate(config: Values) -> float | None:
 def changes(config: Values) -> list[tuple[str, str, str]]:
     """Return (key, value, default) of the keys that differ from `experiment=plain` with the algorithm of `config`.
 
-    Empty if the algorithm is unknown.
+    An algorithm of the user is not imported: its preset has the defaults of the keys that they share. Empty if the
+    algorithm is unknown.
     """
-    name, path = get(config, "algorithm", "name") or "flow_grpo", get(config, "algorithm", "path")
-    name = name if path is None else get(config, "preset")
-    preset = f"algorithm={name}" if name in shipped("algorithm") else f"algorithm.name={name}"
-    own_file = [f"algorithm.path={quoted(path)}"] if path else []
+    name = get(config, "algorithm", "name") or "flow_grpo"
+    name = name if get(config, "algorithm", "path") is None else get(config, "preset") or "flow_grpo"
+    preset = f"algorithm={name}" if name in shipped("algorithm") else f"algorithm.name={quoted(str(name))}"
     try:
-        defaults = dataclasses.asdict(compose_run(["experiment=plain", preset, *own_file]).config)
+        with only_typed(()):
+            defaults = dataclasses.asdict(compose_run(["experiment=plain", preset]).config)
     except ConfigError as error:
         log.warning("the report shows no differences from the defaults: %s", error)
         return []
@@ -118,7 +120,7 @@ def roles(config: Values) -> list[str]:
 def differentiates(config: Values) -> bool:
     """Whether the algorithm learns only from the gradient of the reward; False if unknown."""
     name = get(config, "algorithm", "name")
-    needs = algorithm_config(name).needs if name in ALGORITHMS else None
+    needs = algorithm_config(name).needs if isinstance(name, str) and name in ALGORITHMS else None
     return needs is not None and needs.reward_gradient and not needs.ratio
 
 

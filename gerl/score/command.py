@@ -14,8 +14,9 @@ from PIL import Image
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import logged_at, make_folder, run_command
-from gerl.commandline.composition import compose_run
+from gerl.commandline.composition import compose_run, is_of_run, typed_texts
 from gerl.config import ClusterConfig, Config, DataConfig, RewardConfig
+from gerl.config.user_files import only_typed
 from gerl.data.sources import load
 from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
@@ -294,6 +295,11 @@ class Request:
     prompt: str | None = key(
         "one prompt for all images of a folder; without prompts and prompt: NAME.txt next to each image"
     )
+    trust: bool = key(
+        "true or false; whether code that the settings of a run name may run: its own algorithm, scorers, prompts "
+        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        False,
+    )
     out: Path = key("folder for scores.csv, scores.jsonl and gallery.html", required=True)
     batch: int | None = key(
         "images per scorer call; default: rollout.micro_batch_size, as in training",
@@ -318,7 +324,14 @@ PARSER = Parser(
 
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line; returns the exit code, see `run_command`: 0 if at least one image has a score."""
-    return run_command(argv, lambda: PARSER.help(program), lambda arguments: run(*parse(arguments)))
+    return run_command(argv, lambda: PARSER.help(program), _work)
+
+
+def _work(arguments: list[str]) -> None:
+    request, overrides = PARSER.parse(arguments)
+    experiment = next((o.partition("=")[2] for o in overrides if o.startswith("experiment=")), "plain")
+    with only_typed(None if request.trust or not is_of_run(experiment) else typed_texts(overrides)):
+        run(*parse(arguments))
 
 
 def run(request: Request, config: Config) -> list[ScoredImage]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
+from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.utils.files import finite, write_file
 
@@ -42,6 +43,11 @@ class Request:
     tolerance: str | None = key(
         "1e-3; relative difference up to which a number counts as that of the run; 0: every bit; default: 1e-3 in "
         "float32, 0.05 in half precision"
+    )
+    trust: bool = key(
+        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
+        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        False,
     )
     out: Path | None = key("the comparison for machines, a .json file, in addition to the one on the terminal")
 
@@ -74,11 +80,12 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "Comparison":
     given, out = read_tolerance(request.tolerance), checked_out(request.out)
     check_file(request.dump)
     with importing():  # these import torch, which takes seconds, and keys come first
+        from gerl.commandline.composition import typed_texts
         from gerl.run.dump import read_dump
         from gerl.trainer.dumped_step import loaded
 
     dump = read_dump(request.dump)
-    with loaded(dump, overrides) as step:
+    with only_typed(None if request.trust else typed_texts(overrides)), loaded(dump, overrides) as step:
         found = compare(step, step.train(), given)
     logger.info("%s", found.text(dump))
     if out is not None:

@@ -20,6 +20,7 @@ from gerl.commandline.composition import (
     compose_changes,
     compose_run,
     path_or_copy,
+    path_to_run,
     replaced_scorers,
     stays_watched,
 )
@@ -363,7 +364,7 @@ def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[
         if asked is not None and "algorithm.path" in asked.given:  # it has moved
             settings["algorithm"]["path"] = asked.values["algorithm"].get("path")
         elif isinstance(path := settings["algorithm"].get("path"), str):
-            settings["algorithm"]["path"] = path_or_copy(path, file.parent)
+            settings["algorithm"]["path"] = (path_or_copy if asked is None else path_to_run)(path, file.parent)
     except (OSError, yaml.YAMLError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{file} is not the configuration of a run ({reason(error)}): restore it, or start a new run with "

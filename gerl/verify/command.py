@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
-from gerl.errors import ConfigError, GerlError, TrainingError
+from gerl.config.user_files import only_typed
+from gerl.errors import ConfigError, GerlError, TrainingError, TrustError
 from gerl.run.checkpoint import alive_since
 from gerl.trainer.replay import checked_out, read_tolerance
 from gerl.utils.files import finite, write_file
@@ -51,6 +52,11 @@ class Request:
         "1e-3; relative difference up to which recomputed numbers count as equal; 0: every bit; default: 1e-3 in "
         "float32, 0.05 in half precision"
     )
+    trust: bool = key(
+        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
+        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        False,
+    )
     out: Path | None = key("the checks for machines, a .json file, in addition to the table on the terminal")
 
 
@@ -84,12 +90,14 @@ def run(request: Request, overrides: Sequence[str] = ()) -> "list[Check]":
             f"run={request.run} is not a run folder: there is no config.yaml; give the folder that the run printed"
         )
     with importing():  # these import torch, which takes seconds, and keys come first
+        from gerl.commandline.composition import typed_texts
         from gerl.verify.findings import table
         from gerl.verify.recorded import RunRecord
 
     if alive_since(request.run) is not None:
         logger.warning("%s is still running: its files may change while they are checked", request.run)
-    checks = verify(RunRecord(request.run, tuple(overrides)), request, tolerance)
+    with only_typed(None if request.trust else typed_texts(overrides)):
+        checks = verify(RunRecord(request.run, tuple(overrides)), request, tolerance)
     counts = {status: sum(check.status == status for check in checks) for status in ("ok", "failed", "not checked")}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     logger.info("\n%s\n\n%s: %s", table(checks), request.run, summary)
@@ -111,7 +119,7 @@ def verify(record: "RunRecord", request: Request, tolerance: float | None) -> "l
     def attempt(name: str, work: "Callable[[], Check]") -> None:
         try:
             checks.append(work())
-        except NotCheckedError as error:
+        except (NotCheckedError, TrustError) as error:
             checks.append(Check(name, "not checked", str(error)))
         except GerlError as error:
             checks.append(Check(name, "failed", str(error)))

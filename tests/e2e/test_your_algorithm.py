@@ -51,8 +51,9 @@ def test_it_trains_over_ray_as_in_process_and_is_resumed(arguments: Arguments, o
     assert rewards(local) == pytest.approx(rewards(ray), rel=1e-4)
     assert (ray / "smooth.py").read_text() == own.read_text()
     assert main(arguments(part, path, *SUITS, "trainer.steps=1")) == 0
-    own.unlink()  # the run has a copy
-    assert main([f"checkpoint.resume={part}", "trainer.steps=2"]) == 0
+    own.unlink()  # the run has a copy, which its owner names
+    assert main([f"checkpoint.resume={part}", "trainer.steps=2"]) == 2
+    assert main([f"checkpoint.resume={part}", "trainer.steps=2", f"algorithm.path={part / 'smooth.py'}"]) == 0
     whole, resumed = weights(local, 2), weights(part, 2)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

@@ -7,6 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gerl.commandline.form import either, near_names
 from gerl.config import ScorerConfig
+from gerl.config.user_files import check_trusted
 from gerl.errors import RewardError
 from gerl.objects import PREFIX
 from gerl.rewards.scorers.base import PeopleScorer, RemoteOnlyScorer, Scorer, require
@@ -98,6 +99,10 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
     """Build a scorer outside its processes: a `RemoteOnlyScorer` if a package of its environment is missing here."""
+    secrets = {kwarg: value for kwarg, value in config.kwargs.items() if kwarg.startswith("token_")}  # sent to its url
+    for kind, value in {**config.env, **secrets}.items():
+        for text in value if isinstance(value, list) else [str(value)]:
+            check_trusted(f"reward.scorers.{name}.{kind}", text)
     try:
         return build_scorer(name, config)
     except RewardError as error:

@@ -4,6 +4,7 @@ A draft consists of the arguments of a command line and the files that they name
 arguments and by the checks of a run before it starts; the page has no rules of its own.
 """
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -18,11 +19,21 @@ import yaml
 
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.command import with_notes
-from gerl.commandline.composition import Composed, asked_for, compose_run, read, replaced_scorers, with_folder
+from gerl.commandline.composition import (
+    Composed,
+    asked_for,
+    compose_run,
+    is_of_run,
+    read,
+    replaced_scorers,
+    typed_texts,
+    with_folder,
+)
 from gerl.config import ScorerConfig, keys
 from gerl.config.bounded_yaml import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
+from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 from gerl.run.session import VOTES
@@ -159,6 +170,21 @@ def check(draft: Draft, root: Path) -> Check:
         arguments = draft.arguments(root)
     except GerlError as error:
         return Check([], problem_of(error))
+    """Compose a draft, and read its prompts, as a run does before it loads anything.
+
+    Code that only the run names of which it is a copy does not run: keys that are typed name what may.
+    """
+    typed: frozenset[str] | None = None
+    if is_of_run(draft.keys.get("experiment", "")):
+        typed = frozenset()
+        with contextlib.suppress(GerlError):  # it is the problem that is found below
+            typed = typed_texts(draft.arguments(root))
+    with only_typed(typed):
+        return _check(draft, root)
+
+
+def _check(draft: Draft, root: Path) -> Check:
+    arguments: list[str] = []
     with COMPOSING:
         try:
             if draft.votes:
