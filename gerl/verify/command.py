@@ -35,6 +35,7 @@ FILES = {
     "dumps": "check_dump_files",
 }
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of values of another kind
+LONG = 80  # characters of a reason that is not repeated
 MODEL = ("base model", "tokens", "guidance", "images", "steps")
 
 
@@ -120,12 +121,16 @@ def verify(record: "RunRecord", request: Request, tolerance: float | None) -> "l
         try:
             checks.append(work())
         except (NotCheckedError, TrustError) as error:
-            checks.append(Check(name, "not checked", str(error)))
+            leave_out(name, str(error))
         except GerlError as error:
             checks.append(Check(name, "failed", str(error)))
         except MALFORMED as error:
             text = f"a file has a value that cannot be used ({type(error).__name__}: {error})"
             checks.append(Check(name, "failed", text))
+
+    def leave_out(name: str, why: str) -> None:
+        first = next((check.name for check in checks if check.text == why and len(why) > LONG), None)
+        checks.append(Check(name, "not checked", why if first is None else f"as {first}"))
 
     checks: list[Check] = []
     for name, check in FILES.items():
@@ -142,9 +147,12 @@ def verify(record: "RunRecord", request: Request, tolerance: float | None) -> "l
                     attempt("guidance", lambda: recomputed.check_guidance(r))
                     attempt("images", lambda: recomputed.check_images(r, request.images))
                     attempt("steps", lambda: recomputed.check_steps(r, request.steps, scoring))
+        except TrustError as error:
+            why = str(error)
         except GerlError as error:
             why = f"the model cannot be loaded: {error}"
-        checks += [Check(name, "not checked", why) for name in MODEL if why]
+        for name in MODEL if why else ():
+            leave_out(name, why)
         attempt("plan", lambda: files.check_plan(record, lost))
         if request.recompute:
             attempt("scores", lambda: check_scores(record, scoring, 1e-3 if tolerance is None else tolerance))
