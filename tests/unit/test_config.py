@@ -1,7 +1,10 @@
 """The configuration: defaults are accepted, and each bad value is refused by its key, with the value and the remedy."""
 
 import dataclasses
+import hashlib
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -10,10 +13,14 @@ from hypothesis import strategies as st
 from tables import each
 from training import DRAWN
 
-from gerl.config import Config, SamplingConfig, did_you_mean, from_mapping, keys, readers
+from gerl.commandline.composition import compose_changes, typed_texts
+from gerl.config import Config, DataConfig, SamplingConfig, ScorerConfig, did_you_mean, from_mapping, keys, readers
 from gerl.config.blocks import KernelName
 from gerl.config.registry import ALGORITHMS
-from gerl.errors import ConfigError
+from gerl.config.user_files import only_typed
+from gerl.data.sources import load
+from gerl.errors import ConfigError, DataError, TrustError
+from gerl.rewards.scorers import known_scorer
 
 
 def test_the_defaults_are_accepted_and_survive_a_round_trip() -> None:
@@ -323,3 +330,39 @@ def test_noise_levels_that_are_trained_may_include_the_last(
 def test_an_open_range_ends_before_the_last_step_where_steps_have_noise() -> None:
     config = from_mapping({"algorithm": {"name": "fdfo"}, "sampling": {"kernel": "cps", "window_range": [0, None]}})
     assert config.sampling.steps_range == (0, 9)
+
+
+def test_code_that_only_the_settings_of_a_run_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("raise AssertionError('it runs')\n")
+    typed = compose_changes({}, []).algorithm.name
+    settings: dict[str, dict[str, Any]] = {
+        "algorithm.path": {"algorithm": {"name": typed, "path": str(file)}},
+        "model.path": {"model": {"path": "${oc.env:HOME}"}},
+        "reward.scorers.a.kwargs": {"reward": {"scorers": {"a": {"kwargs": {"url": ["${oc.env:HOME}"]}}}}},
+    }
+    scorers = {
+        "path": ScorerConfig(path=str(file)),
+        "env.pip": ScorerConfig(env={"pip": ["its_package"]}),
+        "env.python": ScorerConfig(env={"python": "its/python"}),
+        "kwargs.token_env": ScorerConfig(kwargs={"url": "http://its.host", "token_env": "HOME"}),
+    }
+    refused: dict[str, Callable[[], object]] = {
+        key: lambda block=block: compose_changes(block, ["trainer.steps=3"]) for key, block in settings.items()
+    }
+    refused |= {
+        f"reward.scorers.a.{key}": lambda scorer=scorer: known_scorer("a", scorer) for key, scorer in scorers.items()
+    }
+    refused |= {
+        f"file={file}": lambda: load(f"{file}:rows", DataConfig(), "data.train"),
+        "this:s": lambda: load("this:s", DataConfig(), "data.train"),
+    }
+    for key, work in refused.items():
+        with only_typed(typed_texts(["trainer.steps=3", "data.train=a.py:rows"])), pytest.raises(TrustError) as error:
+            work()
+        assert key in str(error.value) and "trust=true" in str(error.value)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    with only_typed(()), pytest.raises(TrustError, match=digest):
+        known_scorer("a", scorers["path"])
+    with only_typed(typed_texts([f"data.train={file}:rows"])), pytest.raises(DataError, match="it runs"):
+        load(f"{file}:rows", DataConfig(), "data.train")

@@ -99,8 +99,9 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
     """Build a scorer outside its processes: a `RemoteOnlyScorer` if a package of its environment is missing here."""
-    secrets = {kwarg: value for kwarg, value in config.kwargs.items() if kwarg.startswith("token_")}  # sent to its url
-    for kind, value in {**config.env, **secrets}.items():
+    named = {f"env.{kind}": value for kind, value in config.env.items()}  # of its processes: packages, an interpreter
+    named |= {f"kwargs.{n}": value for n, value in config.kwargs.items() if n.startswith("token_")}  # sent to its url
+    for kind, value in named.items():
         for text in value if isinstance(value, list) else [str(value)]:
             check_trusted(f"reward.scorers.{name}.{kind}", text)
     try:
