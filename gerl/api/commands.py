@@ -40,6 +40,7 @@ def evaluate(
     suite_prompts: str | Path | None = None,
     suite_protocol: str | None = None,
     split: bool = True,
+    trust: bool = False,
     experiment: str | Path | None = None,
     overrides: Sequence[str] = (),
     **keys: Any,
@@ -48,9 +49,10 @@ def evaluate(
 
     The arguments are those of the command line, see docs/evaluate.md. `model`: also a pipeline in memory. `lora`: one,
     several, or by name; a run stands for its best checkpoint. `roles`: of a run with episodes, those whose LoRA is also
-    evaluated alone. `split`: whether that checkpoint is chosen on other prompts than those reported. `reward`,
-    `prompts` and `keys`: as for `gerl.train`; they replace those of the configuration. `out`: output folder; None:
-    nothing is written. `overrides`: keys as on the command line.
+    evaluated alone. `split`: whether that checkpoint is chosen on other prompts than those reported. `trust`: whether
+    code that the settings of the LoRAs' run name may run, see docs/resume.md. `reward`, `prompts` and `keys`: as for
+    `gerl.train`; they replace those of the configuration. `out`: output folder; None: nothing is written. `overrides`:
+    keys as on the command line.
 
     Raises:
         GerlError: model, LoRAs, prompts or scorers are wrong, or no image has a total; finished results are
@@ -82,6 +84,7 @@ def evaluate(
             suite_prompts=None if suite_prompts is None else str(suite_prompts),
             suite_protocol=suite_protocol,
             split=split,
+            trust=trust,
         )
         return run(prepare(options, chosen))
 

@@ -201,7 +201,7 @@ def assert_replayed() -> Callable[[Run], None]:
         paths = dumped_steps(run.folder).values()
         assert paths
         for path in paths:
-            found = replay(Request(dump=path, tolerance="0"))
+            found = replay(Request(dump=path, tolerance="0", trust=True))
             assert found.exact and found.weights and not found.environment
 
     return replayed

@@ -240,7 +240,7 @@ def of(rows: list[ScoredRow], variant: str) -> list[ScoredRow]:
 
 
 def test_an_evaluation_of_episodes_repeats_the_validations_and_separates_the_roles(edited: Any, tmp_path: Path) -> None:
-    found = gerl.evaluate(lora={"last": edited.checkpoint(STEPS)}, out=tmp_path)
+    found = gerl.evaluate(lora={"last": edited.checkpoint(STEPS)}, out=tmp_path, trust=True)
     assert list(found.results["total"]) == ["base", "last", "last/draw", "last/edit"] and found.complete
     for variant, step, row in (("base", 0, edited.metrics[0]), ("last", STEPS, edited.metrics[-1])):
         own, validation = of(found.rows, variant), load_validation(edited.folder, step)
@@ -261,7 +261,7 @@ def test_an_evaluation_of_episodes_repeats_the_validations_and_separates_the_rol
 
 
 def test_the_texts_of_a_rewriter_are_in_the_rows_and_on_the_page(rewritten: Any, tmp_path: Path) -> None:
-    assert evaluate([f"lora={rewritten.checkpoint(STEPS)}", f"out={tmp_path}"]) == 0
+    assert evaluate([f"lora={rewritten.checkpoint(STEPS)}", f"out={tmp_path}", "trust=true"]) == 0
     with (tmp_path / "scores.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for variant, step in (("base", 0), ("step_4", STEPS)):

@@ -77,7 +77,7 @@ def pixels(row: ScoredRow) -> np.ndarray:
 def test_it_reproduces_the_validation_of_the_run(run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "gerl"):
         steps = ",".join(str(run.checkpoint(step) / "lora") for step in (1, 2))
-        assert main([f"lora={steps}", f"out={tmp_path}"]) == 0
+        assert main([f"lora={steps}", f"out={tmp_path}", "trust=true"]) == 0
     assert f"configuration: {run.folder / 'config.yaml'}; 4 prompts" in caplog.text
     assert str(tmp_path / "gallery.html") in caplog.text
     found, summary = scores(tmp_path), json.loads((tmp_path / "summary.json").read_text())
@@ -96,7 +96,9 @@ def test_it_reproduces_the_validation_of_the_run(run: Any, tmp_path: Path, caplo
 
 def test_from_python_the_pixels_are_those_of_the_run_and_further_images_have_other_noise(run: Any) -> None:
     success = "reward.scorers.bright.success=0.5"
-    chosen = gerl.evaluate(lora={"mine": run.checkpoint(2)}, images=2, overrides=[success])  # a checkpoint's folder
+    chosen = gerl.evaluate(
+        lora={"mine": run.checkpoint(2)}, images=2, trust=True, overrides=[success]
+    )  # a checkpoint's folder
     assert chosen.complete and len(chosen.rows) == 2 * 2 * 4
     for step, variant in ((0, BASE), (2, "mine")):
         validation = load_validation(run.folder, step)
@@ -145,7 +147,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Any, tmp_path: Path, caplog: 
     ((name, file),) = request.loras.items()
     assert (name, file) == (run.folder.name, run.checkpoint(best) / "lora" / "pytorch_lora_weights.safetensors")
     with caplog.at_level(logging.INFO, "gerl"):
-        assert main([f"lora={run.folder}", f"out={tmp_path}"]) == 0
+        assert main([f"lora={run.folder}", f"out={tmp_path}", "trust=true"]) == 0
     assert f"(step {best}, the best: held-out reward " in caplog.text
     remark = (
         f"{name}: its checkpoint was chosen among 2 by its reward on held-out prompts that are also reported here (4 "
@@ -156,7 +158,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Any, tmp_path: Path, caplog: 
     )
     assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (4, 0)
     assert summary["remarks"][1].startswith("4 of the 4 prompts are those of data.train")
-    found = gerl.evaluate(lora=run.folder, split=False)
+    found = gerl.evaluate(lora=run.folder, split=False, trust=True)
     assert found.complete and "(split=false)" in found.remarks[0]
 
 
@@ -166,7 +168,7 @@ def test_half_of_the_held_out_prompts_choose_the_checkpoint_of_a_run(
     (tmp_path / "many.txt").write_text("".join(f"sign {i}\n" for i in range(16)))
     keys = (f"validation.data={tmp_path / 'many.txt'}", "validation.every=1", "checkpoint.every=1")
     trained = train(tmp_path / "run", *keys)
-    found = gerl.evaluate(lora={"mine": trained.folder}, out=tmp_path / "out", overrides=SMALL[:3])
+    found = gerl.evaluate(lora={"mine": trained.folder}, out=tmp_path / "out", trust=True, overrides=SMALL[:3])
     assert len({row.prompt_id for row in of(found.rows, BASE)}) == 8 == len(of(found.rows, "mine"))
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (8, 8)

@@ -153,7 +153,7 @@ def test_cast_weights_that_are_kept_are_those_of_the_checkpoint(partly: Any, fit
 def test_an_evaluation_draws_as_the_run(kind: str, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue(kind)
     last = load_validations(run.folder)[-1]
-    found = gerl.evaluate(lora=run.checkpoint(last.step), overrides=["logger.progress=false"])  # type: ignore[operator]
+    found = gerl.evaluate(lora=run.checkpoint(last.step), trust=True, overrides=["logger.progress=false"])  # type: ignore[operator]
     by_variant = {row.variant: [r.values[TOTAL] for r in found.rows if r.variant == row.variant] for row in found.rows}
     base, trained = by_variant["base"], by_variant[f"step_{last.step}"]
     assert trained == last.rewards and trained != base

@@ -35,7 +35,7 @@ def test_a_run_on_a_quantised_base(
         torch.testing.assert_close(p, base.transformer.get_parameter(name) + added, rtol=1e-6, atol=1e-6)
     assert tiny.denoiser_of(merged).dtype == torch.float32
 
-    found = evaluate(lora=run.checkpoint(2), overrides=["cluster.launcher=local", "logger.progress=false"])
+    found = evaluate(lora=run.checkpoint(2), trust=True, overrides=["cluster.launcher=local", "logger.progress=false"])
     drawn = [found.results["total"][name].mean.mean for name in found.results["total"]]
     # another process may round a few of the values of 0 to 255 otherwise, of which an image has 16 x 16 x 3
     few = 8 / 255 / (16 * 16 * 3)

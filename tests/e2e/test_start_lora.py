@@ -69,7 +69,7 @@ def test_a_merged_lora_belongs_to_the_base(
     torch.testing.assert_close(*drawn, rtol=1e-4, atol=1e-4)
 
     # evaluated, the base is the one that was trained on
-    found = evaluate(lora=run.checkpoint(2), overrides=["cluster.launcher=local", "logger.progress=false"])
+    found = evaluate(lora=run.checkpoint(2), trust=True, overrides=["cluster.launcher=local", "logger.progress=false"])
     assert found.results["total"]["base"].mean.mean == pytest.approx(run.column("val/reward/mean")[0], abs=1e-5)
     trained = [name for name in found.results["total"] if name != "base"]
     assert found.results["total"][trained[0]].mean.mean == pytest.approx(run.column("val/reward/mean")[-1], abs=1e-5)
