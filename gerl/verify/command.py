@@ -35,7 +35,6 @@ FILES = {
     "dumps": "check_dump_files",
 }
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of values of another kind
-LONG = 80  # characters of a reason that is not repeated
 MODEL = ("base model", "tokens", "guidance", "images", "steps")
 
 
@@ -121,16 +120,12 @@ def verify(record: "RunRecord", request: Request, tolerance: float | None) -> "l
         try:
             checks.append(work())
         except (NotCheckedError, TrustError) as error:
-            leave_out(name, str(error))
+            checks.append(Check(name, "not checked", str(error)))
         except GerlError as error:
             checks.append(Check(name, "failed", str(error)))
         except MALFORMED as error:
             text = f"a file has a value that cannot be used ({type(error).__name__}: {error})"
             checks.append(Check(name, "failed", text))
-
-    def leave_out(name: str, why: str) -> None:
-        first = next((check.name for check in checks if check.text == why and len(why) > LONG), None)
-        checks.append(Check(name, "not checked", why if first is None else f"as {first}"))
 
     checks: list[Check] = []
     for name, check in FILES.items():
@@ -151,8 +146,7 @@ def verify(record: "RunRecord", request: Request, tolerance: float | None) -> "l
             why = str(error)
         except GerlError as error:
             why = f"the model cannot be loaded: {error}"
-        for name in MODEL if why else ():
-            leave_out(name, why)
+        checks += [Check(name, "not checked", why) for name in MODEL if why]
         attempt("plan", lambda: files.check_plan(record, lost))
         if request.recompute:
             attempt("scores", lambda: check_scores(record, scoring, 1e-3 if tolerance is None else tolerance))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 Status = Literal["ok", "failed", "not checked"]
 SHOWN = 5  # numbers that are named of a failed check
+LONG = 80  # characters of a reason that is not repeated
 
 DAMAGED = "damaged"  # a file that cannot be read or has changed: what was found says it whole
 
@@ -98,11 +99,13 @@ def shown(value: Any) -> str:
 def table(checks: Sequence[Check], width: int = 110) -> str:
     """Return the checks as text: name, status and what agrees, and below it the values that differ."""
     name = max(len(check.name) for check in checks) + 2
-    lines = []
+    lines, said = list[str](), dict[str, str]()  # long reasons -> the check that has them first
     for check in checks:
         more = len(check.wrong) - SHOWN
         below = [*map(str, check.wrong[:SHOWN]), *([f"and {more} more"] if more > 0 else [])]
         first = f"{check.name:<{name}}{check.status:<13}"
-        for text, start in ((check.text, first), *((text, f"{'':<{name}}- ") for text in below)):
+        same = said.setdefault(check.text, check.name) if len(check.text) > LONG else check.name
+        reason = check.text if same == check.name else f"as {same}"
+        for text, start in ((reason, first), *((text, f"{'':<{name}}- ") for text in below)):
             lines.append(textwrap.fill(text, width, initial_indent=start, subsequent_indent=" " * len(start)))
     return "\n".join(lines)

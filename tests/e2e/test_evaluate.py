@@ -237,7 +237,7 @@ def test_several_files_and_a_lora_of_another_model_are_refused(
     assert main([f"lora={tmp_path}", "out=x"]) == 2
     assert "has 2 .safetensors files, give one of them" in capsys.readouterr().err
     given = [f"lora={run.checkpoint(1)}", f"out={tmp_path / 'out'}", f"model={SHIPPED[0]}"]
-    assert main(given) == 1
+    assert main([*given, "trust=true"]) == 1
     assert "the LoRA does not fit transformer of StableDiffusion3Pipeline" in capsys.readouterr().err
 
 
