@@ -4,7 +4,6 @@ A draft consists of the arguments of a command line and the files that they name
 arguments and by the checks of a run before it starts; the page has no rules of its own.
 """
 
-import contextlib
 import dataclasses
 import re
 import shutil
@@ -165,26 +164,20 @@ class Check:
 
 
 def check(draft: Draft, root: Path) -> Check:
-    """Compose a draft, and read its prompts, as a run does before it loads anything."""
-    try:
-        arguments = draft.arguments(root)
-    except GerlError as error:
-        return Check([], problem_of(error))
     """Compose a draft, and read its prompts, as a run does before it loads anything.
 
     Code that only the run names of which it is a copy does not run: keys that are typed name what may.
     """
-    typed: frozenset[str] | None = None
-    if is_of_run(draft.keys.get("experiment", "")):
-        typed = frozenset()
-        with contextlib.suppress(GerlError):  # it is the problem that is found below
-            typed = typed_texts(draft.arguments(root))
+    try:
+        arguments = draft.arguments(root)
+        typed = typed_texts(arguments) if is_of_run(draft.keys.get("experiment", "")) else None
+    except GerlError as error:
+        return Check([], problem_of(error))
     with only_typed(typed):
-        return _check(draft, root)
+        return _check(draft, arguments)
 
 
-def _check(draft: Draft, root: Path) -> Check:
-    arguments: list[str] = []
+def _check(draft: Draft, arguments: list[str]) -> Check:
     with COMPOSING:
         try:
             if draft.votes:
