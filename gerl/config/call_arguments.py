@@ -51,7 +51,7 @@ def idle_shift(call: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str | N
     if call.get("mu") is None or scheduler.get("use_dynamic_shifting"):
         return None
     return (
-        f"sampling.call.mu={call['mu']:g} has no effect: the pipeline's scheduler has use_dynamic_shifting=false; "
+        f"sampling.call.mu={call['mu']} has no effect: the pipeline's scheduler has use_dynamic_shifting=false; "
         "remove it, or set shift in its scheduler_config.json"
     )
 
