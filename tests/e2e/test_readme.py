@@ -63,7 +63,7 @@ def commands(document: Path = README) -> Iterator[tuple[int, str]]:
 
 
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))]
 LINKING += sorted(page for name in ("benchmarks", "gerl", "reward_models") for page in (ROOT / name).rglob("*.md"))
 PYTHON = [b for page in LINKING for b in blocks(page) if b.language == "python"]
 YAML = [b for page in LINKING for b in blocks(page) if b.language == "yaml"]
