@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.data.code import as_lines, row_of
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS

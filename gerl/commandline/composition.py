@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
 from gerl.config.algorithms import with_own_name
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS

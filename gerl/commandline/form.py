@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gerl.config import absent, is_foreign, other_name
-from gerl.config.bounded_yaml import check_yaml
+from gerl.config.bounded_text import check_yaml
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 

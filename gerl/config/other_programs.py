@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 
 
 @dataclass(frozen=True)

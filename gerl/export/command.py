@@ -13,7 +13,7 @@ import yaml
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.config import ModelConfig
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base

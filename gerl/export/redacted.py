@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.run.card import redact, redacted
 
 logger = logging.getLogger("gerl")

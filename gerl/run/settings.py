@@ -13,7 +13,7 @@ from gerl.commandline.composition import compose_run, quoted, shipped
 from gerl.config import ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.config.registry import ALGORITHMS
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError

@@ -25,7 +25,7 @@ from gerl.commandline.composition import (
     stays_watched,
 )
 from gerl.config import Config
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.config.changes import (
     CONTENT,
     FIXED,

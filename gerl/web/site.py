@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gerl.config.bounded_text import parse_json
 from gerl.errors import GerlError
 from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
@@ -238,9 +239,9 @@ def _events(site: Site, request: Request) -> Response:
 
 async def _control(site: Site, request: Request) -> Response:
     try:
-        given = await request.json()
+        given = parse_json(await request.body())
         name, command = str(given["run"]), given["command"]
-    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
+    except (ValueError, KeyError, TypeError, ClientDisconnect):
         return refused(400, "expected a JSON object with run and command")
     if command not in COMMANDS:
         return refused(400, f"command: expected one of {', '.join(COMMANDS)}")

@@ -27,6 +27,7 @@ from starlette.routing import Mount, Route
 from gerl.commandline.composition import experiments, shipped
 from gerl.commandline.recipes import recipe
 from gerl.config import keys
+from gerl.config.bounded_text import DEPTH, parse_json
 from gerl.config.reading import flow
 from gerl.errors import GerlError
 from gerl.export.command import Request as Export
@@ -53,6 +54,7 @@ SHOWN, MOST_FILES = (
     (".html", ".json", ".csv", ".safetensors", ".md", ".png"),
     50,
 )  # files of a job that the page links to
+STRONGEST = 100.0  # scale of a LoRA
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
 PUBLIC, LOGIN, PAUSE = ("/studio.css", "/studio.js", "/api/login"), 1000, 0.5
 PAGES = ("home", "new", "job", "compare")
@@ -130,7 +132,7 @@ class Studio:
             known = values.setdefault("drafts", {})
             if draft.name in known and was not in (None, draft.name):
                 raise GerlError(f"there is a draft {draft.name} already: give this one another name")
-            source = str(was) if was in known else draft.name
+            source = str(was) if str(was) in known else draft.name
             before = known.get(source, {}).get("revision", 0)
             if draft.revision not in (None, before):
                 raise GerlError("this draft was changed in another window: reload the page to see it")
@@ -177,6 +179,8 @@ def queue_command(studio: Studio, given: Mapping[str, Any]) -> Any:
     computed = command in ("export", "report") or any(argument.startswith("hardware=") for argument in arguments)
     gpus = max((job.gpus for job in studio.jobs.all if run is not None and job.run == run), default=1)
     title = str(given.get("title") or command)
+    if run is not None and not isinstance(run, str):
+        raise GerlError(f"run={run!r:.80}: expected the name of a run")
     job = studio.jobs.add(command, arguments, title, 0 if computed else gpus, run)
     return {"job": job.id}
 
@@ -201,7 +205,7 @@ def control_job(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 def save_note(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Save the note of a run, or its star, or both."""
-    before = studio.store.values.get("notes", {}).get(given.get("run"), {})
+    before = studio.store.values.get("notes", {}).get(str(given.get("run")), {})
     run, note, star = (({"note": "", "star": False} | before | given).get(name) for name in ("run", "note", "star"))
     if not isinstance(run, str) or not isinstance(note, str) or not isinstance(star, bool) or len(note) > 2000:
         raise GerlError("expected a run, a note of at most 2000 characters, and whether it has a star")
@@ -248,14 +252,16 @@ def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
 def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Sample prompts with the model of a draft or run, with the LoRA of a checkpoint if `step` is given."""
     lines, seed, scale = given.get("prompts"), given.get("seed", 0), given.get("scale", 1.0)
-    if not isinstance(lines, list) or type(seed) is not int or not isinstance(scale, int | float):
-        raise GerlError("expected prompts, a seed and the strength of the LoRA")
+    step = given.get("step")
+    is_whole = type(seed) is int and 0 <= seed < 2**63 and (step is None or type(step) is int)
+    if not isinstance(lines, list) or not is_whole or type(scale) not in (int, float) or abs(scale) > STRONGEST:
+        raise GerlError("expected prompts, a seed, the strength of the LoRA, and the step of a checkpoint, or null")
     lora: Path | None = None
     if (name := given.get("run")) is not None:
         run = studio.site.run(str(name))
         draft = drafts.from_run(run.folder, "run")
-        if (step := given.get("step")) is not None:
-            lora = run.folder / "checkpoints" / f"step_{int(step)}" / LORA
+        if step is not None:
+            lora = run.folder / "checkpoints" / f"step_{step}" / LORA
             if not lora.is_file():
                 raise GerlError(f"{name} has no LoRA of step {step}")
     else:
@@ -411,11 +417,11 @@ def build_studio(root: Path, token: str | None, local: bool) -> tuple[Starlette,
     def posted(name: str, answer: Answer) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                given = await request.json()
-            except (ValueError, RecursionError, ClientDisconnect):
+                given = parse_json(await request.body())
+            except (ValueError, ClientDisconnect):
                 given = None
             if not isinstance(given, dict):
-                return refused(400, "expected a JSON object")
+                return refused(400, f"expected a JSON object of UTF-8 texts and numbers with at most {DEPTH} levels")
             return JSONResponse(await run_in_threadpool(answer, studio, given))
 
         return Route(f"/api/{name}", endpoint, methods=["POST"])
@@ -452,8 +458,8 @@ def admitted(token: str | None, request: Request) -> Visit | Response:
 
 async def _login(token: str | None, request: Request) -> Response:
     try:
-        given = str((await request.json())["token"])
-    except (ValueError, KeyError, TypeError, RecursionError, ClientDisconnect):
+        given = str(parse_json(await request.body())["token"])
+    except (ValueError, KeyError, TypeError, ClientDisconnect):
         return refused(400, "expected a JSON object with a token")
     if token is None or not is_token(given, token):
         await asyncio.sleep(PAUSE)

@@ -29,7 +29,7 @@ from gerl.commandline.composition import (
     with_folder,
 )
 from gerl.config import ScorerConfig, keys
-from gerl.config.bounded_yaml import load_yaml
+from gerl.config.bounded_text import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.config.user_files import only_typed

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from gerl.errors import ConfigError, GerlError
 from gerl.run.card import hardware, now
 from gerl.utils.files import reason, write_file
@@ -77,6 +79,30 @@ class Job:
         return f"{VISIBLE}={','.join(self.devices)} {line}" if self.devices not in ([], ["cpu"]) else line
 
 
+@dataclass
+class Note:
+    """What a user wrote about a run."""
+
+    note: str
+    star: bool
+
+
+@dataclass
+class SavedDraft:
+    """What the store needs of a draft; `read_draft` checks the rest."""
+
+    revision: int = 0
+
+
+@dataclass
+class Content:
+    """Types of `studio.json`; other keys are kept."""
+
+    jobs: list[Job] = field(default_factory=list)
+    drafts: dict[str, SavedDraft] = field(default_factory=dict)
+    notes: dict[str, Note] = field(default_factory=dict)
+
+
 class Store:
     """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it."""
 
@@ -95,13 +121,16 @@ class Store:
             where = self._held.read().strip()
             raise GerlError(f"{root} is open in another studio{f', {where}' if where else ''}: use that page") from None
         try:
-            self.values: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+            text = self.path.read_bytes()
+            TypeAdapter(Content).validate_json(text, strict=True)
+            self.values: dict[str, Any] = json.loads(text)
         except FileNotFoundError:
             self.values = {}
+        except ValidationError as error:
+            (first, *_), place = error.errors(), "".join(f"{part}: " for part in error.errors()[0]["loc"])
+            raise damaged(self.path, f"{place}{first['msg']}") from None
         except (OSError, ValueError) as error:
             raise damaged(self.path, reason(error)) from None
-        if not isinstance(self.values, dict):
-            raise damaged(self.path, "it is no JSON object")
 
     def write_address(self, address: str) -> None:
         """Write the address of the page into the lock file, for the message to a second server."""
@@ -138,10 +167,7 @@ class Jobs:
         """`changed`: called after each change. `program`: before the command of a job."""
         self.store, self.changed, self.program = store, changed, program
         known = {f.name for f in fields(Job)}
-        try:
-            self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
-        except (AttributeError, TypeError) as error:
-            raise damaged(store.path, reason(error)) from None
+        self.all = [Job(**{k: v for k, v in row.items() if k in known}) for row in store.values.get("jobs", [])]
         numbers = [str(number) for number in range(len(hardware()["gpus"]))]
         visible = os.environ.get(VISIBLE)  # of the server
         self.devices = (numbers if visible is None else visible.split(",") if numbers and visible else []) or ["cpu"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import requests
 
+from gerl.config.bounded_text import parse_json
 from gerl.errors import GerlError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
@@ -143,7 +144,7 @@ def read_lines(lines: Sequence[object], known: Sequence[Prompt]) -> list[Prompt]
 
 def _read_row(line: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         text = row.pop("prompt")
     except (ValueError, KeyError, AttributeError, TypeError):
         text = None

@@ -1,5 +1,6 @@
 """The studio's server over real HTTP: drafts, the queue, notes; whom it refuses, and what wrong input is answered."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -301,3 +302,40 @@ def test_pages_are_told_of_changes(opened: tuple[str, Studio]) -> None:
         heard = [line for _, line in zip(range(5), lines, strict=False) if line.startswith(b"data")]
         timer.join()
     assert len(heard) >= 2
+
+
+FIELDS: dict[str, dict[str, Any]] = {  # no service is started
+    "draft": {"name": "odd", "keys": {}, "scorers": {}, "texts": {}, "votes": False, "revision": 0, "keep": True,
+              "was": "x"},
+    "start": {"name": "first", "gpus": 9},
+    "command": {"command": "sh", "arguments": [], "title": "t", "run": "signs/one"},
+    "job": {"job": 999, "action": "stop"},
+    "note": {"run": "signs/one", "note": "n", "star": False},
+    "remove": {"name": "nothing"},
+    "copy": {"run": "signs/one", "name": "-"},
+    "lengths": {"draft": "nothing"},
+    "sample": {"draft": "nothing", "run": "signs/one", "prompts": [], "seed": 0, "scale": 1.0, "step": 5},
+    "try": {"draft": "first", "folder": "/etc"},
+}  # fmt: skip
+NESTED = '{"a":' * 300 + "1" + "}" * 300
+VALUES = (
+    "true", "3", "-1", "1e308", "1e999", "NaN", "9" * 400,
+    '""', '"a\\u0000b"', '"\\ud800"', '["x"]', "[[1]]",
+    '{"x": {}}',
+    '{"x": {"kwargs": {"k": "\\udfff"}}}', '{"x": {"kwargs": "a: !!set {b}"}}', '{"x": {"kwargs": [[]]}}', NESTED,
+    '{"x": {"kwargs": ' + NESTED + "}}",
+)  # fmt: skip
+
+
+def test_no_type_of_a_field_is_an_error_of_the_server(opened: tuple[str, Studio]) -> None:
+    failed = []
+    for name, fields in FIELDS.items():
+        for field, value in ((field, value) for field in fields for value in VALUES):
+            rest = "".join(f", {json.dumps(key)}: {json.dumps(fields[key])}" for key in fields if key != field)
+            text = f'{{"{field}": {value}{rest}}}'
+            answer = requests.post(
+                f"{opened[0]}/api/{name}", data=text, headers={"Content-Type": "application/json"}, timeout=30
+            )
+            if answer.status_code >= 500:
+                failed.append((name, text[:200]))
+    assert failed == []

@@ -99,7 +99,16 @@ def test_another_page_follows_the_same_jobs(store: Store) -> None:
     assert (first.id, second.id, third.id) == (1, 2, 3)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"jobs": [1]}', '{"jobs": [{"id": 1}]}'])
+JOB = '{"id": 1, "command": "train", "arguments": ["a"], "title": "t", "created": "now"%s}'
+DAMAGED = [
+    "{", "[]", '{"jobs": [1]}', '{"jobs": [{"id": 1}]}', '{"jobs": [%s]}' % (JOB % ', "pid": "1"'),
+    '{"jobs": [%s]}' % (JOB % ', "devices": 3'), '{"jobs": {}}', '{"drafts": 3}', '{"drafts": {"a": 3}}',
+    '{"drafts": {"a": {"revision": "1"}}}', '{"notes": []}', '{"notes": {"run": {"note": 3, "star": true}}}',
+    '{"notes": {"run": {"note": "\\ud800", "star": true}}}', "[" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "studio.json").write_text(text)
     with pytest.raises(GerlError, match=r"studio\.json cannot be read .*move it away"):

@@ -1,9 +1,10 @@
-"""YAML texts of users and of run folders, read in bounded time and memory.
+"""YAML and JSON of users and of run folders, read in bounded time and memory.
 
 An alias stands for a whole structure, so that ten lines can mean a billion values, and deep nesting exceeds the stack.
 Both are refused in the graph of nodes, before values are built.
 """
 
+import json
 import re
 from typing import Any
 
@@ -69,3 +70,20 @@ def check_yaml(text: str) -> None:
 def _check_length(text: str) -> None:
     if len(text) > LARGEST:
         raise yaml.YAMLError(TOO_LARGE)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that can be written again; raises `ValueError`, also for lone surrogates, NaN and too many levels."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        if _levels(value) > DEPTH:
+            raise ValueError(TOO_DEEP)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    return value
+
+
+def _levels(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if parts is None else 1 + max(map(_levels, parts), default=0)

@@ -1,8 +1,10 @@
+from contextlib import suppress
+
 import pytest
 import yaml
 
 from gerl.commandline.form import read_yaml
-from gerl.config.bounded_yaml import DEPTH, LARGEST, check_yaml, load_yaml
+from gerl.config.bounded_text import DEPTH, LARGEST, check_yaml, load_yaml, parse_json
 from gerl.errors import ConfigError
 from gerl.run.settings import read_config
 from gerl.trainer.run_folder import read_configuration
@@ -32,11 +34,8 @@ def test_what_exceeds_time_memory_or_the_stack_is_refused():
     read = []
     for what, text in REFUSED.items():
         for reader in (load_yaml, check_yaml):
-            try:
-                reader(text)
-                read.append((what, reader))
-            except yaml.YAMLError:
-                pass
+            with suppress(yaml.YAMLError):
+                read.append((what, reader(text)))
     assert read == []
 
 
@@ -48,6 +47,16 @@ def test_other_texts_are_read_as_before():
     assert load_yaml(deep) == yaml.safe_load(deep)
     with pytest.raises(yaml.YAMLError, match="month"):  # no ValueError
         load_yaml("a: 2026-13-01")
+
+
+def test_json_that_cannot_be_written_again_is_refused():
+    nested = [f"{'[' * levels}{']' * levels}" for levels in (DEPTH, DEPTH + 1, 500, 100_000)]
+    assert parse_json('{"a": [1, "\\ud83d\\ude00"]}') == {"a": [1, "\U0001f600"]} and parse_json(nested[0])
+    read = []
+    for text in ('"\\ud83d"', '{"\\udfff": 1}', "NaN", "1e999", "-Infinity", "9" * 5000, b"\xff", *nested[1:]):
+        with suppress(ValueError):
+            read.append((parse_json(text), text))
+    assert read == []
 
 
 def test_experiments_runs_and_fields_of_the_studio_have_these_limits(tmp_path):
