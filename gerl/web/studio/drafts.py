@@ -41,7 +41,7 @@ from gerl.trainer.launch import read_inputs
 from gerl.utils.files import reason, write_file
 from reward_models.votes.command import EXAMPLE, prepare
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}")
+NAME = re.compile(r"[^\W_][\w.-]{0,79}")
 PROMPTS, HELD_OUT = "prompts.txt", "held_out.txt"
 FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft -> the key that names the file
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them

@@ -221,6 +221,9 @@ def test_notes_and_stars_are_kept_and_a_run_is_copied(opened: tuple[str, Studio]
     assert post(url, "copy", {"run": "signs/one", "name": "again"}).json() == {"name": "again"}
     copies = [post(url, "copy", {"run": "signs/one"}).json()["name"] for _ in range(2)]
     assert copies == ["one-2", "one-3"]
+    make_run(studio.root / "élan 試")
+    copied = post(url, "copy", {"run": "élan 試"}).json()["name"]
+    assert copied == "élan-試-2" and post(url, "draft", draft(copied)).json()["problem"] is None
     assert studio.draft("again").keys == {"experiment": str(studio.root.resolve() / "signs" / "one" / "config.yaml")}
 
 
