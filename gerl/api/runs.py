@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.config.bounded_text import load_yaml
+from gerl.config.bounded_text import load_yaml, read_text
 from gerl.data.code import as_lines, row_of
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
@@ -64,7 +64,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as nested dictionaries."""
-        found: dict[str, Any] = load_yaml((self.folder / "config.yaml").read_text(encoding="utf-8"))
+        found: dict[str, Any] = load_yaml(read_text(self.folder / "config.yaml"))
         return found
 
     @property

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gerl.config import absent, is_foreign, other_name
-from gerl.config.bounded_text import check_yaml
+from gerl.config.bounded_text import check_yaml, read_text
 from gerl.config.reading import advice, refusal
 from gerl.errors import ConfigError
 
@@ -125,7 +125,7 @@ def _write(name: str, value: str) -> str:
 def read_yaml(path: Path, where: str) -> DictConfig:
     """Read the keys of a yaml file; raises `ConfigError` beginning with `where`."""
     try:
-        check_yaml(path.read_text(encoding="utf-8"))
+        check_yaml(read_text(path))
         content = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{where}: {_place(error, path)}; correct it there") from None

@@ -4,8 +4,11 @@ An alias stands for a whole structure, so that ten lines can mean a billion valu
 Both are refused in the graph of nodes, before values are built.
 """
 
+import errno
 import json
 import re
+import stat
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -50,6 +53,16 @@ def _measure(node: yaml.Node, measured: dict[int, tuple[int, int]]) -> tuple[int
         raise ComposerError(None, None, TOO_DEEP if levels > DEPTH else TOO_LARGE, node.start_mark)
     measured[id(node)] = size, levels
     return size, levels
+
+
+def read_text(path: Path, errors: str = "strict", most: int | None = 4 * LARGEST) -> str:
+    """Return the UTF-8 text of a file of at most `most` bytes; raises `OSError` also for a device or a pipe."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return path.read_text(encoding="utf-8", errors=errors)
 
 
 def load_yaml(text: str) -> Any:

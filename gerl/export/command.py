@@ -13,7 +13,7 @@ import yaml
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.config import ModelConfig
-from gerl.config.bounded_text import load_yaml
+from gerl.config.bounded_text import load_yaml, read_text
 from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
@@ -231,7 +231,7 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
     """
     path = run_dir / "config.yaml"
     try:
-        settings = load_yaml(path.read_text(encoding="utf-8"))
+        settings = load_yaml(read_text(path))
         role = None if role is None else other_role(settings, role)
         is_text = role is not None and settings["episode"]["roles"][role].get("kind") == "text"
         model = settings["model"] if role is None else model_of_role(settings, role, is_text)

@@ -356,7 +356,7 @@ def content(folder: Path, name: str) -> bytes | None:
         path = (folder / name).resolve(strict=True)
         if not path.is_relative_to(folder.resolve()):
             return None
-        return path.read_bytes()
+        return path.read_bytes() if path.is_file() else None  # a pipe has no end
     except OSError:
         return None
 

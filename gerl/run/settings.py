@@ -13,11 +13,12 @@ from gerl.commandline.composition import compose_run, quoted, shipped
 from gerl.config import ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
-from gerl.config.bounded_text import load_yaml
+from gerl.config.bounded_text import load_yaml, read_text
 from gerl.config.registry import ALGORITHMS
 from gerl.config.user_files import only_typed
-from gerl.errors import ConfigError
+from gerl.errors import ConfigError, GerlError
 from gerl.run.card import CARD, read_sessions
+from gerl.utils.files import reason
 from gerl.web.pages import render
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,11 @@ Values = Mapping[str, Any]
 def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """Read the text and values of a config.yaml; empty if it is missing, no values if it is not valid YAML."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except FileNotFoundError:
         return "", {}
+    except OSError as error:
+        raise GerlError(f"{path} cannot be read: {reason(error)}") from None
     try:
         values = load_yaml(text)
     except yaml.YAMLError:

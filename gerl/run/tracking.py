@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from gerl.config.bounded_text import read_text
 from gerl.errors import GerlError
 from gerl.utils.files import reason, write_file, writing
 
@@ -81,7 +82,7 @@ def read_metrics(path: Path) -> Rows:
     An incomplete last line is skipped; raises `GerlError` for any other damaged line.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(path, errors="replace", most=None).splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -5,8 +5,9 @@ import yaml
 
 from gerl.commandline.form import read_yaml
 from gerl.config.bounded_text import DEPTH, LARGEST, check_yaml, load_yaml, parse_json
-from gerl.errors import ConfigError
+from gerl.errors import ConfigError, GerlError
 from gerl.run.settings import read_config
+from gerl.run.tracking import read_metrics
 from gerl.trainer.run_folder import read_configuration
 from gerl.web.studio.drafts import read_draft
 
@@ -67,6 +68,12 @@ def test_experiments_runs_and_fields_of_the_studio_have_these_limits(tmp_path):
     with pytest.raises(ConfigError, match=r"is not the configuration of a run .*aliases"):
         read_configuration(path)
     assert read_config(path) == (LAUGHS, {})
+    device = tmp_path / "device" / "config.yaml"
+    device.parent.mkdir()
+    device.symlink_to("/dev/zero")
+    for read in (read_configuration, read_config, read_metrics):
+        with pytest.raises(GerlError, match="no regular file"):
+            read(device)
     draft = read_draft({"name": "mine", "scorers": {"ocr": {"kwargs": LAUGHS}}})
     with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.kwargs: .*aliases"):
         draft.arguments(tmp_path)
