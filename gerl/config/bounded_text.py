@@ -85,10 +85,18 @@ def _check_length(text: str) -> None:
         raise yaml.YAMLError(TOO_LARGE)
 
 
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON; raises `ValueError`, also for more levels than the stack has."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON that can be written again; raises `ValueError`, also for lone surrogates, NaN and too many levels."""
+    value = load_json(text)
     try:
-        value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         if _levels(value) > DEPTH:
             raise ValueError(TOO_DEEP)

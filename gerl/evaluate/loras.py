@@ -1,6 +1,5 @@
 """Files and names of the compared LoRAs, and the columns of the results. Does not import torch."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from gerl.config import Config
+from gerl.config.bounded_text import load_json
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
 from gerl.rewards.total import TOTAL
@@ -112,7 +112,7 @@ def has_episodes(path: Path) -> bool:
     if not (path / MANIFEST).is_file():
         return False
     try:
-        state = json.loads((path / STATE).read_bytes())
+        state = load_json((path / STATE).read_bytes())
     except (OSError, ValueError):
         return False
     return bool(get(state, "settings", "episode", "turns"))

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from gerl.config.bounded_text import load_json
 from gerl.config.changes import flat_settings
 from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
@@ -330,7 +331,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     with _reading(path, name):
         content = (path / name).read_bytes()
     try:
-        value = json.loads(content)
+        value = load_json(content)
     except ValueError as error:
         raise _damaged(path, f"{name!r} is not valid JSON") from error
     if not isinstance(value, dict):
@@ -617,7 +618,7 @@ def alive_since(run_dir: Path) -> int | None:
 
 def _said(path: Path) -> str:
     try:
-        values = json.loads(path.read_bytes())
+        values = load_json(path.read_bytes())
         return f"process {values['pid']} on {values['host']}, since {values['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

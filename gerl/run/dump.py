@@ -19,6 +19,7 @@ import safetensors
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from gerl.config.bounded_text import load_json
 from gerl.engine import Trajectory
 from gerl.engine.storage import restore
 from gerl.errors import GerlError
@@ -157,7 +158,7 @@ class Dump:
             tensors = self.group(f"{TRAJECTORY}{i}/")
             if FORM not in tensors:
                 raise DumpError(f"{self.tensors} is damaged: it has no trajectory {i}")
-            form = json.loads(tensors.pop(FORM).numpy().tobytes())
+            form = load_json(tensors.pop(FORM).numpy().tobytes())
             yield restore(form, tensors, device, self.record.environment.device, whole)
 
     @contextmanager
@@ -174,7 +175,7 @@ def read_dump(path: Path) -> Dump:
     path = path.with_suffix(".json") if path.suffix == ".safetensors" else path
     try:
         text = path.read_bytes()
-        if (number := json.loads(text)["format"]) > FORMAT:
+        if (number := load_json(text)["format"]) > FORMAT:
             raise DumpError(f"{path} was written by a newer gerl (format {number}): update gerl")
         record = RECORD.validate_json(text)
         columns: dict[str, Sequence[object]] = {"totals": record.totals, "failures": record.failures}

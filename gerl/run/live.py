@@ -1,11 +1,11 @@
 """Read the files of a live run: images of the latest steps, held-out episodes, and the timeline of its workers."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gerl.config.bounded_text import load_json
 from gerl.progress import DRIVER
 
 FOLDER = "live"
@@ -38,7 +38,7 @@ def read_spans(lines: Iterable[str]) -> list[Row]:
     found = list[Row]()
     for line in lines:
         try:
-            row = json.loads(line)
+            row = load_json(line)
             names = {"worker": str(row["worker"]), "what": str(row["what"])}
             times = {"start": float(row["start"]), "end": float(row["end"])}
             found.append({**names, "step": int(row["step"]), **times})

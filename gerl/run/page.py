@@ -1,6 +1,5 @@
 """Data of a run's page, read from the files in its folder: metrics, held-out prompts, findings, facts."""
 
-import json
 import math
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from gerl.config.bounded_text import load_json
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.card import redact
@@ -64,7 +64,7 @@ class Columns:
 
     def _add(self, line: bytes) -> None:
         try:
-            row = json.loads(line)
+            row = load_json(line)
             step = row["step"] = int(row["step"])
         except (ValueError, KeyError, TypeError):
             return
@@ -255,7 +255,7 @@ class RunData:
         """Return the values of the sheet of `step` if it is one of `steps`, else of the latest, with all `steps`."""
         for number in [step] * (step in steps) + list(steps)[::-1]:
             try:
-                found = json.loads(content(self.folder, f"{name}_{number:06d}.json") or b"")
+                found = load_json(content(self.folder, f"{name}_{number:06d}.json") or b"")
             except ValueError:  # removed meanwhile
                 continue
             if isinstance(found, dict):
@@ -330,7 +330,7 @@ class RunData:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = load_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

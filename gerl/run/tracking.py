@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.config.bounded_text import read_text
+from gerl.config.bounded_text import load_json, read_text
 from gerl.errors import GerlError
 from gerl.utils.files import reason, write_file, writing
 
@@ -90,7 +90,7 @@ def read_metrics(path: Path) -> Rows:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = load_json(line)
             row["step"] = int(row["step"])
         except (ValueError, KeyError, TypeError):
             if number == len(lines):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from gerl.config.bounded_text import load_json
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, show, thumbnail
@@ -340,7 +341,7 @@ def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float
     best = max(steps, key=lambda step: (ranks[step], step), default=0)
     for step in set(steps) - {*steps[:1], best, *steps[-newest:]}:
         path = _path(run_dir, step)
-        values = json.loads(path.read_bytes())
+        values = load_json(path.read_bytes())
         write_file(path, json.dumps({**values, "shown": [], "drawing": None}))  # complete at any moment
         with writing(path.with_suffix(".npz")):
             path.with_suffix(".npz").unlink()
@@ -350,7 +351,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
     path = _path(run_dir, step)
     try:
-        values = json.loads(path.read_bytes())
+        values = load_json(path.read_bytes())
         pixels = []
         if pictures and values.get("shown") != []:
             with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:

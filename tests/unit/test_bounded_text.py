@@ -6,8 +6,10 @@ import yaml
 from gerl.commandline.form import read_yaml
 from gerl.config.bounded_text import DEPTH, LARGEST, check_yaml, load_yaml, parse_json
 from gerl.errors import ConfigError, GerlError
+from gerl.run.card import CARD, read_sessions
+from gerl.run.live import read_spans
 from gerl.run.settings import read_config
-from gerl.run.tracking import read_metrics
+from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import read_configuration
 from gerl.web.studio.drafts import read_draft
 
@@ -77,3 +79,12 @@ def test_experiments_runs_and_fields_of_the_studio_have_these_limits(tmp_path):
     draft = read_draft({"name": "mine", "scorers": {"ocr": {"kwargs": LAUGHS}}})
     with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.kwargs: .*aliases"):
         draft.arguments(tmp_path)
+
+
+def test_deep_json_in_a_run_is_a_damaged_file(tmp_path):
+    deep = "[" * 100_000
+    (tmp_path / METRICS).write_text(f"{deep}\n{deep}\n")
+    with pytest.raises(GerlError, match="line 1"):
+        read_metrics(tmp_path / METRICS)
+    (tmp_path / CARD).write_text(deep)
+    assert read_sessions(tmp_path / CARD) == [] and read_spans([deep]) == []
