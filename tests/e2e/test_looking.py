@@ -21,6 +21,8 @@ from gerl.config.user_files import PREFIX
 from gerl.errors import GerlError
 from gerl.program.commands import main as command
 from gerl.trainer.main_flowgrpo import main as train
+from gerl.trainer.sweep import JOB, write_table
+from gerl.trainer.tune import Trial, read_result
 from gerl.web.site import Folders, Site, Unknown, build_routes
 from gerl.web.studio.app import GETS, POSTS, Studio
 
@@ -117,6 +119,9 @@ def test_nothing_that_looks_at_a_run_runs_its_files(
     looks |= pages(stranger)
     looks |= {"gerl.evaluate": lambda: evaluate(lora=run, out=tmp_path / "e"), "gerl.export": lambda: export(run)}
     looks |= {"gerl.Run": lambda: (gerl.Run(run).config, gerl.Run(run)._repr_html_(), gerl.Run(run).report)}
+    trial = Trial("flow_grpo", "1e-4", 1)
+    (run / JOB).write_text(json.dumps({"number": 1, "code": 0, "overrides": [], "swept": []}))
+    looks |= {"sweep": lambda: write_table(stranger), "tune": lambda: read_result(trial, run, 1, 1e-4, 0, None)}
     looks |= {"a resumed copy": lambda: command(["train", f"checkpoint.resume={moved}", f"out={tmp_path / 'new'}"])}
     for name, look in looks.items():
         with forgetting(), contextlib.suppress(GerlError, Unknown):
@@ -125,7 +130,16 @@ def test_nothing_that_looks_at_a_run_runs_its_files(
         if names := ran(stranger) | ran(tmp_path):
             wrong.append(f"{name} imported {', '.join(sorted(names))}")
     assert not wrong, "\n".join(wrong)
-    assert {"other", "/api/settings", "/api/run", "/api/held_out", "studio checkpoints", "gerl.Run"} <= answered
+    assert {
+        "other",
+        "/api/settings",
+        "/api/run",
+        "/api/held_out",
+        "studio checkpoints",
+        "gerl.Run",
+        "sweep",
+        "tune",
+    } <= answered
     said = capsys.readouterr()
     assert "SHA-256" in said.err and "trust=true" in said.err and str(stranger / "own_algorithm.py") in said.err
 

@@ -1,5 +1,6 @@
 """A pipeline and a denoiser that diffusers does not have, loaded from a folder with their code."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -18,8 +19,9 @@ from replaying import Recorded, gradients, randomise, rolled_out
 from safetensors.torch import save_file
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.errors import ModelError
-from gerl.model.loading import load_pipeline, load_policy, read_pipeline
+from gerl.config.user_files import only_typed
+from gerl.errors import ModelError, TrustError
+from gerl.model.loading import check_code, load_pipeline, load_policy, read_pipeline
 from gerl.model.lora import load_lora
 from gerl.model.paths import WEIGHTS
 from gerl.model.prompts import pipeline_call
@@ -137,6 +139,17 @@ def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixtu
 def test_checkpointing_that_it_cannot_do_is_refused(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.gradient_checkpointing=true: MyTransformer "):
         load_policy(ModelConfig(path=str(folder), gradient_checkpointing=True), 0.0, "cpu", 0)
+
+
+def test_code_that_is_not_trusted_does_not_run(folder: Path) -> None:
+    (folder / "my_pipeline.py").write_text("raise AssertionError\n")
+    digest = hashlib.sha256((folder / "my_pipeline.py").read_bytes()).hexdigest()
+    for load in (lambda: read_pipeline(str(folder), torch.float32), lambda: check_code(str(folder), {})):
+        with only_typed(()), pytest.raises(TrustError, match=rf"{digest}.*trust=true") as error:
+            load()
+        assert "transformer/my_transformer.py" in str(error.value)
+    with only_typed({str(folder)}):
+        check_code(str(folder), {})
 
 
 def test_missing_code_is_named(folder: Path) -> None:
