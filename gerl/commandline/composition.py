@@ -296,7 +296,7 @@ def _scorers_of_files(overrides: Sequence[str]) -> dict[str, Any]:
 
 def asked_for(overrides: Sequence[str]) -> ParsedCommand:
     """Read the origin and the folder of the run from a command line; nothing else is checked."""
-    given = frozenset(map(key_of, (normal([o])[-1] for o in overrides)))  # not the experiment that is understood
+    given = frozenset(map(key_of, with_folder(overrides)))  # not the experiment that is understood
     overrides = normal(overrides)
     kept = [o for o in overrides if not o.startswith("~")]  # the resumed run may not have the key
     found = _compose(kept)
