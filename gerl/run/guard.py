@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from gerl.config.bounded_text import load_json, read_text
 from gerl.run.health import number
 from gerl.run.settings import get
 from gerl.run.validation import Validation, judged, known, mean, paired_gains
@@ -396,13 +397,13 @@ class GuardLog:
 def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     """Read the rows of `guard.jsonl`; damaged lines are skipped."""
     try:
-        lines = (run_dir / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_text(run_dir / FILE, errors="replace", most=None).splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
+            row = load_json(line)
             named = isinstance(row, dict) and {"signal", "column", "text"} <= row.keys()
             found += [row] if named and isinstance(row.get("step"), int) else []
     return found

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import load_json, read_text
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, show, thumbnail
@@ -351,7 +351,7 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
     path = _path(run_dir, step)
     try:
-        values = load_json(path.read_bytes())
+        values = load_json(read_text(path, most=None))
         pixels = []
         if pictures and values.get("shown") != []:
             with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:

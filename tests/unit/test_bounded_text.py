@@ -76,6 +76,7 @@ def test_experiments_runs_and_fields_of_the_studio_have_these_limits(tmp_path):
     for read in (read_configuration, read_config, read_metrics):
         with pytest.raises(GerlError, match="no regular file"):
             read(device)
+    assert read_sessions(device) == []
     draft = read_draft({"name": "mine", "scorers": {"ocr": {"kwargs": LAUGHS}}})
     with pytest.raises(ConfigError, match=r"reward\.scorers\.ocr\.kwargs: .*aliases"):
         draft.arguments(tmp_path)
