@@ -277,7 +277,7 @@ def test_the_texts_of_a_rewriter_are_in_the_rows_and_on_the_page(rewritten: Any,
 @more
 def test_an_evaluation_of_episodes_over_ray_is_the_same(edited: Any) -> None:
     lora = {"first": edited.checkpoint(1), "last": edited.checkpoint(STEPS)}
-    keys = {"lora": lora, "roles": ["edit"], "images": 2}
+    keys = {"lora": lora, "roles": ["edit"], "images": 2, "trust": True}
     alone = gerl.evaluate(**keys)
     spread = gerl.evaluate(**keys, overrides=["cluster.launcher=ray", "cluster.num_workers=2"])
     assert list(alone.results["total"]) == ["base", "first", "first/edit", "last", "last/edit"]
@@ -309,7 +309,7 @@ def test_what_cannot_be_evaluated_gets_a_sentence(
     (bare.parents[1] / "config.yaml").write_text(config)
     (tmp_path / "styled.yaml").write_text(config.replace("- role: edit\n", "- role: edit\n    request: in {style}\n"))
     places = {"LAST": last, "BARE": bare, "TEXT": rewritten.checkpoint(STEPS)}
-    arguments = [f"out={tmp_path / 'out'}", *keys]
+    arguments = [f"out={tmp_path / 'out'}", "trust=true", *keys]
     for name, path in places.items():
         arguments = [argument.replace(name, str(path)) for argument in arguments]
     arguments = [a.replace("episode=styled", f"experiment={tmp_path / 'styled.yaml'}") for a in arguments]
