@@ -88,7 +88,7 @@ def weights_checked() -> Iterator[None]:
     with _patching, contextlib.ExitStack() as undo:
         for base in (ModelMixin, PreTrainedModel):
             original = base.__dict__["from_pretrained"]
-            base.from_pretrained = classmethod(_checked(original.__func__))
+            base.from_pretrained = classmethod(_checked(getattr(original, "__func__", original)))
             undo.callback(setattr, base, "from_pretrained", original)
         yield
 

@@ -158,8 +158,8 @@ def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1)
             read_start(config, denoisers_among(models) | (encoder_skeletons(folder) if config.merge_lora else {}))
         if config.train != "lora":
             chosen(config.train, denoisers_among(models))
-        elif config.lora_targets is not None:
-            targets_of(denoisers_among(models), config.lora_targets)
+        elif config.lora_targets is not None and (denoisers := denoisers_among(models)):
+            targets_of(denoisers, config.lora_targets)
 
 
 def check_code(path: str, parts: dict[str, Any]) -> None:

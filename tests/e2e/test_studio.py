@@ -71,7 +71,7 @@ def test_a_killed_page_loses_nothing_and_the_shown_command_gives_the_same_lora(t
     with studio(root) as (url, process):
         line = post(url, "draft", draft)["line"]
         number = post(url, "start", {"name": "first"})["job"]
-        arguments = [f"lora={root / 'first'}", "validation.max_prompts=2", "out={out}"]
+        arguments = [f"lora={root / 'first'}", "validation.max_prompts=2", "out={out}", "trust=true"]
         waiting = post(url, "command", {"command": "evaluate", "arguments": arguments})["job"]
         end = time.monotonic() + 120
         while not (root / "first" / "metrics.jsonl").exists():
