@@ -21,6 +21,7 @@ from diffusers import DiffusionPipeline
 from gerl.algorithms import build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
+from gerl.engine.record import count_evaluations
 from gerl.errors import GerlError
 from gerl.model import loading
 from gerl.model.errors import check_backend
@@ -215,6 +216,7 @@ def worker_of(case: Case, config: Config, device: str) -> PolicyWorker:
     worker = PolicyWorker(config, 0, device, torch.get_num_threads(), 1)
     with patch.object(loading, "read_pipeline", read):
         worker.policy = load_worker_policy(config, device, None)
+    worker.evaluations = count_evaluations(worker.policy.denoisers.values())
     worker.rollout = Rollout(worker.policy, config.sampling, config.validation)
     worker.rollout.format.divides = False  # what does not fit is a row that says so
     worker.algorithm = build_algorithm(config)
@@ -228,7 +230,7 @@ def facts_of(case: Case, device: str) -> Facts:
     """What gerl's sizing counts of a case on shapes, in the recipe's micro-batches."""
     config = config_of(case, Variant("plain"))
 
-    def shapes(path: str, dtype: torch.dtype, device: str = "meta") -> DiffusionPipeline:
+    def shapes(path: str, dtype: torch.dtype, device: str = "meta", *_: object) -> DiffusionPipeline:
         pipe = pipeline_of(case, path, dtype, device)
         prepare(pipe, half=dtype != torch.float32)
         return pipe

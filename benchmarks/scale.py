@@ -38,7 +38,8 @@ from gerl.workers.worker import PolicyWorker
 KEYS = (
     "experiment=signs algorithm=flow_grpo sampling.num_inference_steps=3 actor.updates_per_step=2 rollout.n=8 "
     "validation.data=null validation.every=0 checkpoint.every=0 logger.progress=false logger.tensorboard=false "
-    "cluster.device=cpu cluster.threads_per_worker=1 cluster.launcher=ray trainer.steps=1000 model.lora_rank=16"
+    "cluster.device=cpu cluster.threads_per_worker=1 cluster.launcher=ray trainer.steps=1000 model.lora_rank=16 "
+    "actor.check_gradient=false"
 )
 SCORER = """import time
 

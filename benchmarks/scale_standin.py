@@ -153,12 +153,12 @@ class Ledger:
         """Count what happens in the block."""
         submit, ended, wait = WorkerGroup.submit, Pending.ended, ray.wait
 
-        def counted(group: Any, index: int, method: Any, *arguments: Any) -> Any:
+        def counted(group: Any, index: int, method: Any, *arguments: Any, **options: Any) -> Any:
             self.messages[method.__name__] += 1
             if self.weigh:
                 plain = [SimpleNamespace() if isinstance(a, Pending | ray.ObjectRef) else a for a in arguments]
                 self.sent[method.__name__] += len(cloudpickle.dumps(plain))
-            pending = submit(group, index, method, *arguments)
+            pending = submit(group, index, method, *arguments, **options)
             pending.name = method.__name__  # type: ignore[attr-defined]
             return pending
 

@@ -26,6 +26,7 @@ from gerl.commandline.composition import compose_run, shipped
 from gerl.config import Config
 from gerl.config.algorithms import Teacher
 from gerl.data.sources import may_have_pictures
+from gerl.engine.record import count_evaluations
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.denoisers import default_dtype, find_denoisers
 from gerl.model.hub import model_folder
@@ -124,6 +125,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     stage, start = Stage(), time.perf_counter()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     policy = worker.policy = build_policy(config, dtype, stage)
+    worker.evaluations = count_evaluations(policy.denoisers.values())
     pipe = policy.pipe
     with _on_shapes(pipe):
         worker.algorithm = build_algorithm(config)
