@@ -125,8 +125,7 @@ def find_facts(config: Config, folder: Path, dtype: torch.dtype = torch.bfloat16
     stage, start = Stage(), time.perf_counter()
     worker = PolicyWorker(config, 0, "cpu", torch.get_num_threads(), 1)
     policy = worker.policy = build_policy(config, dtype, stage)
-    worker.evaluations = count_evaluations(policy.denoisers.values())
-    pipe = policy.pipe
+    worker.evaluations, pipe = count_evaluations(policy.denoisers.values()), policy.pipe
     with _on_shapes(pipe):
         worker.algorithm = build_algorithm(config)
         worker.rollout = Rollout(policy, config.sampling, config.validation)
