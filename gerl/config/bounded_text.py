@@ -16,8 +16,8 @@ from yaml.composer import ComposerError
 
 DEPTH = 50  # levels of lists and mappings
 LARGEST = 500_000  # characters, also with aliases replaced by what they stand for
-TOO_DEEP = f"lists and mappings have more than {DEPTH} levels, which gerl does not read"
-TOO_LARGE = f"it has more than {LARGEST} characters if aliases are replaced, which gerl does not read"
+TOO_DEEP = f"lists and mappings are nested in more than {DEPTH} levels, the most that gerl reads"
+TOO_LARGE = f"it has more than {LARGEST} characters with its aliases expanded, the most that gerl reads"
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -59,7 +59,7 @@ def read_text(path: Path, errors: str = "strict", most: int | None = 4 * LARGEST
     """Return the UTF-8 text of a file of at most `most` bytes; raises `OSError` also for a device or a pipe."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
     return path.read_text(encoding="utf-8", errors=errors)

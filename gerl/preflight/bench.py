@@ -118,7 +118,7 @@ class Bench:
         return attempt("rollout", rollout, self.worker.device, compared)[0]
 
     def check_gradient(self, run: Run, half_precision: bool) -> GradientComparison | None:
-        """Run the trainer's check of a micro-batch's gradient, in the sizes of `run`; raises as it does."""
+        """Check the gradient of a micro-batch with the sizes of `run`, as the trainer does; raises `TrainingError`."""
         worker, whole = self.worker, sized(self.config, run.sampled, run.trained)
         algorithm = worker.algorithm = worker.actor.algorithm = build_algorithm(whole)
         give_reward(algorithm, worker.device, {})

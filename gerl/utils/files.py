@@ -56,7 +56,7 @@ def write_file(path: Path, content: str | bytes, private: bool = False) -> None:
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a regular file; raises `OSError` for a device or a pipe, which may have no end."""
     if not path.is_file():
-        raise OSError(errno.EINVAL if path.exists() else errno.ENOENT, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL if path.exists() else errno.ENOENT, "it is not a regular file", str(path))
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

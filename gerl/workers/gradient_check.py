@@ -80,8 +80,8 @@ Compare = Callable[[Sequence[str], bool], "GradientComparison | None"]
 def check_gradient(compare: Compare, largest: float) -> GradientComparison | None:
     """Return the comparison of all switches, None without any.
 
-    Raises `TrainingError` for a gradient that is not finite, and for a distance above `largest` that is no rounding
-    error, which names the switch that causes it, searched for by halving.
+    Raises `TrainingError` if a gradient is not finite, or if the distance exceeds `largest` by more than rounding; the
+    message names the switch that causes it, located by bisection.
     """
     first = compare((), False)
     if first is None or first.is_zero:
@@ -282,7 +282,7 @@ def _switches(worker: PolicyWorker, batch: Batch, rows: list[int]) -> list[str]:
 REMEDIES = {
     SCALING: "model.dtype=bfloat16",
     STEP_BATCH: "actor.step_batch=1",
-    DUPLICATES: "report it, since this pipeline then needs other code",
+    DUPLICATES: "sampling.same_init_noise=false",
     COMPILE: "model.compile=null",
     CHECKPOINTING: "model.gradient_checkpointing=false",
     OFFLOAD: "model.offload=none",
