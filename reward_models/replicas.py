@@ -26,7 +26,7 @@ from gerl.cluster.machines import join as join_cluster
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
 from gerl.rewards.scorers import build_scorer
-from gerl.rewards.scorers.base import JSON, Columns, Metadata
+from gerl.rewards.scorers.base import JSON, Columns, Metadata, references_within
 from reward_models.scoring import Item, Refusal, Row, decode, join, score_items, warm_up
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Placement:
     max_batch_size: int = 16
     batch_wait_s: float = 0.01
     max_in_flight: int = 64
+    folders: str | None = None  # whose files requests may name, separated by commas
 
 
 class Replica:
@@ -85,7 +86,11 @@ class Replica:
     @serve.batch
     async def _batched(self, items: list[Item]) -> list[Row]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, score_items, self.name, self.scorer, items)
+        return await loop.run_in_executor(self._thread, self._scored, items)
+
+    def _scored(self, items: list[Item]) -> list[Row]:
+        with references_within(self.placement.folders or ""):
+            return score_items(self.name, self.scorer, items)
 
 
 class RayScoring:

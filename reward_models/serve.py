@@ -50,6 +50,7 @@ class Options:
     port: Annotated[int, Field(ge=0, le=65535)] = key("port to listen on; 0 selects a free one", 8000)
     token_env: str | None = key("the environment variable with the bearer token that clients must send")
     token_file: str | None = key("or the file with it")
+    folders: str | None = key("folders whose files requests may name, references; separated by commas")
     allow_anonymous: bool = key("true: accept connections from other machines without a token", False)
     replicas: Count = key("copies of the scorer, each in its own process", 1)
     gpus: Annotated[float, Field(ge=0)] | None = key("GPUs per replica; by default they share those available")

@@ -53,6 +53,12 @@ def write_file(path: Path, content: str | bytes, private: bool = False) -> None:
             part.unlink(missing_ok=True)
 
 
+def is_within(file: Path, folders: str) -> bool:
+    """Whether a file, with its links followed, is in one of `folders`, which are separated by commas."""
+    places = (Path(folder).expanduser().resolve() for folder in folders.split(",") if folder)
+    return any(file.resolve().is_relative_to(place) for place in places)
+
+
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a regular file; raises `OSError` for a device or a pipe, which may have no end."""
     if not path.is_file():

@@ -34,6 +34,7 @@ from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, is_loopback, listen, read_token, require, run_command
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
+from gerl.utils.files import is_within
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,7 +93,6 @@ class Engine:
 
     def __init__(self, pipe: DiffusionPipeline, options: Options) -> None:
         self.pipe, self.options, self.lock = pipe, options, threading.Lock()
-        self.folders = [Path(name).expanduser().resolve() for name in (options.folders or "").split(",") if name]
         self.lora: str | None = None  # name
         self.scaling: list[tuple[Any, float]] = []  # the LoRA's layers, with their scale
 
@@ -117,8 +117,8 @@ class Engine:
 
     def file(self, path: object) -> Path:
         """Return a file that a request names; raises `GerlError` unless it is a regular one in an allowed folder."""
-        file = Path(str(path)).resolve()
-        if not any(file.is_relative_to(folder) for folder in self.folders):
+        file = Path(str(path))
+        if not is_within(file, self.options.folders or ""):
             raise GerlError(f"{path!r:.200} is in no folder whose files requests may name: start with folders=FOLDER")
         if not file.is_file():
             raise GerlError(f"{path!r:.200} is no file")

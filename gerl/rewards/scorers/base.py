@@ -1,9 +1,11 @@
 """Base class and shared types of all scorers, package imports, and reference images."""
 
 import base64
+import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,6 +16,7 @@ from pydantic import ConfigDict
 from gerl.errors import DataError, RewardError
 from gerl.protocol import FeedbackRequest, Prompt
 from gerl.utils.condition_images import read_picture
+from gerl.utils.files import is_within
 
 if TYPE_CHECKING:
     import torch
@@ -149,8 +152,26 @@ def references_of(scorer: str, prompt: str, metadata: Metadata, column: str) -> 
     return [part if isinstance(part, Image.Image) else _file(prompt, part) for part in parts]
 
 
+_folders: ContextVar[str | None] = ContextVar("gerl_reference_folders", default=None)  # None: any
+
+
+@contextlib.contextmanager
+def references_within(folders: str) -> Iterator[None]:
+    """Within the block, accept only references to files in `folders`, separated by commas: others name the files."""
+    before = _folders.set(folders)
+    try:
+        yield
+    finally:
+        _folders.reset(before)
+
+
 def _file(prompt: str, given: str | Path) -> Path:
     file = Path(given).expanduser()
+    if (folders := _folders.get()) is not None and not is_within(file, folders):
+        raise DataError(
+            f"{prompt!r} has the reference {str(given)!r:.200}, which is in no folder whose files requests may name: "
+            "start the service with folders=FOLDER"
+        )
     if not file.is_file():
         raise DataError(
             f"{prompt!r} has the reference {str(given)!r}, but there is no file {file.absolute()}: correct the path"

@@ -10,10 +10,14 @@ from PIL import Image
 from tiny_clip import SIZE, pictures, whole_model
 from tiny_dino import KINDS, dino_folder
 
+from gerl.config import ScorerConfig
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
 from gerl.rewards.scorers import base
+from gerl.rewards.scorers.base import Columns
+from reward_models.replicas import Placement, Replica
 from reward_models.scorers.similarity import DinoSimilarity, Diversity, ImageSimilarity
+from reward_models.scoring import Item, Refusal, join
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +161,28 @@ def test_a_row_without_a_reference_is_found_before_any_work_of_image_similarity(
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(DataError, match=r"text\.png cannot be read as an image"):
         scorer([image], ["c"], [{"image": str(tmp_path / "text.png")}])
+
+
+def test_a_service_opens_references_in_its_folders_only(clip: str, tmp_path: Path) -> None:
+    image = pictures(1)[0]
+    for name in ("allowed/a.png", "allowed b/b.png", "secret.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.save(tmp_path / name)
+    (tmp_path / "allowed/link.png").symlink_to(tmp_path / "secret.png")
+    config = ScorerConfig(kwargs={"model": clip, "device": "cpu"})
+
+    def score(name: str, folders: str | None) -> Columns | Refusal:
+        replica = Replica("image_similarity", config, Placement(folders=folders), None)
+        row = Item(0, 0, image, "a", {"image": str(tmp_path / name)})
+        return join("image_similarity", replica._scored([row]))
+
+    folders = f"{tmp_path / 'allowed'},{tmp_path / 'allowed b'}"
+    for name in ("allowed/a.png", "allowed b/b.png"):
+        assert score(name, folders) == {"image_similarity": [pytest.approx(1, abs=1e-5)]}
+    for name in ("secret.png", "gone.png", "allowed/link.png", "allowed/../secret.png", "allowed c/c.png"):
+        refused = score(name, folders)
+        assert isinstance(refused, Refusal) and refused.status == 422 and "folders=FOLDER" in refused.message
+    assert isinstance(score("allowed/a.png", None), Refusal)
 
 
 def test_the_score_is_the_mean_distance_to_the_other_images(clip: str) -> None:
