@@ -1,9 +1,12 @@
 """Settings of the whole suite: one thread (the tensors are tiny, and sums keep their order), reproducible examples."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +25,9 @@ with importing():
         import peft  # noqa: F401
         import transformers  # noqa: F401
 
+if "XDG_STATE_HOME" not in os.environ:  # where the studio keeps a key of the user
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gerl-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as then by all processes that tests start
 torch.set_num_threads(1)
 gc.set_threshold(100_000)  # after every 700 objects, as is usual, the collector takes a fiftieth of the time

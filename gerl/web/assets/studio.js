@@ -527,6 +527,7 @@ function showPlan(found) {
     make("p", { className: `status ${problem ? "bad" : "good"}`, role: "status", text: problem ? problem.sentence : "Ready to start" }),
     make("p", { className: "row" }, start, gpus ? make("label", {}, "GPUs ", count) : null),
     facts.steps ? make("p", { text: `${facts.algorithm} on ${facts.model}: ${facts.steps} steps of ${facts.images} images` }) : null,
+    facts.secrets?.length ? make("p", { className: "status", text: `A secret is typed in ${facts.secrets.join(" and ")}, and the command below shows it to other users of this machine: write \${oc.env:NAME} for the value of the environment variable NAME of the studio.` }) : null,
     found.line && [make("h3", { text: "Command" }), commandBlock(found.line)],
     gpus > 1 && make("p", { className: "soft", text: "The job gets free GPUs, and its command names them in CUDA_VISIBLE_DEVICES." }),
     found.changes.length ? make("h3", { text: "Changes to the recipe" }) : null,

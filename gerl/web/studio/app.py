@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -48,6 +49,7 @@ from gerl.web.studio.sampler import ROWS, Sampler, SampleRequest, read_lines
 logger = logging.getLogger("gerl")
 BODY = 4_000_000  # bytes of a request: prompts are pasted
 COMMANDS = ("train", "vote", "evaluate", "score", "preflight", "export", "report")  # that the page may start
+TRUSTING, LOOKS_AT = ("evaluate", "score", "export"), ("experiment", "lora", "run")  # commands that take `trust`, keys
 ALIVE = 15.0  # seconds of silence after which a stream sends a line
 FORMATS = get_args(get_type_hints(Export)["format"])  # of an export
 SHOWN, MOST_FILES = (
@@ -68,8 +70,8 @@ Answer = Callable[["Studio", Mapping[str, Any]], Any]
 class Studio:
     """The runs, jobs and drafts of a folder."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store = root, Store(root)
+    def __init__(self, root: Path, trust: bool = False) -> None:
+        self.root, self.store = root, Store(root, trust)
         self.closing = threading.Event()
         self.pages: set[Subscriber] = set()
         self.jobs = Jobs(self.store, self.changed)
@@ -105,9 +107,18 @@ class Studio:
         queued = any(job.run == name and job.state in ("waiting", "running") for job in self.jobs.all)
         return queued or (self.root / name).exists()
 
+    def is_trained_here(self, path: str | Path) -> bool:
+        """Whether `path` is, or lies in, the folder of a run that a job of this studio trains: its code is trusted."""
+        name = next(iter(Path(os.path.relpath(Path(path), self.root)).parts), "")
+        return any(job.run == name and job.command in ("train", "vote") for job in self.jobs.all)
+
+    def compose(self, draft: Draft) -> Check:
+        """Compose a draft and read its prompts; code that only a run of somebody else names does not run."""
+        return drafts.check(draft, self.root, self.is_trained_here(draft.keys.get("experiment", "")))
+
     def check(self, draft: Draft) -> Check:
         """Check a draft, and whether its name is free."""
-        found = drafts.check(draft, self.root)
+        found = self.compose(draft)
         if not self.is_used(draft.name):
             return found
         sentence = f"there is a run {draft.name} already: give this one another name"
@@ -167,7 +178,10 @@ def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     gpus = given.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
-    job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
+    with studio.store.lock:
+        if studio.is_used(draft.name):  # by another page meanwhile
+            raise GerlError(f"the run {draft.name} was started already")
+        job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
     return {"job": job.id}
 
 
@@ -181,6 +195,10 @@ def queue_command(studio: Studio, given: Mapping[str, Any]) -> Any:
     title = str(given.get("title") or command)
     if run is not None and not isinstance(run, str):
         raise GerlError(f"run={run!r:.80}: expected the name of a run")
+    runs = [value for key, _, value in (a.partition("=") for a in arguments) if key.partition(".")[0] in LOOKS_AT]
+    typed = any(argument.startswith("trust=") for argument in arguments)
+    if command in TRUSTING and runs and not typed and all(map(studio.is_trained_here, runs)):
+        arguments = [*arguments, "trust=true"]
     job = studio.jobs.add(command, arguments, title, 0 if computed else gpus, run)
     return {"job": job.id}
 
@@ -242,7 +260,7 @@ def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
 
 def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Return a sentence per tokenizer that truncates prompts of a draft."""
-    found = drafts.check(studio.draft(str(given.get("draft"))), studio.root)
+    found = studio.compose(studio.draft(str(given.get("draft"))))
     if found.problem is not None:
         raise GerlError(found.problem.sentence)
     path, sampling = found.values["model"]["path"], found.values["sampling"]
@@ -266,7 +284,7 @@ def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
                 raise GerlError(f"{name} has no LoRA of step {step}")
     else:
         draft = studio.draft(str(given.get("draft")))
-    found = drafts.check(draft, studio.root)
+    found = studio.compose(draft)
     if found.problem is not None and not found.values:
         raise GerlError(found.problem.sentence)
     values, prompts = found.values, read_lines(lines, found.prompts)
@@ -380,7 +398,7 @@ def checkpoints_of(studio: Studio, request: Request) -> Any:
         step = int(path.name.rpartition("_")[2])
         place = studio.root / run.name / path.relative_to(run.folder)
         rows.append({"step": step, "folder": str(place), "best": step == best})
-    first = drafts.check(drafts.from_run(run.folder, "run"), studio.root).facts.get("first", [])
+    first = studio.compose(drafts.from_run(run.folder, "run")).facts.get("first", [])
     return {"checkpoints": rows, "formats": FORMATS, "first": first}
 
 
@@ -406,9 +424,9 @@ def result(studio: Studio, request: Request) -> Response:
 # --- The server
 
 
-def build_studio(root: Path, token: str | None, local: bool) -> tuple[Starlette, Studio]:
+def build_studio(root: Path, token: str | None, local: bool, trust: bool = False) -> tuple[Starlette, Studio]:
     """Build the ASGI application, `local` only for this machine, and its `Studio`."""
-    studio = Studio(root)
+    studio = Studio(root, trust)
 
     def page(name: str) -> Route:
         path = "/" if name == "home" else f"/{name}"

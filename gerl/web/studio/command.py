@@ -18,6 +18,7 @@ class Request(PageOptions):
     """Command-line options."""
 
     folder: Path = key("the folder of the runs, which is made if it is missing", Path("outputs"))
+    trust: bool = key("true: start the commands of a studio.json that was written elsewhere", False)
 
 
 PARSER = Parser(
@@ -43,7 +44,7 @@ def serve(request: Request, stop: threading.Event) -> None:
         from gerl.web.studio.app import build_studio
 
     with opened(request.host, request.port) as listener:
-        app, studio = build_studio(request.folder, token, request.local)
+        app, studio = build_studio(request.folder, token, request.local, request.trust)
         studio.store.write_address(addresses(request.host, listener, None)[0])
         threading.Thread(target=studio.jobs.watch, args=(stop,), name="jobs", daemon=True).start()
         threading.Thread(target=lambda: studio.menu, name="menu", daemon=True).start()  # it takes seconds

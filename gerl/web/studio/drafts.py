@@ -35,6 +35,7 @@ from gerl.config.reading import flow
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
+from gerl.run.card import redact
 from gerl.run.session import VOTES
 from gerl.run.settings import difference, shown_setting
 from gerl.trainer.launch import read_inputs
@@ -163,14 +164,15 @@ class Check:
     prompts: list[Prompt] = field(default_factory=list)  # of distinct texts
 
 
-def check(draft: Draft, root: Path) -> Check:
+def check(draft: Draft, root: Path, trust: bool = False) -> Check:
     """Compose a draft, and read its prompts, as a run does before it loads anything.
 
-    Code that only the run names of which it is a copy does not run: keys that are typed name what may.
+    Code that only the run names of which it is a copy does not run unless `trust`: keys that are typed name what may.
     """
     try:
         arguments = draft.arguments(root)
-        typed = typed_texts(arguments) if is_of_run(draft.keys.get("experiment", "")) else None
+        copied = is_of_run(draft.keys.get("experiment", "")) and not trust
+        typed = typed_texts(arguments) if copied else None
     except GerlError as error:
         return Check([], problem_of(error))
     with only_typed(typed):
@@ -198,6 +200,7 @@ def _check(draft: Draft, arguments: list[str]) -> Check:
     prompts, held_out = inputs.prompts, inputs.held_out
     found = _checked(arguments, composed, before)
     facts = found.facts | {
+        "secrets": [read(a).key_or_group for a in arguments if "${oc.env:" not in a and redact(a) != a],
         "steps": planned_steps(composed.config, prompts),
         "prompts": about(prompts),
         "held_out": about(held_out),

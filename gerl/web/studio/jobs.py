@@ -6,9 +6,12 @@ continues with the same jobs.
 
 import contextlib
 import fcntl
+import hashlib
+import hmac
 import json
 import logging
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -16,18 +19,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.errors import ConfigError, GerlError
+from gerl.errors import ConfigError, GerlError, TrustError
 from gerl.run.card import hardware, now
 from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
 State = Literal["waiting", "running", "finished", "failed", "stopped", "killed"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
+SIGNATURE = "signature"  # of the other values of the file
 LOG, EXIT, PID = "log.txt", "exit", "pid"  # in the folder of a job
 LOOK = 0.3  # seconds between polls
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -104,10 +109,17 @@ class Content:
 
 
 class Store:
-    """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it."""
+    """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it.
 
-    def __init__(self, root: Path) -> None:
-        """Open the file in `root`. Raises `GerlError` if another studio has it, or it cannot be read or written."""
+    It holds commands that the studio starts, so it is signed with a key of the user and the path of its folder.
+    """
+
+    def __init__(self, root: Path, trust: bool = False) -> None:
+        """Open the file in `root`.
+
+        Raises `GerlError` if another studio has it, or it cannot be read or written, and `TrustError` if somebody
+        else, or this user elsewhere, wrote it, unless `trust`.
+        """
         self.root, self.path, self.lock = root, root / FILE, threading.RLock()
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -131,6 +143,20 @@ class Store:
             raise damaged(self.path, f"{place}{first['msg']}") from None
         except (OSError, ValueError) as error:
             raise damaged(self.path, reason(error)) from None
+        signature = self.values.pop(SIGNATURE, None)
+        if self.values and signature != self._signature():
+            if not trust:
+                self.close()
+                raise TrustError(
+                    f"{self.path} was not written by you in this folder: it holds commands that the studio starts, and "
+                    "drafts with code. Read it, then add trust=true, or move it away"
+                )
+            with self.changing():
+                logger.warning("%s is trusted from now on", self.path)
+
+    def _signature(self) -> str:
+        content = json.dumps([str(self.root.resolve()), self.values])
+        return hmac.new(user_key(), content.encode(), hashlib.sha256).hexdigest()
 
     def write_address(self, address: str) -> None:
         """Write the address of the page into the lock file, for the message to a second server."""
@@ -144,10 +170,32 @@ class Store:
         """Change the values within the block, and write them at its end."""
         with self.lock:
             yield self.values
-            write_file(self.path, json.dumps(self.values, indent=1), private=True)
+            write_file(self.path, json.dumps({**self.values, SIGNATURE: self._signature()}, indent=1), private=True)
 
     def close(self) -> None:
         self._held.close()
+
+
+@cache
+def user_key() -> bytes:
+    """Return the key of this user, which the first call writes into their folder of states."""
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "gerl" / "studio.key"
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_file(part, secrets.token_bytes(32), private=True)
+            with contextlib.suppress(FileExistsError):  # of another studio that has just started
+                os.link(part, path)
+            part.unlink()
+        return path.read_bytes()
+    except (GerlError, OSError) as error:
+        logger.warning(
+            "%s cannot be written (%s): a studio started again asks for trust=true; set XDG_STATE_HOME to a folder of "
+            "yours",
+            *(path, reason(error)),
+        )
+        return secrets.token_bytes(32)
 
 
 def damaged(path: Path, why: str) -> GerlError:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import requests
 from watching import make_run
 
 from gerl.commandline.command import listen
+from gerl.commandline.composition import compose_run
 from gerl.web.server import address, serving
+from gerl.web.studio import drafts
 from gerl.web.studio.app import Studio, build_studio
 
 SLEEPS = ("sh", "-c", "sleep 60", "sh")
@@ -169,6 +172,50 @@ def test_the_files_of_a_run_in_the_queue_do_not_change(opened: tuple[str, Studio
     post(url, "draft", draft("unlocked", {"mine": {}}, {"mine.py": "changed"}) | {"was": "locked"})
     folder = studio.root / "studio" / "drafts" / "locked"
     assert (folder / "mine.py").read_text() == first["texts"]["mine.py"] + "\n" and studio.draft("unlocked")
+
+
+def test_two_pages_that_start_a_draft_at_once_start_one_run(tmp_path: Path) -> None:
+    with open_studio(tmp_path) as (url, studio), ThreadPoolExecutor(4) as pages:
+        post(url, "draft", draft("twice", trainer__steps="3"))
+        answers = list(pages.map(lambda _: post(url, "start", {"name": "twice"}).ok, range(4)))
+        assert sorted(answers) == [False, False, False, True] and [job.run for job in studio.jobs.all] == ["twice"]
+
+
+def test_the_code_of_runs_that_the_studio_trains_is_trusted_and_no_other(tmp_path: Path) -> None:
+    def arguments(*values: str) -> list[str]:
+        number = post(url, "command", {"command": "evaluate", "arguments": list(values)}).json()["job"]
+        return studio.jobs.get(number).arguments
+
+    with open_studio(tmp_path) as (url, studio):
+        texts = {"mine.py": "def compute_score(images, prompts):\n    return [0.0] * len(images)"}
+        post(url, "draft", draft("ours", {"mine": {"weight": 1}}, texts))
+        assert post(url, "start", {"name": "ours"}).ok
+        code = tmp_path / "studio" / "drafts" / "ours" / "mine.py"
+        for name in ("ours", "theirs"):
+            (tmp_path / name).mkdir()
+            composed = compose_run(["experiment=signs", f"reward.scorers={{mine: {{path: {code}}}}}"])
+            (tmp_path / name / "config.yaml").write_text(composed.yaml())
+            problem = studio.compose(drafts.from_run(tmp_path / name, "copy")).problem
+            assert (problem is None) == (name == "ours") and (problem is None or "trust=true" in problem.sentence)
+        ours = f"lora.a={tmp_path}/ours/checkpoints/step_1"
+        assert arguments(ours, "images=1") == [ours, "images=1", "trust=true"]
+        for others in (
+            [f"lora.a={tmp_path}/theirs"],
+            [ours, "lora.b=/tmp/other"],
+            [ours, f"experiment={tmp_path}/ours/../theirs/config.yaml"],
+            ["images=1"],
+            [ours, "trust=false"],
+        ):
+            assert arguments(*others) == others
+
+
+def test_a_secret_that_is_typed_gets_the_offer_of_a_variable(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    texts = {"judge.py": "def compute_score(images, prompts, api_key):\n    return [0.0] * len(images)"}
+    for value, secret in (("sk-0123456789abcdef0123", ["reward.scorers"]), ("${oc.env:HOME}", [])):
+        judge = {"judge": {"kwargs": f"api_key: {value}"}}
+        assert post(url, "draft", draft("secret", judge, texts)).json()["facts"]["secrets"] == secret
+    post(url, "remove", {"name": "secret"})
 
 
 def test_a_run_is_queued_stopped_and_cannot_be_started_twice(opened: tuple[str, Studio]) -> None:

@@ -1,6 +1,8 @@
 """The queue of the studio, with real processes: killed, stopped, and followed by another page."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gerl.errors import GerlError
+from gerl.errors import GerlError, TrustError
 from gerl.web.studio import jobs as jobs_module
-from gerl.web.studio.jobs import Job, Jobs, Store
+from gerl.web.studio.jobs import Job, Jobs, Store, user_key
 
 # `COMMAND SECONDS CODE` sleeps and exits; as gerl does, it ends with 130 after an interrupt
 PROGRAM = ("sh", "-c", 'trap "exit 130" INT; echo slept; sleep $2 & wait $!; exit $3', "sh")
@@ -97,6 +99,48 @@ def test_another_page_follows_the_same_jobs(store: Store) -> None:
     finally:
         again.close()
     assert (first.id, second.id, third.id) == (1, 2, 3)
+
+
+def test_a_queue_that_somebody_else_wrote_is_not_started_unless_trusted(store: Store, tmp_path: Path) -> None:
+    jobs, mark = on_cpu(store), tmp_path / "mark"
+    jobs.devices = []
+    jobs.add("train", ["0", "0"], "a run", gpus=0)
+    until(jobs, lambda: jobs.get(1).ended is not None)
+    with store.changing() as values:
+        values["drafts"] = {"a": {"name": "a", "texts": {"mine.py": "é"}}}
+    store.close()
+    copy = shutil.copytree(store.root, tmp_path / "copy")
+    with pytest.raises(TrustError, match="trust=true"):
+        Store(copy)
+    Store(store.root).close()  # in its place it is the user's
+    state = json.loads(store.path.read_text())
+    state["jobs"].append(state["jobs"][0] | {"id": 2, "pid": None, "ended": None, "code": None})
+    store.path.write_text(json.dumps(state))
+    for path in (store.root, copy):
+        with pytest.raises(TrustError):
+            Store(path)
+    again = Store(store.root, trust=True)
+    try:
+        later = Jobs(again, program=("sh", "-c", f"touch {mark}", "sh"))
+        later.devices = ["cpu"]
+        until(later, lambda: later.get(2).state == "finished")
+        assert mark.exists()
+    finally:
+        again.close()
+    Store(store.root).close()  # signed
+
+
+def test_a_folder_of_states_that_cannot_be_written_is_said(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    user_key.cache_clear()
+    try:
+        with store.changing() as values:
+            values["drafts"] = {}
+        assert "XDG_STATE_HOME" in caplog.text and store.path.is_file()
+    finally:
+        user_key.cache_clear()
 
 
 JOB = '{"id": 1, "command": "train", "arguments": ["a"], "title": "t", "created": "now"%s}'
