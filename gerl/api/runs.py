@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from PIL import Image
 
-from gerl.config.bounded_text import load_yaml, read_text
+from gerl.config.bounded_text import read_values
 from gerl.data.code import as_lines, row_of
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
@@ -20,7 +21,7 @@ from gerl.run.checkpoint import find_checkpoint
 from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
-from gerl.utils.files import write_file
+from gerl.utils.files import reason, write_file
 from gerl.web.pages import grid, render, thumbnail, to_data_uri
 
 WIDTH = 192  # pixels of an image in a notebook
@@ -64,7 +65,13 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as nested dictionaries."""
-        found: dict[str, Any] = load_yaml(read_text(self.folder / "config.yaml"))
+        file = self.folder / "config.yaml"
+        try:
+            found = read_values(file)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise GerlError(f"{file} cannot be read ({reason(error)}): restore it") from None
+        if not isinstance(found, dict):
+            raise GerlError(f"{file} is not the configuration of a run: restore it")
         return found
 
     @property

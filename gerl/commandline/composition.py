@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
 from gerl.config.algorithms import with_own_name
-from gerl.config.bounded_text import load_yaml
+from gerl.config.bounded_text import load_yaml, read_values
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
@@ -352,8 +352,8 @@ def load_own_algorithm(overrides: Sequence[str]) -> Any:
     files = [folder / "config.yaml" for folder in (run, *run.parents[:2])]  # of a run or of a checkpoint
     file = next((file for file in files if "checkpoint.resume" in given and file.is_file()), None)
     settings = None
-    with contextlib.suppress(yaml.YAMLError):  # a damaged file is an error of the run to resume
-        settings = load_yaml(file.read_text(encoding="utf-8", errors="replace")) if file else None
+    with contextlib.suppress(OSError, yaml.YAMLError):  # a damaged file is an error of the run to resume
+        settings = read_values(file, "replace") if file else None
     block = settings.get("algorithm") if isinstance(settings, dict) else None
     if file is None or not isinstance(block, dict) or not isinstance(block.get("path"), str):
         return None

@@ -16,6 +16,8 @@ from yaml.composer import ComposerError
 
 DEPTH = 50  # levels of lists and mappings
 LARGEST = 500_000  # characters, also with aliases replaced by what they stand for
+LARGEST_JSON, LARGEST_LOG = 2**25, 2**28  # bytes; a log is read by lines
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of values of another kind
 TOO_DEEP = f"lists and mappings are nested in more than {DEPTH} levels, the most that gerl reads"
 TOO_LARGE = f"it has more than {LARGEST} characters with its aliases expanded, the most that gerl reads"
 
@@ -55,14 +57,29 @@ def _measure(node: yaml.Node, measured: dict[int, tuple[int, int]]) -> tuple[int
     return size, levels
 
 
-def read_text(path: Path, errors: str = "strict", most: int | None = 4 * LARGEST) -> str:
-    """Return the UTF-8 text of a file of at most `most` bytes; raises `OSError` also for a device or a pipe."""
+def regular(path: Path, most: int | None = None) -> Path:
+    """Return `path` if it is a regular file of at most `most` bytes; raises `OSError`: a device has no end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     if most is not None and status.st_size > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return path.read_text(encoding="utf-8", errors=errors)
+    return path
+
+
+def read_text(path: Path, errors: str = "strict", most: int = 4 * LARGEST) -> str:
+    """Return the UTF-8 text of a regular file of at most `most` bytes; raises `OSError`, `UnicodeDecodeError`."""
+    return regular(path, most).read_text(encoding="utf-8", errors=errors)
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON, see `load_json`; raises `OSError`, `ValueError`."""
+    return load_json(regular(path, LARGEST_JSON).read_bytes())
+
+
+def read_log(path: Path) -> list[str]:
+    """Return the lines of a log, such as JSON lines; raises `OSError`."""
+    return read_text(path, "replace", LARGEST_LOG).splitlines()
 
 
 def load_yaml(text: str) -> Any:
@@ -72,6 +89,11 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, BoundedLoader)
     except ValueError as error:  # a date or a number that there is not
         raise yaml.YAMLError(str(error)) from None
+
+
+def read_values(path: Path, errors: str = "strict") -> Any:
+    """Read a file of YAML with plain values; raises `OSError`, `UnicodeDecodeError`, `yaml.YAMLError`."""
+    return load_yaml(read_text(path, errors))
 
 
 def check_yaml(text: str) -> None:
@@ -86,22 +108,23 @@ def _check_length(text: str) -> None:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON; raises `ValueError`, also for more levels than the stack has."""
+    """Parse JSON; raises `ValueError`, also for lone surrogates, which no text has, and for too many levels."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        opened, escape = ((b"[", b"{"), b"\\u") if isinstance(text, bytes) else (("[", "{"), "\\u")
+        if sum(map(text.count, opened)) > DEPTH and _levels(value) > DEPTH:  # type: ignore[arg-type]
+            raise ValueError(TOO_DEEP)
+        if escape in text:  # type: ignore[operator]
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
+    return value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON that can be written again; raises `ValueError`, also for lone surrogates, NaN and too many levels."""
+    """Parse JSON that can be written again; raises `ValueError`, also for NaN, see `load_json`."""
     value = load_json(text)
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        if _levels(value) > DEPTH:
-            raise ValueError(TOO_DEEP)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     return value
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from gerl.config import Config
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import read_json, regular
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
 from gerl.rewards.total import TOTAL
@@ -59,7 +59,7 @@ def find_lora(source: str) -> tuple[Path, str]:
 
 def _readable(file: Path) -> Path:
     try:
-        with safe_open(file, "numpy"):
+        with safe_open(regular(file), "numpy"):
             return file
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} is not a readable LoRA ({reason(error)}): give a .safetensors file") from None
@@ -112,7 +112,7 @@ def has_episodes(path: Path) -> bool:
     if not (path / MANIFEST).is_file():
         return False
     try:
-        state = load_json((path / STATE).read_bytes())
+        state = read_json(path / STATE)
     except (OSError, ValueError):
         return False
     return bool(get(state, "settings", "episode", "turns"))

@@ -13,7 +13,7 @@ import yaml
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
 from gerl.config import ModelConfig
-from gerl.config.bounded_text import load_yaml, read_text
+from gerl.config.bounded_text import MALFORMED, read_values
 from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base
@@ -231,7 +231,7 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
     """
     path = run_dir / "config.yaml"
     try:
-        settings = load_yaml(read_text(path))
+        settings = read_values(path)
         role = None if role is None else other_role(settings, role)
         is_text = role is not None and settings["episode"]["roles"][role].get("kind") == "text"
         model = settings["model"] if role is None else model_of_role(settings, role, is_text)
@@ -244,7 +244,7 @@ def read_config(run_dir: Path, role: str | None = None) -> Base:
         raise ConfigError(
             f"{path} cannot be read ({reason(error)}): the export needs it next to checkpoints/, for the LoRA's alpha"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, *MALFORMED) as error:
         raise ConfigError(
             f"{path} is not the configuration of a run ({type(error).__name__}: {reason(error)}): restore it"
         ) from None

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import yaml
 
-from gerl.config.bounded_text import load_yaml
+from gerl.config.bounded_text import LARGEST_LOG, load_json, load_yaml, read_json, regular
 from gerl.run.card import redact, redacted
 
 logger = logging.getLogger("gerl")
 
 
 def _json(text: str) -> str:
-    values = json.loads(text)
+    values = load_json(text)
     hidden = redacted(values)
     return text if hidden == values else json.dumps(hidden, indent=1)
 
 
 def _lines(text: str) -> str:
-    rows = [(line, json.loads(line)) for line in text.splitlines()]
+    rows = [(line, load_json(line)) for line in text.splitlines()]
     return "".join(f"{line if redacted(row) == row else json.dumps(redacted(row))}\n" for line, row in rows)
 
 
@@ -50,7 +50,7 @@ def copy_run(run_dir: Path, folder: Path) -> None:
         if path.suffix not in TEXTS:
             shutil.copyfile(path, target)
             continue
-        content = path.read_bytes()
+        content = regular(path, LARGEST_LOG).read_bytes()
         hidden = _hidden(content, path.suffix)
         target.write_bytes(hidden)
         if hidden != content:
@@ -65,7 +65,7 @@ def _hidden(content: bytes, suffix: str) -> bytes:
     try:
         text = content.decode()
         return READERS.get(suffix, redact)(text).encode()
-    except (ValueError, RecursionError, yaml.YAMLError):  # damaged, or not of this kind: as a text
+    except (ValueError, yaml.YAMLError):  # damaged, or not of this kind: as a text
         return redact(content.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
@@ -73,7 +73,7 @@ def _correct_manifest(folder: Path, name: Path) -> None:
     """Replace the digest of the file `name` in the manifest of its checkpoint."""
     for parent in name.parents:
         if (file := folder / parent / MANIFEST).is_file() and name.name != MANIFEST:
-            manifest, content = json.loads(file.read_text()), (folder / name).read_bytes()
+            manifest, content = read_json(file), (folder / name).read_bytes()
             listed = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
             manifest["files"][name.relative_to(parent).as_posix()] = listed
             file.write_text(json.dumps(manifest, indent=1))

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 
 from gerl.config import ModelConfig
+from gerl.config.bounded_text import load_json, read_json, regular
 from gerl.errors import CheckpointError, ModelError
 from gerl.model.hub import fetch_lora
 from gerl.model.paths import WEIGHTS, local_lora
@@ -320,12 +321,12 @@ DAMAGED = "{} is not a readable LoRA ({}): give a complete .safetensors file"
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the LoRA configuration in a safetensors file's header, and its tensors. Raises `ModelError`."""
     try:
-        with safe_open(file, "pt") as opened:
-            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+        with safe_open(regular(file), "pt") as opened:
+            header = load_json((opened.metadata() or {}).get(METADATA, "{}"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         if not isinstance(header, dict):
             raise ValueError(f"its {METADATA} is not a JSON object")
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(DAMAGED.format(file, reason(error))) from None
     return header, tensors
 
@@ -475,8 +476,8 @@ def _denoiser_of(name: str, denoisers: Denoisers) -> str:
 
 def _peft_config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = read_json(file)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{file} next to it, which has the LoRA's alpha, cannot be read ({reason(error)})") from None
     if not isinstance(config, dict):
         raise ModelError(f"{file} next to it is not a JSON object")
@@ -809,7 +810,7 @@ def content_digest(source: str) -> str:
     """Return a digest of the files of the LoRA `source`: file, folder or Hub id."""
     digest = hashlib.sha256()
     for file in _files(local_lora(source) or fetch_lora(source)):
-        digest.update(file.read_bytes())
+        digest.update(regular(file).read_bytes())
     return digest.hexdigest()
 
 

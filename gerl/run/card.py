@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from gerl.config.bounded_text import load_json, read_text
+from gerl.config.bounded_text import read_json
 from gerl.errors import Interrupted
 from gerl.utils.files import reason, write_file
 
@@ -68,7 +68,7 @@ class Card:
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """Read the sessions of a card; none if it is missing or damaged, which must not stop a run."""
     try:
-        sessions = load_json(read_text(path, most=None))["sessions"]
+        sessions = read_json(path)["sessions"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [session for session in sessions if isinstance(session, dict)] if isinstance(sessions, list) else []

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import MALFORMED, read_json, regular
 from gerl.config.changes import flat_settings
 from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
@@ -60,7 +60,7 @@ class Checkpoint:
                 f"{self.path}: there is no file {name!r}; it contains {', '.join(self.files) or 'none'}"
             )
         with _reading(self.path, name):
-            return (self.path / name).read_bytes()
+            return regular(self.path / name).read_bytes()
 
 
 def save_checkpoint(
@@ -135,7 +135,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         step = int(manifest["step"])
         expected = {str(name): (str(e["sha256"]), int(e["size"])) for name, e in manifest["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise _damaged(path, f"{MANIFEST} is not a list of files") from error
     if STATE not in expected:
         raise _damaged(path, f"{MANIFEST} does not list {STATE}")
@@ -329,11 +329,10 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
     with _reading(path, name):
-        content = (path / name).read_bytes()
-    try:
-        value = load_json(content)
-    except ValueError as error:
-        raise _damaged(path, f"{name!r} is not valid JSON") from error
+        try:
+            value = read_json(path / name)
+        except ValueError as error:
+            raise _damaged(path, f"{name!r} is not valid JSON") from error
     if not isinstance(value, dict):
         raise _damaged(path, f"{name!r} is not a JSON object")
     return value
@@ -618,7 +617,7 @@ def alive_since(run_dir: Path) -> int | None:
 
 def _said(path: Path) -> str:
     try:
-        values = load_json(path.read_bytes())
+        values = read_json(path)
         return f"process {values['pid']} on {values['host']}, since {values['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -19,7 +19,7 @@ import safetensors
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import LARGEST_JSON, MALFORMED, load_json, regular
 from gerl.engine import Trajectory
 from gerl.engine.storage import restore
 from gerl.errors import GerlError
@@ -158,13 +158,16 @@ class Dump:
             tensors = self.group(f"{TRAJECTORY}{i}/")
             if FORM not in tensors:
                 raise DumpError(f"{self.tensors} is damaged: it has no trajectory {i}")
-            form = load_json(tensors.pop(FORM).numpy().tobytes())
+            try:
+                form = load_json(tensors.pop(FORM).numpy().tobytes())
+            except ValueError as error:
+                raise DumpError(f"{self.tensors} is damaged: trajectory {i} has no form ({reason(error)})") from None
             yield restore(form, tensors, device, self.record.environment.device, whole)
 
     @contextmanager
     def _open(self) -> Iterator[Any]:
         try:
-            with safetensors.safe_open(self.tensors, "pt") as file:
+            with safetensors.safe_open(regular(self.tensors), "pt") as file:
                 yield file
         except (OSError, safetensors.SafetensorError) as error:
             raise DumpError(f"{self.tensors} cannot be read: {reason(error)}; it belongs beside {self.path}") from None
@@ -174,7 +177,7 @@ def read_dump(path: Path) -> Dump:
     """Read the JSON of a dump, given by either of its files. Raises `DumpError` if it cannot be read."""
     path = path.with_suffix(".json") if path.suffix == ".safetensors" else path
     try:
-        text = path.read_bytes()
+        text = regular(path, LARGEST_JSON).read_bytes()
         if (number := load_json(text)["format"]) > FORMAT:
             raise DumpError(f"{path} was written by a newer gerl (format {number}): update gerl")
         record = RECORD.validate_json(text)
@@ -186,7 +189,7 @@ def read_dump(path: Path) -> Dump:
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise DumpError(f"{path} is damaged: it has no usable {where}") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, *MALFORMED) as error:
         raise DumpError(f"{path} cannot be read: {reason(error)}; give dumps/step_K.json of a run") from None
 
 

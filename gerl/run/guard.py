@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from gerl.config.bounded_text import load_json, read_text
+from gerl.config.bounded_text import load_json, read_log
 from gerl.run.health import number
 from gerl.run.settings import get
 from gerl.run.validation import Validation, judged, known, mean, paired_gains
@@ -397,7 +397,7 @@ class GuardLog:
 def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     """Read the rows of `guard.jsonl`; damaged lines are skipped."""
     try:
-        lines = read_text(run_dir / FILE, errors="replace", most=None).splitlines()
+        lines = read_log(run_dir / FILE)
     except OSError:
         return []
     found = []

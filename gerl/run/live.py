@@ -1,11 +1,12 @@
 """Read the files of a live run: images of the latest steps, held-out episodes, and the timeline of its workers."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import MALFORMED, load_json
 from gerl.progress import DRIVER
 
 FOLDER = "live"
@@ -41,8 +42,9 @@ def read_spans(lines: Iterable[str]) -> list[Row]:
             row = load_json(line)
             names = {"worker": str(row["worker"]), "what": str(row["what"])}
             times = {"start": float(row["start"]), "end": float(row["end"])}
-            found.append({**names, "step": int(row["step"]), **times})
-        except (ValueError, KeyError, TypeError):
+            if all(map(math.isfinite, times.values())):
+                found.append({**names, "step": int(row["step"]), **times})
+        except MALFORMED:
             continue
     return found
 

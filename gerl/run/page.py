@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import LARGEST_LOG, load_json, regular
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.card import redact
@@ -21,7 +21,7 @@ from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes, live_steps, read_spans
 from gerl.run.live import FOLDER as LIVE
-from gerl.run.tracking import Rows
+from gerl.run.tracking import Rows, parse_row
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
 from gerl.web.pages import data_uri, encode, enlarge
 
@@ -46,7 +46,7 @@ class Columns:
     def read(self) -> None:
         """Read the added lines; an incomplete last one is left for the next call."""
         try:
-            with self.path.open("rb") as file:
+            with regular(self.path, LARGEST_LOG).open("rb") as file:
                 status = os.fstat(file.fileno())
                 file_now = (status.st_ino, status.st_dev)
                 if file_now != self._file or status.st_size < self._read:
@@ -55,7 +55,7 @@ class Columns:
                     self._file = file_now
                 file.seek(self._read)
                 text = file.read()
-        except FileNotFoundError:
+        except OSError:
             return
         end = text.rfind(b"\n") + 1
         self._read += end
@@ -63,17 +63,14 @@ class Columns:
             self._add(line)
 
     def _add(self, line: bytes) -> None:
-        try:
-            row = load_json(line)
-            step = row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        row = parse_row(line)
+        if row is None or row["step"] <= self.last.get("step", -1):
             return
-        if step <= self.last.get("step", -1):
-            return
+        step = row["step"]
         self.last = row
         self.health.observe(row)
         for name, value in row.items():
-            if name == "step" or isinstance(value, str | bool | list | dict):
+            if name in ("step", "time"):
                 continue
             steps, values = self.values.setdefault(name, (array("q"), array("d")))
             steps.append(step)
@@ -314,7 +311,7 @@ class RunData:
         """Return a row for the list of runs."""
 
         def make() -> dict[str, Any]:
-            rows = [row for line in last_lines(self.folder / "metrics.jsonl", 32 * 1024) if (row := _row(line))]
+            rows = [row for line in last_lines(self.folder / "metrics.jsonl", 32 * 1024) if (row := parse_row(line))]
             last = rows[-1] if rows else {}
             held_out = next((row["val/reward/mean"] for row in reversed(rows) if "val/reward/mean" in row), None)
             return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
@@ -338,6 +335,7 @@ def _row(line: str) -> dict[str, Any] | None:
 
 # --- Files of a run folder: whether they changed, their last lines; never a file outside the folder
 
+LARGEST_FILE = 2**30  # bytes of an image or a LoRA that the page passes on
 TAIL = 512 * 1024  # bytes read from the end of a log or timeline
 
 
@@ -356,15 +354,15 @@ def content(folder: Path, name: str) -> bytes | None:
         path = (folder / name).resolve(strict=True)
         if not path.is_relative_to(folder.resolve()):
             return None
-        return path.read_bytes() if path.is_file() else None  # a pipe has no end
-    except OSError:
+        return regular(path, LARGEST_FILE).read_bytes()
+    except (OSError, RuntimeError):  # the latter: a link to itself
         return None
 
 
 def last_lines(path: Path, most: int = TAIL) -> list[str]:
     """Return the complete lines in the last `most` bytes of a text file; empty if it is missing."""
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most))
             text = file.read().decode(errors="replace")

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.config.bounded_text import load_json, read_text
+from gerl.config.bounded_text import MALFORMED, load_json, read_log
 from gerl.errors import GerlError
 from gerl.utils.files import reason, write_file, writing
 
 METRICS = "metrics.jsonl"
 Rows = list[dict[str, Any]]
+MOST_STEPS = 2**53  # above, floats skip integers
+KINDS = (int, float, type(None)), (str,)  # of metrics, of the time
 
 
 class MetricsLog:
@@ -76,23 +78,39 @@ class MetricsLog:
                 raise
 
 
+def parse_row(line: str | bytes) -> dict[str, Any] | None:
+    """Parse a line of metrics: its `step`, `time`, and numbers, None for those that are not finite.
+
+    Values of another kind are left out. Returns None for a damaged line.
+    """
+    try:
+        values = load_json(line)
+        row = {name: _value(name, value) for name, value in values.items() if type(value) in KINDS[name == "time"]}
+        return row if abs(row.get("step", math.inf)) < MOST_STEPS else None
+    except MALFORMED:
+        return None
+
+
+def _value(name: str, value: Any) -> Any:
+    """Return a value of a row; raises `OverflowError` for a number that is too large."""
+    return value if name == "time" or value is None or math.isfinite(value) else None
+
+
 def read_metrics(path: Path) -> Rows:
     """Read the rows of a `metrics.jsonl`, empty if it is missing.
 
     An incomplete last line is skipped; raises `GerlError` for any other damaged line.
     """
     try:
-        lines = read_text(path, errors="replace", most=None).splitlines()
+        lines = read_log(path)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise GerlError(f"{path} cannot be read: {reason(error)}") from error
     rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = load_json(line)
-            row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        row = parse_row(line)
+        if row is None:
             if number == len(lines):
                 break
             raise GerlError(

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from gerl.config.bounded_text import load_json, read_text
+from gerl.config.bounded_text import MALFORMED, read_json, regular
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, show, thumbnail
@@ -223,8 +223,7 @@ def share_interval(count: int, total: int, confidence: float = CONFIDENCE) -> tu
 log = logging.getLogger(__name__)
 # raised by JSON and numpy for truncated, overwritten and other files
 DAMAGED = (
-    OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError, struct.error, zipfile.BadZipFile,
-    zlib.error,
+    *(OSError, *MALFORMED, EOFError, RuntimeError, MemoryError, struct.error, zipfile.BadZipFile, zlib.error),
 )  # fmt: skip
 
 
@@ -341,7 +340,7 @@ def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float
     best = max(steps, key=lambda step: (ranks[step], step), default=0)
     for step in set(steps) - {*steps[:1], best, *steps[-newest:]}:
         path = _path(run_dir, step)
-        values = load_json(path.read_bytes())
+        values = read_json(path)
         write_file(path, json.dumps({**values, "shown": [], "drawing": None}))  # complete at any moment
         with writing(path.with_suffix(".npz")):
             path.with_suffix(".npz").unlink()
@@ -351,14 +350,8 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
     path = _path(run_dir, step)
     try:
-        values = load_json(read_text(path, most=None))
-        pixels = []
-        if pictures and values.get("shown") != []:
-            with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-                if (size := sum(entry.file_size for entry in arrays.zip.infolist())) > LARGEST:
-                    raise ValueError(f"its images take {size / 1e9:.1f} GB")
-                separate = (arrays[f"picture_{i}"] for i in range(len(arrays.files)))
-                pixels = list(arrays.get("pixels", separate))
+        values = read_json(path)
+        pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
         found = VALIDATION.validate_python({**values, "pixels": pixels})
     except (*DAMAGED, ValidationError) as error:
         said = " ".join(str(error).split())[:200] or type(error).__name__
@@ -366,11 +359,22 @@ def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validati
     lengths = {len(column) for column in (found.rewards, *found.by_scorer.values(), *found.looks.values())}
     if lengths | {len(found.ids or found.prompts)} != {len(found.prompts)}:
         raise GerlError(f"the validation {path} does not have one reward per image; delete it to skip it")
-    images = all(image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8 for image in pixels)
     listed = len(found.shown) == len(pixels) and all(0 <= i < len(found.prompts) for i in found.shown)
-    if pictures and not (images and listed):
+    if pictures and not listed:
         raise GerlError(f"the validation {path} has other images than it lists; delete it to skip it")
     return found
+
+
+def _read_pixels(path: Path) -> list[np.ndarray]:
+    """Return the images of a validation; raises an error of `DAMAGED`."""
+    with np.load(regular(path), allow_pickle=False) as arrays:
+        if (size := sum(entry.file_size for entry in arrays.zip.infolist())) > LARGEST:
+            raise ValueError(f"its images take {size / 1e9:.1f} GB")
+        images = arrays["pixels"] if "pixels" in arrays else [arrays[f"picture_{i}"] for i in range(len(arrays.files))]
+    pixels = [] if isinstance(images, bytes) else list(images)  # bytes: of an entry without an array
+    if not all(isinstance(p, np.ndarray) and p.shape[2:] == (3,) and p.dtype == np.uint8 for p in pixels):
+        raise ValueError("it has other arrays than images")
+    return pixels
 
 
 def load_validations(run_dir: Path) -> list[Validation]:

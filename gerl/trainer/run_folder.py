@@ -25,7 +25,7 @@ from gerl.commandline.composition import (
     stays_watched,
 )
 from gerl.config import Config
-from gerl.config.bounded_text import load_yaml, read_text
+from gerl.config.bounded_text import read_values
 from gerl.config.changes import (
     CONTENT,
     FIXED,
@@ -355,7 +355,7 @@ def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[
     Removed keys are ignored if they had their default. Raises `ConfigError` for others, or if the file cannot be read.
     """
     try:
-        values = load_yaml(read_text(file))
+        values = read_values(file)
         if not isinstance(values, dict) or not isinstance(values.get("algorithm"), dict):
             raise ValueError("there is no block 'algorithm'")
         experiment, preset = str(values.pop("experiment", "")), str(values.pop("preset", ""))

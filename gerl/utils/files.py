@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import errno
 import hashlib
 import io
 import logging
@@ -17,6 +16,7 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
+from gerl.config.bounded_text import regular
 from gerl.errors import ConfigError, GerlError
 
 
@@ -61,9 +61,7 @@ def is_within(file: Path, folders: str) -> bool:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a regular file; raises `OSError` for a device or a pipe, which may have no end."""
-    if not path.is_file():
-        raise OSError(errno.EINVAL if path.exists() else errno.ENOENT, "it is not a regular file", str(path))
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import importing, run_command
+from gerl.config.bounded_text import MALFORMED
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError, TrainingError, TrustError
 from gerl.run.checkpoint import alive_since
@@ -34,7 +35,6 @@ FILES = {
     "live images": "check_live",
     "dumps": "check_dump_files",
 }
-MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of values of another kind
 MODEL = ("base model", "tokens", "guidance", "images", "steps")
 
 

@@ -12,7 +12,7 @@ import torch
 from gerl.algorithms.planning import prompt_schedule
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig, Config, RewardConfig
-from gerl.config.bounded_text import load_json
+from gerl.config.bounded_text import read_json
 from gerl.config.changes import flat_settings, unknown_keys
 from gerl.errors import CheckpointError, DataError
 from gerl.protocol import Prompt, RolloutTask, Sample, Scores
@@ -300,7 +300,7 @@ def check_live(run: RunRecord) -> Check:
     for step in live_steps(run.folder):
         path = run.folder / FOLDER / f"step_{step:06d}.json"
         try:
-            values = load_json(path.read_bytes())
+            values = read_json(path)
             count = len(values["images"])
             totals = [image[2] for image in values["images"] if len(image) == 5]  # without the texts of a rewriter
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:

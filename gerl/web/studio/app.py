@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
@@ -28,7 +27,7 @@ from starlette.routing import Mount, Route
 from gerl.commandline.composition import experiments, shipped
 from gerl.commandline.recipes import recipe
 from gerl.config import keys
-from gerl.config.bounded_text import DEPTH, parse_json
+from gerl.config.bounded_text import DEPTH, load_json, parse_json, read_log, read_text
 from gerl.config.reading import flow
 from gerl.errors import GerlError
 from gerl.export.command import Request as Export
@@ -38,6 +37,7 @@ from gerl.run.card import hardware
 from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
 from gerl.run.page import LORA
 from gerl.run.session import VOTES
+from gerl.utils.files import reason
 from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, admit_page, cookie_of, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
@@ -379,14 +379,17 @@ def log_of(studio: Studio, request: Request) -> Any:
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.suffix in SHOWN)[:MOST_FILES]
     card = folder / "lora" / "README.md"
     said = {"log": studio.jobs.log(job), "state": job.state, "line": job.line, "title": job.title}
-    return said | {"files": files, "card": card.read_text(encoding="utf-8") if card.is_file() else ""}
+    return said | {"files": files, "card": read_text(card, "replace") if card.is_file() else ""}
 
 
 def scores_of(studio: Studio, request: Request) -> Any:
     """Return the state of a scoring job and its rows."""
     job = studio.jobs.get(query_int(request, "job"))
     path = studio.jobs.folder(job) / "scores.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    try:
+        rows = [load_json(line) for line in read_log(path)] if path.is_file() else []
+    except (OSError, ValueError) as error:
+        raise GerlError(f"{path} cannot be read ({reason(error)}): score again") from None
     return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
 
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from gerl.config.bounded_text import LARGEST_JSON, load_json, read_text, regular
 from gerl.errors import ConfigError, GerlError, TrustError
 from gerl.run.card import hardware, now
 from gerl.utils.files import reason, write_file
@@ -133,9 +134,9 @@ class Store:
             where = self._held.read().strip()
             raise GerlError(f"{root} is open in another studio{f', {where}' if where else ''}: use that page") from None
         try:
-            text = self.path.read_bytes()
+            text = regular(self.path, LARGEST_JSON).read_bytes()
             TypeAdapter(Content).validate_json(text, strict=True)
-            self.values: dict[str, Any] = json.loads(text)
+            self.values: dict[str, Any] = load_json(text)
         except FileNotFoundError:
             self.values = {}
         except ValidationError as error:
@@ -254,7 +255,7 @@ class Jobs:
 
     def log(self, job: Job) -> str:
         """Return the last `TAIL` bytes of the log of a job."""
-        with contextlib.suppress(FileNotFoundError), (self.folder(job) / LOG).open("rb") as file:
+        with contextlib.suppress(OSError), regular(self.folder(job) / LOG).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read().decode("utf-8", "replace")
         return ""
@@ -336,14 +337,14 @@ class Jobs:
             child.poll()  # else a process that has ended stays in the table of processes
         assert job.pid is not None
         with contextlib.suppress(OSError, ValueError):
-            pid, clock = map(int, (self.folder(job) / PID).read_text().split())
+            pid, clock = map(int, read_text(self.folder(job) / PID).split())
             if pid != job.pid:  # a studio that was killed had started the job
                 job.pid, job.clock, child = pid, clock, None
         if is_alive(job.pid, job.clock):
             return
         code = None if child is None or child.returncode is None or child.returncode < 0 else child.returncode
         with contextlib.suppress(OSError, ValueError):
-            code = int((self.folder(job) / EXIT).read_text())
+            code = int(read_text(self.folder(job) / EXIT))
         job.ended, job.code = now(), code
         self._children.pop(job.id, None)
         logger.info("%d: %s", job.id, job.state)
