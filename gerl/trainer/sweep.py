@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NotRequired
 
 from hydra import version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -26,8 +26,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from gerl.commandline import composition, signals
+from gerl.config.bounded_text import read_json
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, GerlError, TrainingError
 from gerl.progress import duration
@@ -335,14 +338,31 @@ def run_training(arguments: Sequence[str], log: IO[bytes] | None = None) -> int:
 
 JOB = "job.json"  # in the folder of a run: number in the sweep, overrides, exit
 HELD_OUT, TRAINED = "val/reward/mean", "reward/mean"
-Job = dict[str, Any]
+
+
+class Job(TypedDict):
+    """A started run of a sweep; `code`: None while it runs."""
+
+    number: int
+    code: int | None
+    overrides: list[str]
+    swept: list[str]
+    folder: str
+    at: float  # seconds since 1970 of its start
+    seconds: NotRequired[float]
 
 
 def read_jobs(folder: Path) -> list[Job]:
     """Return the started runs of a sweep by number."""
     paths = folder.glob(f"*/{JOB}")
-    jobs = [{**json.loads(path.read_text(encoding="utf-8")), "folder": str(path.parent)} for path in paths]
-    return sorted(jobs, key=lambda job: int(job["number"]))
+    return sorted(map(_read_job, paths), key=lambda job: job["number"])
+
+
+def _read_job(path: Path) -> Job:
+    try:
+        return TypeAdapter(Job).validate_python({**read_json(path), "folder": str(path.parent)})
+    except (OSError, TypeError, ValueError) as error:
+        raise GerlError(f"{path} cannot be read ({reason(error)}): repair it, or move its folder away") from None
 
 
 def result(run_dir: Path) -> dict[str, Any]:

@@ -21,13 +21,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run, key_of, quoted, shipped
 from gerl.commandline.form import either, near_names
+from gerl.config.bounded_text import read_json, read_log
 from gerl.config.reading import typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.progress import duration
@@ -36,7 +40,7 @@ from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import Estimate, estimate_gain, load_validation, validation_steps
 from gerl.trainer.sweep import HELD_OUT, run_training
-from gerl.utils.files import write_file
+from gerl.utils.files import reason, write_file
 from gerl.web.pages import render
 
 logger = logging.getLogger("gerl")
@@ -131,6 +135,13 @@ class Result:
     error: str = ""
 
 
+class Content(TypedDict):
+    """Types of `tune.json`."""
+
+    request: dict[str, Any]
+    results: list[Result]
+
+
 def main(argv: Sequence[str] | None = None, program: str = PARSER.program) -> int:
     """Run the command line and return the exit code, see `run_command`."""
     return run_command(argv, lambda: PARSER.help(program), tune)
@@ -214,11 +225,13 @@ class Search:
         file = self.folder / RESULTS
         asked = json.loads(json.dumps(asdict(self.request)))
         if file.exists():
-            known = json.loads(file.read_text(encoding="utf-8"))
-            if changed := [name for name, value in known["request"].items() if asked[name] != value]:
+            try:
+                known = TypeAdapter(Content).validate_python(read_json(file))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{file} cannot be read ({reason(error)}): repair it, or choose a new out") from None
+            if changed := [name for name, value in known["request"].items() if asked.get(name) != value]:
                 raise ConfigError(f"out={self.folder}: there {', '.join(changed)} were others; choose a new folder")
-            for row in known["results"]:
-                found = Result(**row)
+            for found in known["results"]:
                 self.results[Trial(found.preset, found.rate, found.round).name] = found
             logger.info("resumed the search in %s after %d trials", self.folder, len(self.results))
         elif self.folder.exists() and any(self.folder.iterdir()):
@@ -454,7 +467,7 @@ def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, ela
     rows = read_metrics(place / METRICS) if (place / METRICS).exists() else []
     error = ""
     if code:
-        said = place.with_name(f"{trial.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        said = read_log(place.with_name(f"{trial.name}.log"))
         last = said[-1] if said else f"it ended with exit code {code} before it wrote a line"
         error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), last)
     rewards = [float(row[HELD_OUT]) for row in rows if row.get(HELD_OUT) is not None]

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from gerl.config.bounded_text import LARGEST_LOG, MALFORMED, load_json, regular
 from gerl.errors import GerlError, RewardError
 from gerl.utils.files import reason, write_file, writing
 
@@ -118,6 +120,9 @@ class Ballot:
         return {**row, "sources": self.sources} if self.sources else row
 
 
+FILE = re.compile(r"images/[0-9a-f]+/(source_)?\d+\.png")
+
+
 def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind: str = "") -> list[str]:
     """Write the PNGs of a group, before the journal refers to them; return their paths in `folder`."""
     paths = [f"images/{group.id}/{kind}{i}.png" for i in range(len(files))]
@@ -182,10 +187,13 @@ class Ballots:
             match row["kind"]:
                 case "group":
                     files = row["images"], row.get("sources", [])
-                    self._add(Ballot(parse_request(row["group"]), row["text"], *files, seen=self.clock()))
+                    if not all(FILE.fullmatch(file) for part in files for file in part):
+                        raise ValueError("an image outside its folder")
+                    self._add(Ballot(parse_request(row["group"]), str(row["text"]), *files, seen=self.clock()))
                 case "vote":
                     ballot = self.ballots[row["group"]]
-                    ballot.votes[row["voter"]] = Vote(row["voter"], row["ranks"], row["time"])
+                    ranks = normalised_ranks(row["ranks"], len(ballot.images))
+                    ballot.votes[row["voter"]] = Vote(str(row["voter"]), ranks, float(row["time"]))
                     self._forget(row["voter"], ballot.id).append(ballot.id)
                 case "undo":
                     del self.ballots[row["group"]].votes[row["voter"]]
@@ -193,7 +201,7 @@ class Ballots:
                 case "taken":
                     for name in row["groups"]:
                         self._take(self.ballots[name])
-        except (KeyError, TypeError, RewardError) as error:
+        except (*MALFORMED, RewardError) as error:
             raise GerlError(f"{self.journal.path} has an inconsistent line ({error}): move it away") from None
 
     def _add(self, ballot: Ballot) -> None:
@@ -411,13 +419,13 @@ class Journal:
         if not self.path.exists():
             return []
         try:
-            content = self.path.read_bytes()
+            content = regular(self.path, LARGEST_LOG).read_bytes()
             end = content.rfind(b"\n") + 1
             if end < len(content):
                 logger.warning("%s ends with an incomplete line, which is ignored", self.path)
                 with self.path.open("r+b") as file:
                     file.truncate(end)
-            rows = [json.loads(line) for line in content[:end].splitlines()]
+            rows = [load_json(line) for line in content[:end].splitlines()]
         except (OSError, ValueError) as error:
             raise GerlError(f"{self.path} cannot be read ({reason(error)}): repair it, or move it away") from None
         if any(not isinstance(row, dict) or "kind" not in row for row in rows):

@@ -30,6 +30,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
 from gerl.commandline.command import is_loopback
+from gerl.config.bounded_text import read_json
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
@@ -112,7 +113,7 @@ class Tokens:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = read_json(path) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise GerlError(f"{path} cannot be read ({reason(error)}): remove it, and voters get new links") from None
     return found if isinstance(found, dict) else {}
