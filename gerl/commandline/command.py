@@ -20,7 +20,6 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped, causes
@@ -259,11 +258,9 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Return the name or address in a `Host` header without the port; empty if missing."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """Return the name or address in a `Host` header without the port; empty if missing or malformed."""
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d*)?", host, re.ASCII | re.IGNORECASE)
+    return (match[1] or match[2]).lower() if match else ""
 
 
 def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
@@ -271,5 +268,5 @@ def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
     if method in ("GET", "HEAD"):
         return False
     origin = headers.get("origin")
-    elsewhere = origin is not None and urlsplit(origin).netloc != headers.get("host")
+    elsewhere = origin is not None and origin.partition("://")[2] != headers.get("host")
     return elsewhere or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")

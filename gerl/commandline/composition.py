@@ -6,6 +6,7 @@ import difflib
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -810,7 +811,8 @@ def typed_texts(overrides: Sequence[str]) -> frozenset[str]:
 
 def is_of_run(experiment: str) -> bool:
     """Whether the file of `experiment=FILE` is the configuration of a run, which somebody else may have made."""
-    return re.fullmatch(r"config(\.step_\d+)?\.yaml", Path(experiment).name) is not None
+    target = os.path.realpath(os.path.expanduser(experiment)) if "\0" not in experiment else ""  # of a link
+    return re.fullmatch(r"config(\.step_\d+)?\.ya?ml", os.path.basename(target)) is not None
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:

@@ -167,6 +167,17 @@ def test_a_file_that_is_typed_runs_and_no_other(stranger: Path, tmp_path: Path) 
     assert refused["own_prompts"] in out.read_text() and refused["own_algorithm"] not in out.read_text()
 
 
+def test_a_configuration_of_a_run_under_another_name_runs_nothing(stranger: Path, tmp_path: Path) -> None:
+    config = stranger / "run" / "config.yaml"
+    (tmp_path / "recipe.yaml").symlink_to(config)
+    for name in ("config.yml", "config.step_1.yml"):
+        (tmp_path / name).write_bytes(config.read_bytes())
+    for path in sorted(tmp_path.iterdir()):
+        with forgetting():
+            assert command(["score", f"images={stranger}", f"experiment={path}", f"out={tmp_path / 'out'}"]) == 2
+        assert not ran(stranger), path
+
+
 def test_the_owner_resumes_where_the_run_was_made(stranger: Path) -> None:
     with forgetting():
         assert command(["train", f"checkpoint.resume={stranger / 'run'}", "trainer.steps=2"]) == 0

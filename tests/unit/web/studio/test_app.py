@@ -294,8 +294,12 @@ def test_files_of_a_job_cannot_leave_its_folder(opened: tuple[str, Studio]) -> N
 def test_other_sites_and_other_hosts_are_refused(opened: tuple[str, Studio]) -> None:
     url, studio = opened
     body = draft("foreign")
-    assert post(url, "draft", body, Origin="https://elsewhere.example").status_code == 403
-    assert post(url, "draft", body, Host="elsewhere.example").status_code == 403
+    for origin in ("https://elsewhere.example", "http://[", "null", ""):
+        assert post(url, "draft", body, Origin=origin).status_code == 403, origin
+    for host in ("elsewhere.example", "[::1].elsewhere.example", "elsewhere.example\\@localhost", "localhost:1:2", "["):
+        assert post(url, "draft", body, Host=host).status_code == 403, host
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:", "[::1]:80", "a.localhost:1"):
+        assert post(url, "draft", body | {"keep": False}, Host=host).ok, host
     answer = requests.post(f"{url}/api/draft", data="{}", headers={"Content-Type": "text/plain"}, timeout=10)
     assert answer.status_code == 415 and "foreign" not in studio.store.values.get("drafts", {})
 
