@@ -1,6 +1,5 @@
 """Export of a run with full fine-tuning: its denoisers, or a LoRA that approximates them."""
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -9,6 +8,7 @@ from pathlib import Path
 import diffusers
 import torch
 
+from gerl.config.bounded_text import read_json
 from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
@@ -33,9 +33,12 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
     """Write each denoiser into a diffusers folder in `out`, in its computing precision."""
     for name, folder in models_in(checkpoint.path).items():
         if kind == "ema":
-            shutil.copytree(folder, out / name)
+            for file in checkpoint.files:  # no others: a link may lead to any file
+                if file.startswith(f"{name}/"):
+                    (out / file).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(folder.parent / file, out / file)
             continue
-        entry = json.loads((folder / "config.json").read_text())["_class_name"]
+        entry = read_json(folder / "config.json")["_class_name"]
         model_class = getattr(diffusers, entry, None)
         if model_class is None:
             raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from gerl.config.bounded_text import read_json, regular
 from gerl.errors import ModelError
 from gerl.model.denoisers import component_class
 from gerl.utils.files import reason
@@ -55,7 +55,7 @@ def _weight_files(component: str, folder: Path, names: Sequence[str]) -> list[Pa
         if (folder / name).is_file():
             return [folder / name]
         if (index := folder / f"{name}.index.json").is_file():
-            listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            listed = sorted(set(read_json(index)["weight_map"].values()))
             if absent := [file for file in listed if not (folder / file).is_file()]:
                 raise IncompleteFiles(
                     f"{component} lacks {len(absent)} of the {len(listed)} files in {index.name}, such as {absent[0]}: "
@@ -71,7 +71,7 @@ def _check_whole(name: str, file: Path) -> None:
             raise IncompleteFiles(f"{name}/{file.name} is a pointer of Git LFS, not the weights: run 'git lfs pull'")
     if file.suffix == ".safetensors":
         try:
-            with safe_open(file, "pt"):
+            with safe_open(regular(file), "pt"):
                 pass
         except SafetensorError as error:
             raise IncompleteFiles(

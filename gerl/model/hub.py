@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx
 
+from gerl.config.bounded_text import read_json
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.parts import NO_PARTS, Parts, arranged, check_names, variants_in, with_tokenizers
 from gerl.model.paths import INDEX, resolve
@@ -57,7 +57,7 @@ def model_folder(path: str, parts: Parts = NO_PARTS) -> Path:
     given = resolve(path)
     folder = Path(given if Path(given).is_dir() else fetch(given, parts))
     if parts:
-        check_names(parts, json.loads((folder / INDEX).read_text(encoding="utf-8")))
+        check_names(parts, read_json(folder / INDEX))
     return arranged(folder, {name: None if part is None else part_folder(name, part) for name, part in parts.items()})
 
 

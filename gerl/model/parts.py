@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from gerl.config.bounded_text import read_json
 from gerl.errors import ModelError
 from gerl.model.paths import INDEX
 
@@ -55,7 +56,7 @@ def arranged(folder: Path, parts: Mapping[str, Path | None]) -> Path:
     parts: the folder of a component that replaces one, None: left out. The folder of links lives as long as this
     process. Raises `ModelError` for a part without a class.
     """
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = read_json(folder / INDEX)
     replaced = {name: part for name, part in with_tokenizers(parts).items() if name in index}
     components = [name for name, entry in index.items() if isinstance(entry, list) and (folder / name).is_dir()]
     sources = {name: folder / name for name in components} | replaced
@@ -91,7 +92,7 @@ def _linked(
         logger.info("%s: the weights of %s are read from their variant %s, there are no others", folder, of, variant)
     made = Path(tempfile.mkdtemp(prefix="gerl_pipeline_"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = read_json(folder / INDEX)
     for file in folder.iterdir():
         if file.name not in (INDEX, *absent, *dict(sources)):
             (made / file.name).symlink_to(file.absolute())
@@ -119,10 +120,10 @@ def _link(source: Path, target: Path, variant: str | None) -> None:
 def _entry(name: str, folder: Path, before: list[str | None]) -> list[str | None]:
     """Return library and class of a component for model_index.json: as its files say, else as `before`."""
     if before == NONE and folder.name == name and (pipeline := folder.parent / INDEX).is_file():
-        return list(json.loads(pipeline.read_text(encoding="utf-8")).get(name, NONE))
+        return list(read_json(pipeline).get(name, NONE))
     for file in ("config.json", "scheduler_config.json", "tokenizer_config.json"):
         if (folder / file).is_file():
-            settings = json.loads((folder / file).read_text(encoding="utf-8"))
+            settings = read_json(folder / file)
             if "_class_name" in settings:
                 return ["diffusers", settings["_class_name"]]
             if before == NONE and (

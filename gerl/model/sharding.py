@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import json
 import logging
 import math
 from collections import Counter, defaultdict
@@ -26,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
+from gerl.config.bounded_text import read_json, regular
 from gerl.engine.record import put
 from gerl.errors import ModelError
 from gerl.model.denoisers import component_class, default_dtype
@@ -101,7 +101,7 @@ def unread_models(folder: Path, names: list[str], dtype: torch.dtype) -> tuple[d
 def _model(kind: type[Any], folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, Unread]:
     """Return a component without its weights, and where these are stored. Raises `_NotLazy`."""
     build, base = (_of_diffusers, ModelMixin) if issubclass(kind, ModelMixin) else (_of_transformers, PreTrainedModel)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     if config.get("quantization_config") is not None:
         raise _NotLazy("its weights are quantised in their files")
     files, shapes = _files(folder, NAMES[base])
@@ -147,13 +147,13 @@ def _with_placeholders(model: torch.nn.Module, unread: Unread) -> Unread:
 def _files(folder: Path, name: str) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
     """Return file and shape of each tensor in one safetensors file, or several with an index. Raises `_NotLazy`."""
     index = folder / f"{name}.index.json"
-    names = json.loads(index.read_text())["weight_map"].values() if index.is_file() else [name]
+    names = read_json(index)["weight_map"].values() if index.is_file() else [name]
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in (folder / name for name in dict.fromkeys(names)):
         if not file.is_file():
             raise _NotLazy(f"it has no {file.name}")
-        with safe_open(file, framework="pt") as opened:
+        with safe_open(regular(file), framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118
                 files[key], shapes[key] = file, tuple(opened.get_slice(key).get_shape())
     return files, shapes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gerl.config.bounded_text import LARGEST_LOG, load_json, regular
+from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.card import redact
@@ -252,7 +252,7 @@ class RunData:
         """Return the values of the sheet of `step` if it is one of `steps`, else of the latest, with all `steps`."""
         for number in [step] * (step in steps) + list(steps)[::-1]:
             try:
-                found = load_json(content(self.folder, f"{name}_{number:06d}.json") or b"")
+                found = parse_json(content(self.folder, f"{name}_{number:06d}.json") or b"")
             except ValueError:  # removed meanwhile
                 continue
             if isinstance(found, dict):
@@ -327,7 +327,7 @@ class RunData:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = load_json(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

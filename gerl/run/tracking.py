@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gerl.config.bounded_text import MALFORMED, load_json, read_log
+from gerl.config.bounded_text import LARGE, MALFORMED, load_json, read_log
 from gerl.errors import GerlError
 from gerl.utils.files import reason, write_file, writing
 
@@ -92,8 +92,7 @@ def parse_row(line: str | bytes) -> dict[str, Any] | None:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Return a value of a row; raises `OverflowError` for a number that is too large."""
-    return value if name == "time" or value is None or math.isfinite(value) else None
+    return value if name == "time" or value is None or abs(value) <= LARGE else None  # not NaN either
 
 
 def read_metrics(path: Path) -> Rows:

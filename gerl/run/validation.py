@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from gerl.config.bounded_text import MALFORMED, read_json, regular
+from gerl.config.bounded_text import LARGE, MALFORMED, read_json, regular
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
 from gerl.web.pages import Card, Picture, show, thumbnail
@@ -227,6 +227,9 @@ DAMAGED = (
 )  # fmt: skip
 
 
+Score = Annotated[float, Field(ge=-LARGE, le=LARGE)]  # neither NaN nor infinite, and its square is a float
+
+
 @dataclass(frozen=True)
 class SamplingRecord:
     """How the images of a validation were sampled, apart from the settings in config.yaml."""
@@ -248,14 +251,14 @@ class Validation:
 
     step: int
     prompts: list[str]  # [N]
-    rewards: list[float | None]  # [N]
-    by_scorer: dict[str, list[float | None]]  # scorer -> [N]
+    rewards: list[Score | None]  # [N]
+    by_scorer: dict[str, list[Score | None]]  # scorer -> [N]
     shown: list[int]  # [P] increasing indices of the stored images
     pixels: list[np.ndarray]  # [P] of [H, W, 3] uint8
     drawing: SamplingRecord | None = None  # None once the images are deleted
     ids: list[int] = field(default_factory=list)  # [N] index of each image's prompt; empty: one image per prompt
     # statistic -> [N], see `gerl.workers.image_statistics`
-    looks: dict[str, list[float | None]] = field(default_factory=dict)
+    looks: dict[str, list[Score | None]] = field(default_factory=dict)
 
     @cached_property
     def first_rows(self) -> list[int]:

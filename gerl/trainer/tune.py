@@ -459,6 +459,11 @@ def affordable(
     return kept
 
 
+def total(row: Mapping[str, Any], *names: str) -> float:
+    """Return the sum of the metrics that a row has."""
+    return sum(row.get(name) or 0.0 for name in names)
+
+
 def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, elapsed: float | None) -> Result:
     """Read the result of a trial from its run folder; `elapsed`: seconds it took, if the budget is one of time.
 
@@ -472,8 +477,8 @@ def read_result(trial: Trial, place: Path, steps: int, lr: float, code: int, ela
         error = next((line.removeprefix("error: ") for line in said[::-1] if line.startswith("error: ")), last)
     rewards = [float(row[HELD_OUT]) for row in rows if row.get(HELD_OUT) is not None]
     trained = [row for row in rows if row["step"]]
-    evaluations = [row["evaluations/forward"] + row["evaluations/backward"] for row in trained]
-    times = [row["timing/step_s"] - row.get("timing/validation_s", 0.0) for row in trained]
+    evaluations = [total(row, "evaluations/forward", "evaluations/backward") for row in trained]
+    times = [total(row, "timing/step_s") - total(row, "timing/validation_s") for row in trained]
     own = evaluations if elapsed is None else times
     cost, per_step = (sum(evaluations) if elapsed is None else elapsed), (statistics.fmean(own) if own else 0.0)
     if not error and trial.round == 0 and trained and all(row.get("group/zero_std_fraction") == 1.0 for row in trained):

@@ -25,6 +25,7 @@ import requests
 from PIL import Image
 
 from gerl.config import Config
+from gerl.config.bounded_text import read_json
 from gerl.config.services import KEY, Service, service_of
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import RolloutTask, Sample, Segment
@@ -186,7 +187,7 @@ class ComfyClient(Client):
         super().__init__(service)
         assert service.workflow is not None
         try:
-            self.graph = json.loads(Path(service.workflow).expanduser().read_text(encoding="utf-8"))
+            self.graph = read_json(Path(service.workflow).expanduser())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{KEY}.workflow={service.workflow}: {reason(error)}; export it in API format") from None
         if "{lora}" not in json.dumps(self.graph):

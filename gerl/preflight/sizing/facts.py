@@ -25,6 +25,7 @@ from gerl.algorithms import batches_of, build_algorithm, count_pairs
 from gerl.commandline.composition import compose_run, shipped
 from gerl.config import Config
 from gerl.config.algorithms import Teacher
+from gerl.config.bounded_text import read_json
 from gerl.data.sources import may_have_pictures
 from gerl.engine.record import count_evaluations
 from gerl.errors import GerlError, ModelError, causes
@@ -355,7 +356,7 @@ def _cached(path: str) -> Path | None:
     if not isinstance(index, str):
         return None
     folder = Path(index).parent
-    parts = [name for name, value in json.loads(Path(index).read_text()).items() if _is_component(value)]
+    parts = [name for name, value in read_json(Path(index)).items() if _is_component(value)]
     return folder if all((folder / name).is_dir() for name in parts) else None
 
 
@@ -364,7 +365,7 @@ def _is_component(value: object) -> bool:
 
 
 def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipeline:
-    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index = read_json(folder / INDEX)
     if not isinstance(index["_class_name"], str):
         raise ValueError("its pipeline is custom code")
     components: dict[str, Any] = {}
@@ -372,7 +373,7 @@ def _from_folder(folder: Path, dtype: torch.dtype, device: str) -> DiffusionPipe
         if _is_component(value):
             kind = _class(".".join(value))
             if issubclass(kind, torch.nn.Module):
-                config = json.loads((folder / name / "config.json").read_text(encoding="utf-8"))
+                config = read_json(folder / name / "config.json")
                 components[name] = _module(kind, config, dtype, device)
             else:
                 components[name] = kind.from_pretrained(folder / name)  # type: ignore[attr-defined]

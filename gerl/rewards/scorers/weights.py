@@ -1,6 +1,5 @@
 """Packages, weights and files of built-in scorers, and which this machine lacks; imports neither torch nor scorers."""
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from gerl.config import ScorerConfig
+from gerl.config.bounded_text import read_json
 from gerl.config.reading import typed
 from gerl.errors import GerlError
 from gerl.protocol import Prompt
@@ -97,7 +97,7 @@ def _has_model(source: str) -> bool:
         if _find(source, file):
             return True
         if index := _find(source, f"{file}.index.json"):
-            return all(_find(source, shard) for shard in json.loads(index.read_text())["weight_map"].values())
+            return all(_find(source, shard) for shard in read_json(index)["weight_map"].values())
     return False
 
 

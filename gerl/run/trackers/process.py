@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import requests
 
+from gerl.config.bounded_text import read_json
 from gerl.errors import GerlError
 from gerl.progress import waiting
 from gerl.run.card import redact
@@ -246,7 +247,7 @@ class Record:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json(path)
         except FileNotFoundError:
             found = {}
         except (OSError, ValueError) as error:

@@ -27,7 +27,7 @@ from starlette.routing import Mount, Route
 from gerl.commandline.composition import experiments, shipped
 from gerl.commandline.recipes import recipe
 from gerl.config import keys
-from gerl.config.bounded_text import DEPTH, load_json, parse_json, read_log, read_text
+from gerl.config.bounded_text import DEPTH, parse_json, read_log, read_text
 from gerl.config.reading import flow
 from gerl.errors import GerlError
 from gerl.export.command import Request as Export
@@ -387,7 +387,7 @@ def scores_of(studio: Studio, request: Request) -> Any:
     job = studio.jobs.get(query_int(request, "job"))
     path = studio.jobs.folder(job) / "scores.jsonl"
     try:
-        rows = [load_json(line) for line in read_log(path)] if path.is_file() else []
+        rows = [parse_json(line) for line in read_log(path)] if path.is_file() else []
     except (OSError, ValueError) as error:
         raise GerlError(f"{path} cannot be read ({reason(error)}): score again") from None
     return {"state": job.state, "rows": rows, "log": studio.jobs.log(job)}
