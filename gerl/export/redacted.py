@@ -1,5 +1,6 @@
 """A copy of a run folder without secrets, to share: `gerl export run=FOLDER out=FOLDER format=run`."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -48,6 +49,8 @@ def copy_run(run_dir: Path, folder: Path) -> None:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix not in TEXTS:
+            if path.stat().st_size > shutil.disk_usage(folder).free:
+                raise OSError(errno.ENOSPC, f"{path} has more bytes than are free there")
             shutil.copyfile(path, target)
             continue
         content = regular(path, LARGEST_LOG).read_bytes()

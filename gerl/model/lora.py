@@ -315,18 +315,19 @@ def collect_loras(tensors: Mapping[str, torch.Tensor], alpha: float) -> dict[str
         raise CheckpointError(f"{error}: only a LoRA can be exported") from None
 
 
+LARGEST = 2**33  # bytes of a LoRA
 DAMAGED = "{} is not a readable LoRA ({}): give a complete .safetensors file"
 
 
 def _open(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the LoRA configuration in a safetensors file's header, and its tensors. Raises `ModelError`."""
     try:
-        with safe_open(regular(file), "pt") as opened:
+        with safe_open(regular(file, LARGEST), "pt") as opened:
             header = load_json((opened.metadata() or {}).get(METADATA, "{}"))
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         if not isinstance(header, dict):
             raise ValueError(f"its {METADATA} is not a JSON object")
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
         raise ModelError(DAMAGED.format(file, reason(error))) from None
     return header, tensors
 
@@ -810,7 +811,7 @@ def content_digest(source: str) -> str:
     """Return a digest of the files of the LoRA `source`: file, folder or Hub id."""
     digest = hashlib.sha256()
     for file in _files(local_lora(source) or fetch_lora(source)):
-        digest.update(regular(file).read_bytes())
+        digest.update(regular(file, LARGEST).read_bytes())
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ import torch
 from gerl.algorithms.planning import prompt_schedule
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig, Config, RewardConfig
-from gerl.config.bounded_text import read_json
+from gerl.config.bounded_text import MALFORMED, read_json
 from gerl.config.changes import flat_settings, unknown_keys
 from gerl.errors import CheckpointError, DataError
 from gerl.protocol import Prompt, RolloutTask, Sample, Scores
@@ -303,7 +303,7 @@ def check_live(run: RunRecord) -> Check:
             values = read_json(path)
             count = len(values["images"])
             totals = [image[2] for image in values["images"] if len(image) == 5]  # without the texts of a rewriter
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, *MALFORMED) as error:
             tally.compare(relative(run, path), "content", "readable", str(error), step)
             continue
         recorded = run.row_of.get(step, {}).get("reward/mean")
