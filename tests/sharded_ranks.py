@@ -9,6 +9,7 @@ gathers are saved. `sum` (dtypes): how many sums of gradients in `Actor` are not
 pipeline's folder): read whole and in parts; how many weights differ, and the memory that this took at most.
 """
 
+import functools
 import gc
 import json
 import sys
@@ -84,7 +85,7 @@ def signs(mesh: DeviceMesh | None, **keys: Any) -> Recorded:
     pipe, parameters = policy.pipe, list(policy.trained.values())
     randomise(parameters, std=0.02)
     call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 4.5, "output_type": "latent"}
-    return Recorded(pipe, parameters, {**call, "height": 64, "width": 64}, "flow_sde")
+    return Recorded(pipe, parameters, {**call, "height": 32, "width": 32}, "flow_sde")
 
 
 def draw(name: str, mesh: DeviceMesh) -> Row:
@@ -131,11 +132,12 @@ def unequal(some: list[torch.Tensor], others: list[torch.Tensor]) -> int:
     return sum(not torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@functools.cache
 def lessons(mesh: DeviceMesh, **keys: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """What is drawn while weights change, this rank's parts of the first gradients, and the number of gathers."""
     policy = load_policy(ModelConfig(train="full", shard="denoiser", **keys), 0.0, "cpu", 0, mesh)
     call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "latent"}
-    r = Recorded(policy.pipe, list(policy.trained.values()), {**call, "height": 64, "width": 64}, "flow_sde")
+    r = Recorded(policy.pipe, list(policy.trained.values()), {**call, "height": 32, "width": 32}, "flow_sde")
     (denoiser,), inputs = policy.denoisers.values(), dict[str, Any]()
     watch = denoiser.register_forward_pre_hook(lambda module, args, given: inputs.update(given), with_kwargs=True)
     optimizer, other = torch.optim.AdamW(r.parameters, lr=0.003, eps=1e-4), EMA(policy.trained, 0.0)

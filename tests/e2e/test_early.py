@@ -8,29 +8,28 @@ from typing import Any
 import net
 import pytest
 
-from gerl.trainer.early import EarlyGradient
-
 SLOW = """
 import time
 
 import numpy as np
 
-def compute_score(images, prompts, metadata):
+def compute_score(images, prompts, metadata, seconds=0.4):
     from pixels_of_the_scorer import HIGHEST  # beside this file
 
-    time.sleep(0.4 * len(images))
+    time.sleep(seconds * len(images))
     return [None if prompt == "x y" and FAILS else float(np.asarray(image).mean()) / HIGHEST
             for image, prompt in zip(images, prompts)]
 """
 KEYS = """
-cluster.launcher=ray rollout.prompts_per_step=3 rollout.n=2 rollout.micro_batch_size=2 actor.lr=0.02
-algorithm.advantage_std=group
+cluster.launcher=ray cluster.num_workers=2 rollout.prompts_per_step=3 rollout.n=2 rollout.micro_batch_size=2
+actor.lr=0.02 algorithm.advantage_std=group
 """.split()
 WAYS = {
-    "two workers": ["cluster.num_workers=2", "algorithm=awm_fast"],
+    "one update per step": ["algorithm=awm_fast"],
     "two updates per step": ["actor.updates_per_step=2", "rollout.prompts_per_step=4"],
     "a dropped group": ["reward.on_error=drop_group", "reward.max_failed=1", "reward.retries=0"],
 }
+WAITING = ["cluster.launcher=local", "+reward.scorers.bright.kwargs.seconds=0"]  # what nothing can overlap with
 
 
 def slow_scorer(folder: Path, fails: bool = False) -> Path:
@@ -40,13 +39,10 @@ def slow_scorer(folder: Path, fails: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_result_is_that_of_waiting(
-    way: str, train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_result_is_that_of_waiting(way: str, train: Callable[..., Any], tmp_path: Path) -> None:
     scorer = slow_scorer(tmp_path, way == "a dropped group")
     run = train(tmp_path / "early", *KEYS, *WAYS[way], scorer=scorer)
-    monkeypatch.setattr(EarlyGradient, "of", lambda run, rollout: None)
-    expected = train(tmp_path / "late", *KEYS, *WAYS[way], scorer=scorer)
+    expected = train(tmp_path / "late", *KEYS, *WAYS[way], *WAITING, scorer=scorer)
     run.assert_same(expected, 2)
     assert not expected.column("timing/overlap_s")
     overlap, dropped = run.column("timing/overlap_s"), run.column("group/dropped")
@@ -59,8 +55,8 @@ def test_a_worker_that_dies_meanwhile_leaves_no_gradient_behind(
     train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = slow_scorer(tmp_path)
-    keys = [*KEYS, "cluster.num_workers=2", "actor.updates_per_step=1", "trainer.steps=3"]
-    expected = train(tmp_path / "whole", *keys, scorer=scorer)
+    keys = [*KEYS, "actor.updates_per_step=1", "trainer.steps=3"]
+    expected = train(tmp_path / "whole", *keys, *WAITING, scorer=scorer)
     for name, value in net.kills(tmp_path).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "kills").mkdir()

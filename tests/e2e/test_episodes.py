@@ -188,10 +188,11 @@ def test_two_workers_over_ray_of_which_one_is_killed_in_either_role(
         (wishes / wish).write_text(str(int(signal.SIGKILL)))
     monkeypatch.setenv("GERL_KILLS", str(wishes))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
-    keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt", "cluster__launcher": "ray"}
-    run = train(tmp_path / "run", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
+    keys = {"trainer__steps": STEPS, "validation__data": workplace / "val.txt"}
+    given = [*EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2"]
+    run = train(tmp_path / "run", *given, "cluster.launcher=ray", **keys)
     assert not list(wishes.iterdir()) and sum(run.column("cluster/restarts")) == 2
-    quiet = train(tmp_path / "quiet", *EDITED, *OFTEN, "cluster.num_workers=2", "rollout.micro_batch_size=2", **keys)
+    quiet = train(tmp_path / "quiet", *given, **keys)  # in this process
     run.assert_same(quiet, STEPS)
 
 

@@ -98,12 +98,12 @@ def test_a_dumped_step_with(
 def test_processes_over_ray(
     processes: list[str], train: Callable[..., Any], workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = [*KEYS, f"validation.data={workplace / 'val.txt'}", "cluster.launcher=ray", *processes]
-    expected = train(tmp_path / "cpu", *keys)
+    keys = [*KEYS, f"validation.data={workplace / 'val.txt'}"]
+    expected = train(tmp_path / "cpu", *keys, "cluster.num_workers=2")
     monkeypatch.setenv("GERL_PRETENDED", "1")  # the workers inherit both
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [TESTS / "in_workers", TESTS, TESTS.parent])))
     monkeypatch.setattr(Cluster, "worker_device", lambda self, rank: str(pretended.DEVICE))
-    found = train(tmp_path / "device", *keys)
+    found = train(tmp_path / "device", *keys, "cluster.launcher=ray", *processes)
     torch.testing.assert_close(found.lora(2), expected.lora(2), rtol=1e-3, atol=1e-5)
     assert not torch.equal(found.lora(2), torch.zeros_like(found.lora(2)))
 
