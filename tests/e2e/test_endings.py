@@ -42,7 +42,7 @@ Begin = Callable[..., "subprocess.Popen[str]"]
 def whole(train: Callable[..., Any], workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The run that ended by itself."""
     (workplace / "slow.py").write_text(SLOW)
-    return train(tmp_path_factory.mktemp("whole") / "run", *SETTINGS, trainer__steps=STEPS, scorer="slow.py")
+    return train(tmp_path_factory.mktemp("whole") / "run", *SETTINGS, trainer__steps=STEPS)
 
 
 @pytest.fixture

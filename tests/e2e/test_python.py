@@ -143,8 +143,16 @@ def test_a_start_that_fails_leaves_the_pipeline_as_it_was(pipe: DiffusionPipelin
     assert [name for name, _ in tiny.denoiser_of(pipe).named_parameters() if "lora" in name]
 
 
-def test_a_run_is_evaluated_with_its_function_and_other_prompts(pipe: DiffusionPipeline, tmp_path: Path) -> None:
+def test_a_run_is_exported_and_evaluated_with_its_function_and_other_prompts(
+    pipe: DiffusionPipeline, tmp_path: Path
+) -> None:
     run = gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
+    (file,) = gerl.export(run, tmp_path / "lora")
+    assert file.name == "pytorch_lora_weights.safetensors"
+    with pytest.raises(ConfigError, match="out is missing"):
+        gerl.export(run)
+    with pytest.raises(ConfigError, match="push=name: expected owner/name"):
+        gerl.export(run, push="name")
     with pytest.raises(RewardError, match="reward=FUNCTION"):
         gerl.evaluate(lora=run, prompts=PROMPTS[:1])
     keys = {"sampling.num_inference_steps": 2, "logger": {"progress": False}}
@@ -155,7 +163,7 @@ def test_a_run_is_evaluated_with_its_function_and_other_prompts(pipe: DiffusionP
     assert set(named.results["total"]) == {"base", "mine"}
 
 
-def test_score_export_and_preflight_take_objects(model: Path, tmp_path: Path) -> None:
+def test_score_and_preflight_take_objects(model: Path, tmp_path: Path) -> None:
     images = [Image.new("RGB", (16, 16), (v, v, v)) for v in (51, 204)]
     rows = gerl.score(
         images, ["a", {"prompt": "b", "x": 5}], {"b": bright, "x": lambda i, p, m: [r.get("x", 0) for r in m]}
@@ -167,13 +175,6 @@ def test_score_export_and_preflight_take_objects(model: Path, tmp_path: Path) ->
     images[0].save(tmp_path / "0.png")
     (row,) = gerl.score([tmp_path / "0.png"], "a", bright, out=tmp_path / "scores")
     assert row.values["bright"] == pytest.approx(0.2) and (tmp_path / "scores" / "gallery.html").is_file()
-    run = gerl.train(model, bright, PROMPTS, steps=1, out=tmp_path / "run", **SMALL)
-    (file,) = gerl.export(run, tmp_path / "lora")
-    assert file.name == "pytorch_lora_weights.safetensors"
-    with pytest.raises(ConfigError, match="out is missing"):
-        gerl.export(run)
-    with pytest.raises(ConfigError, match="push=name: expected owner/name"):
-        gerl.export(run, push="name")
     report = gerl.preflight(model, bright, PROMPTS, **SMALL)
     assert report.pipeline == "StableDiffusion3Pipeline" and report.problems == [] and report.prompts == 3
     assert callable(gerl.evaluate) and gerl.score.__doc__

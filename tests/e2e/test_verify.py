@@ -235,12 +235,9 @@ def test_what_cannot_be_checked_says_why(copy: Path, tmp_path: Path) -> None:
         run(Request(run=tmp_path / "nothing"))
 
 
-def test_a_resumed_and_an_interrupted_run_pass(
-    train: Train, given: dict[str, Any], arguments: Any, tmp_path: Path
-) -> None:
-    stopped = train(tmp_path / "run", *KEYS, **given)
-    resume = [f"checkpoint.resume={stopped.checkpoint(1)}", "trainer.steps=3", "actor.lr=0.02"]
-    train(stopped.folder, *KEYS, *resume, **given)
+def test_a_resumed_and_an_interrupted_run_pass(train: Train, given: dict[str, Any], copy: Path) -> None:
+    resume = [f"checkpoint.resume={copy / 'checkpoints' / 'step_1'}", "trainer.steps=3", "actor.lr=0.02"]
+    stopped = train(copy, *KEYS, *resume, **given)
     assert (stopped.folder / "config.step_1.yaml").exists()
     assert not failed(stopped.folder, images=1)
     # it ends after step 2 was logged, before its checkpoint
