@@ -39,6 +39,7 @@ from gerl.model.sharding import shard, sharded_components
 from gerl.workers.actor import Actor
 
 Row = dict[str, Any]
+SMALL = {"height": 64, "width": 64, "max_sequence_length": 1}  # the third text encoder is a placeholder
 
 
 def trained(r: Recorded) -> list[torch.Tensor]:
@@ -85,7 +86,7 @@ def signs(mesh: DeviceMesh | None, **keys: Any) -> Recorded:
     pipe, parameters = policy.pipe, list(policy.trained.values())
     randomise(parameters, std=0.02)
     call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 4.5, "output_type": "latent"}
-    return Recorded(pipe, parameters, {**call, "height": 32, "width": 32}, "flow_sde")
+    return Recorded(pipe, parameters, {**call, **SMALL}, "flow_sde")
 
 
 def draw(name: str, mesh: DeviceMesh) -> Row:
@@ -137,7 +138,7 @@ def lessons(mesh: DeviceMesh, **keys: Any) -> tuple[list[torch.Tensor], list[tor
     """What is drawn while weights change, this rank's parts of the first gradients, and the number of gathers."""
     policy = load_policy(ModelConfig(train="full", shard="denoiser", **keys), 0.0, "cpu", 0, mesh)
     call = {"prompt": tiny.PROMPTS, "num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "latent"}
-    r = Recorded(policy.pipe, list(policy.trained.values()), {**call, "height": 32, "width": 32}, "flow_sde")
+    r = Recorded(policy.pipe, list(policy.trained.values()), {**call, **SMALL}, "flow_sde")
     (denoiser,), inputs = policy.denoisers.values(), dict[str, Any]()
     watch = denoiser.register_forward_pre_hook(lambda module, args, given: inputs.update(given), with_kwargs=True)
     optimizer, other = torch.optim.AdamW(r.parameters, lr=0.003, eps=1e-4), EMA(policy.trained, 0.0)
