@@ -245,7 +245,7 @@ def npz(draw: random.Random) -> bytes:
             count = draw.choice([1, 60, 200])
             text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({count}, 2048, 2731, 3)}}".encode()
             archive = zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-            with archive, archive.open("pixels.npy", "w") as entry:
+            with archive, archive.open("pixels.npy", "w", force_zip64=True) as entry:
                 entry.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
                 for _ in range(count):
                     entry.write(bytes(2048 * 2731 * 3))

@@ -404,8 +404,8 @@ def read_guard(run_dir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):
             row = load_json(line)
-            named = isinstance(row, dict) and {"signal", "column", "text"} <= row.keys()
-            found += [row] if named and isinstance(row.get("step"), int) else []
+            named = isinstance(row, dict) and all(type(row.get(k)) is str for k in ("signal", "column", "text"))
+            found += [row] if named and type(row.get("step")) is int else []
     return found
 
 

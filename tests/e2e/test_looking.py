@@ -120,7 +120,7 @@ def test_nothing_that_looks_at_a_run_runs_its_files(
     looks |= {"gerl.evaluate": lambda: evaluate(lora=run, out=tmp_path / "e"), "gerl.export": lambda: export(run)}
     looks |= {"gerl.Run": lambda: (gerl.Run(run).config, gerl.Run(run)._repr_html_(), gerl.Run(run).report)}
     trial = Trial("flow_grpo", "1e-4", 1)
-    (run / JOB).write_text(json.dumps({"number": 1, "code": 0, "overrides": [], "swept": []}))
+    (run / JOB).write_text(json.dumps({"number": 1, "code": 0, "overrides": [], "swept": [], "at": 0.0}))
     looks |= {"sweep": lambda: write_table(stranger), "tune": lambda: read_result(trial, run, 1, 1e-4, 0, None)}
     looks |= {"a resumed copy": lambda: command(["train", f"checkpoint.resume={moved}", f"out={tmp_path / 'new'}"])}
     for name, look in looks.items():
