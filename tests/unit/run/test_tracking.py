@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from gerl.errors import GerlError
-from gerl.run.tracking import MetricsLog, best_step, read_metrics, series
+from gerl.run.tracking import MetricsLog, best_step, parse_row, read_metrics, series
 
 
 def test_one_valid_json_object_per_step(tmp_path: Path) -> None:
@@ -88,3 +88,18 @@ def test_the_best_step_is_the_last_of_the_highest_held_out_rewards() -> None:
     x, y = series([*rows, {"step": 7}], "val/reward/mean")
     assert x.tolist() == [0, 2, 4, 6] and y[:3].tolist() == [0.1, 0.4, 0.4] and math.isnan(y[3])
     assert best_step(rows) == (4, 0.4) and best_step(rows[:1]) is None
+
+
+def test_a_row_of_metrics_has_a_step_a_time_and_numbers() -> None:
+    row = '{"step": 1, "time": "now", "a": "x", "b": [1], "c": 1e999, "d": NaN, "e": 2, "f": null, "g": true}'
+    assert parse_row(row) == {"step": 1, "time": "now", "c": None, "d": None, "e": 2, "f": None}
+    damaged = [
+        "",
+        "[]",
+        "{}",
+        '{"step": "1"}',
+        '{"step": 1e999}',
+        f'{{"step": {2**70}}}',
+        '{"step": 1, "a": "\\ud800"}',
+    ]
+    assert [parse_row(line) for line in damaged] == [None] * len(damaged)

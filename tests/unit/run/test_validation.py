@@ -1,6 +1,7 @@
 import json
 import math
 import random
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import NormalDist
@@ -283,3 +284,11 @@ def test_the_exact_interval_of_a_share_has_the_tails_of_a_binomial() -> None:
     assert share_interval(0, 20) == (0.0, pytest.approx(1 - 0.025 ** (1 / 20)))
     assert share_interval(20, 20)[1] == 1.0
     assert share_interval(1500, 3000) == pytest.approx((0.5 - 0.0181, 0.5 + 0.0181), abs=1e-4)  # beyond a float's range
+
+
+def test_entries_without_an_array_are_no_images(tmp_path: Path) -> None:
+    save_validation(tmp_path, 1, ["a"], pictures(1), [0.5], {})
+    with zipfile.ZipFile(tmp_path / "validation" / "step_000001.npz", "w") as archive:
+        archive.writestr("pixels", bytes(2**20))
+    with pytest.raises(GerlError, match="other images than it lists"):
+        load_validation(tmp_path, 1)

@@ -270,7 +270,10 @@ def test_every_change_is_told(ballots: Ballots) -> None:
     assert len(told) == 5 and ballots.progress()["ended"] == "The run is finished."  # one for the new voter
 
 
-@pytest.mark.parametrize("change", [{"group": "0" * 16}, {"kind": "taken", "groups": ["no"]}, {"kind": "group"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"group": "0" * 16}, {"kind": "taken", "groups": ["no"]}, {"kind": "group"}, {"ranks": [9, 2, 2]}, {"time": []}],
+)
 def test_a_journal_whose_lines_do_not_fit_is_refused(tmp_path: Path, ballots: Ballots, change: dict[str, Any]) -> None:
     ask(ballots, 1)
     vote(ballots, [1, 2, 2])
@@ -278,6 +281,14 @@ def test_a_journal_whose_lines_do_not_fit_is_refused(tmp_path: Path, ballots: Ba
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), **change})]) + "\n")
     with pytest.raises(GerlError, match="inconsistent line"):
+        Ballots(tmp_path)
+
+
+def test_a_journal_names_no_image_outside_its_folder(tmp_path: Path, ballots: Ballots) -> None:
+    ask(ballots, 1)
+    path = ballots.journal.path
+    path.write_text(json.dumps({**json.loads(path.read_text()), "images": ["../../x.png"] * 3}) + "\n")
+    with pytest.raises(GerlError, match="outside its folder"):
         Ballots(tmp_path)
 
 
