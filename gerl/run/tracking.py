@@ -81,18 +81,18 @@ class MetricsLog:
 def parse_row(line: str | bytes) -> dict[str, Any] | None:
     """Parse a line of metrics: its `step`, `time`, and numbers, None for those that are not finite.
 
-    Values of another kind are left out. Returns None for a damaged line.
+    Values of another kind are left out. Returns None for a damaged line, also one whose step is no integer.
     """
     try:
         values = load_json(line)
-        row = {name: _value(name, value) for name, value in values.items() if type(value) in KINDS[name == "time"]}
-        return row if abs(row.get("step", math.inf)) < MOST_STEPS else None
+        row: dict[str, Any] = {
+            name: value if value is None or type(value) is str or -LARGE <= value <= LARGE else None  # not NaN either
+            for name, value in values.items()
+            if type(value) in KINDS[name == "time"]
+        }
+        return row if type(row["step"]) is int and abs(row["step"]) < MOST_STEPS else None
     except MALFORMED:
         return None
-
-
-def _value(name: str, value: Any) -> Any:
-    return value if name == "time" or value is None or abs(value) <= LARGE else None  # not NaN either
 
 
 def read_metrics(path: Path) -> Rows:
