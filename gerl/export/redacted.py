@@ -12,6 +12,7 @@ import yaml
 
 from gerl.config.bounded_text import LARGEST_LOG, load_json, load_yaml, read_json, regular
 from gerl.run.card import redact, redacted
+from gerl.run.report import write_report
 
 logger = logging.getLogger("gerl")
 
@@ -36,15 +37,21 @@ def _yaml(text: str) -> str:
 # a secret in a structure is replaced by a value, in a text by characters
 READERS: dict[str, Callable[[str], str]] = {".json": _json, ".jsonl": _lines, ".yaml": _yaml}
 TEXTS = (".txt", ".log", ".html", ".md", ".csv", ".svg", *READERS)
-MANIFEST = "manifest.json"
+PLAIN = (".safetensors", ".npz", ".png", ".jpg", ".webp", ".parquet")  # numbers and pictures
+MANIFEST, REPORT = "manifest.json", "report.html"
 
 
 def copy_run(run_dir: Path, folder: Path) -> None:
-    """Copy the files of `run_dir` into `folder` with secrets replaced; links and hidden files are left out."""
-    changed = list[Path]()
+    """Copy the files of `run_dir` into `folder` with secrets replaced; links and hidden files are left out.
+
+    The report is made anew from the copy.
+    """
+    changed, unread = list[Path](), list[Path]()
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir)
         if any(part.startswith(".") for part in name.parts) or path.is_symlink() or not path.is_file():
+            continue
+        if name == Path(REPORT):
             continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +59,7 @@ def copy_run(run_dir: Path, folder: Path) -> None:
             if path.stat().st_size > shutil.disk_usage(folder).free:
                 raise OSError(errno.ENOSPC, f"{path} has more bytes than are free there")
             shutil.copyfile(path, target)
+            unread += [] if path.suffix in PLAIN else [name]
             continue
         content = regular(path, LARGEST_LOG).read_bytes()
         hidden = _hidden(content, path.suffix)
@@ -60,8 +68,12 @@ def copy_run(run_dir: Path, folder: Path) -> None:
             changed.append(name)
     for name in changed:
         _correct_manifest(folder, name)
+    if (run_dir / REPORT).is_file():
+        write_report(folder)
     said = ", ".join(map(str, changed)) or "none"
     logger.info("files with secrets that were replaced: %s", said)
+    if unread:
+        logger.warning("files that were copied as they are, read them first: %s", ", ".join(map(str, unread)))
 
 
 def _hidden(content: bytes, suffix: str) -> bytes:

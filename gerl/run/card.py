@@ -182,7 +182,11 @@ HIDDEN = "***"
 # passwords in URLs; tokens with well-known prefixes (a bare W&B key looks like a commit: only one named so is left out)
 ADDRESS = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)|(?<=://)[^/\s:@'\"]+(?=@)")
 TOKEN = re.compile(
-    r"\b(?:hf|sk|r8|gsk|ghp|gho|github_pat|glpat|xox[a-z]|AKIA|AIza)[-_]?[A-Za-z0-9_-]{16,}\b"
+    r"\b(?:hf|sk|r8|gsk|gh[opsur]|github_pat|glpat|xox[a-z]|AKIA|ASIA|AIza|npm|pypi|nvapi|xai|dckr_pat)"
+    r"[-_]?[A-Za-z0-9_-]{16,}\b"
+    r"|\b(?:ya29|SG)\.[\w.-]{16,}"
+    r"|(?<=-----BEGIN PRIVATE KEY-----)[^-]+|(?<=-----BEGIN RSA PRIVATE KEY-----)[^-]+"
+    r"|(?<=-----BEGIN OPENSSH PRIVATE KEY-----)[^-]+|(?<=-----BEGIN EC PRIVATE KEY-----)[^-]+"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
     r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"  # Discord
     r"|(?i:(?<=wandb )|(?<=wandb: )|(?<=wandb login ))[0-9a-f]{40}\b"
@@ -190,10 +194,11 @@ TOKEN = re.compile(
     r"|(?<=[Bb]earer )[\w.~+/=-]{16,}"
 )
 # values of keys named like a secret: api_key, aws_secret_access_key, HF_TOKEN, accessToken
-WORD = r"(?:token|secret|passw(?:or)?d|passphrase|pwd|(?:api|access|private|secret)[_-]?key|credentials?)"
-PREFIX = r"[\w-]*(?:[_-]|(?-i:[a-z](?=[A-Z])))"
+KEYS = r"(?:api|access|account|encryption|private|secret|signing|ssh|wandb)[_-]?key"
+WORD = rf"(?:token|secret|passw(?:or)?d|passphrase|pwd|{KEYS}|credentials?|jwt|dsn|webhook)"
+PREFIX = r"(?:[\w-]*(?:[_-]|(?-i:[a-z](?=[A-Z])))|(?-i:[A-Z]+(?=[A-Z])))"
 HEADER = r"(?:authorization|bearer)"
-VALUE = r"(?:(?:bearer|basic)\s+)?(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;&'\"{}\[\]]+)"
+VALUE = r"(?:(?:bearer|basic|token|digest)\s+)?(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^\s,;&'\"{}\[\]]+)"
 NAMED = re.compile(
     "|".join(
         (
@@ -205,6 +210,8 @@ NAMED = re.compile(
             # single word for its value, or what follows looks like a secret
             rf"((?:^|[^\w\s])\s*['\"]?{WORD}['\"]?\s*:\s*)(?=['\"]?\S{{4}}){VALUE}(?=\s*(?:$|[,;&'\"(){{}}\[\]]))",
             rf"((?:^|[^a-z]){WORD}\s*:\s*)(?=\S*\d)[^\s,;&'\"]{{8,}}",
+            rf"((?:^|\s)--(?:[\w-]*-)?{WORD}\s+){VALUE}",
+            r"((?:^|\s)-u\s+[^\s:]+:)\S+",
         )
     ),
     re.IGNORECASE | re.MULTILINE,
@@ -222,6 +229,8 @@ def redacted(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: HIDDEN if _secret(name, entry) else redacted(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
+        if len(value) == 2 and isinstance(value[0], str) and _secret(*value):  # a header
+            return [value[0], HIDDEN]
         return [redacted(entry) for entry in value]
     return redact(value) if isinstance(value, str) else value
 
@@ -238,6 +247,8 @@ def secrets(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _secret(name: object, value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(_secret(name, entry) for entry in value.values())
     if isinstance(value, list | tuple):
         return any(_secret(name, entry) for entry in value)
     return isinstance(value, str) and value != "" and NAMED.match(f"{name}={value!r}") is not None

@@ -16,7 +16,6 @@ import numpy as np
 from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular
 from gerl.errors import GerlError
 from gerl.run import session, settings
-from gerl.run.card import redact
 from gerl.run.checkpoint import alive_since, checkpoint_paths
 from gerl.run.health import Health
 from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes, live_steps, read_spans
@@ -163,7 +162,7 @@ class RunData:
 
         def make() -> tuple[str, dict[str, Any]]:
             text, values = settings.read_config(self.folder / "config.yaml")
-            return redact(text), values
+            return settings.shown_config(text, values), values
 
         return self.keep("config", signature(self.folder / "config.yaml"), make)
 

@@ -26,7 +26,7 @@ from gerl.run.card import CARD, TRAINED, read_sessions
 from gerl.run.guard import read_guard
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
-from gerl.run.settings import changes, planned_steps, read_config, roles
+from gerl.run.settings import changes, planned_steps, read_config, roles, shown_config
 from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
 from gerl.run.validation import BeforeAfter, estimate_gain, load_validations, mean
@@ -50,6 +50,7 @@ def write_report(run_dir: Path) -> Path:
     validations = load_validations(run_dir)
     compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
+    text = shown_config(text, config)
     health = Health(config)
     for row in rows:
         health.observe(row)

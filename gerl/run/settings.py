@@ -17,7 +17,7 @@ from gerl.config.bounded_text import load_yaml, read_text
 from gerl.config.registry import ALGORITHMS
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError
-from gerl.run.card import CARD, read_sessions
+from gerl.run.card import CARD, read_sessions, redact, redacted
 from gerl.utils.files import reason
 from gerl.web.pages import render
 
@@ -39,6 +39,12 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
         log.warning("%s is not valid YAML: the report shows it unparsed", path)
         values = None
     return text, values if isinstance(values, dict) else {}
+
+
+def shown_config(text: str, values: Values) -> str:
+    """Return the text of a config.yaml with `values` without secrets, which need not be on the line of their key."""
+    hidden = redacted(values)
+    return redact(text if hidden == values else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True))
 
 
 def get(config: Values, *names: str) -> Any:
@@ -67,7 +73,7 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     """Return (key, value, default) of the keys that differ from `experiment=plain` with the algorithm of `config`.
 
     An algorithm of the user is not imported: its preset has the defaults of the keys that they share. Empty if the
-    algorithm is unknown.
+    algorithm is unknown. Secrets are hidden.
     """
     name = get(config, "algorithm", "name") or "flow_grpo"
     name = name if get(config, "algorithm", "path") is None else get(config, "preset") or "flow_grpo"
@@ -81,7 +87,7 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
     scorer = dataclasses.asdict(ScorerConfig())
     defaults["reward"]["scorers"] = {each: scorer for each in get(config, "reward", "scorers") or {}}
     given = {key: value for key, value in config.items() if key not in ("experiment", "preset")}
-    usual, own = _flat(defaults), _flat(given)
+    usual, own = _flat(defaults), _flat(redacted(given))
     found = [
         (key, shown_setting(value), shown_setting(usual[key]) if key in usual else "-")
         for key, value in own.items()
@@ -95,8 +101,8 @@ def changes(config: Values) -> list[tuple[str, str, str]]:
 
 
 def difference(config: Values, other: Values) -> list[tuple[str, str, str]]:
-    """Return (key, value, value in `other`) of the keys that differ; "-" marks a missing key."""
-    own, its = _flat(config), _flat(other)
+    """Return (key, value, value in `other`) of the keys that differ, without secrets; "-" marks a missing key."""
+    own, its = _flat(redacted(config)), _flat(redacted(other))
     keys = [key for key in {**own, **its} if key not in own or key not in its or own[key] != its[key]]
     shown = [{key: shown_setting(value) for key, value in values.items()} for values in (own, its)]
     return [(key, shown[0].get(key, "-"), shown[1].get(key, "-")) for key in keys]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gerl")
 NAME = re.compile(r"[\w.-]{1,100}")
 TOKEN = "GERL_SERVICE_TOKEN"  # in the command that is printed with a random token
+MOST_TEXT = 20_000  # characters of a prompt
 BODY = 4_000_000  # bytes of a request but a LoRA
 FACTORS = {"height": 1024, "width": 1024, "num_frames": 1, "num_images_per_prompt": 1, "num_videos_per_prompt": 1}
 WATCH_S, CLOSING_S = 1.0, 10.0
@@ -143,6 +144,9 @@ class Engine:
                 steps = len(value) if hasattr(value, "__len__") else value
                 if ("steps" in name or name == "sigmas") and not 0 <= (steps or 0) <= self.options.max_steps:
                     raise GerlError(f"{name}={value!r:.40}: at most max_steps={self.options.max_steps} are allowed")
+                if any(len(text) > MOST_TEXT for text in texts_of(value)) or len(texts_of(value)) > len(call["prompt"]):
+                    most = f"{len(call['prompt'])} texts of at most {MOST_TEXT} characters"
+                    raise GerlError(f"{name}={value!r:.40}: expected {most}, as many as prompts")
             factors = [call.get(name) or defaults.get(name) or value for name, value in FACTORS.items()]
             if not all(isinstance(factor, int) and factor > 0 for factor in factors):
                 raise GerlError(f"{', '.join(FACTORS)}: expected whole numbers above 0")
@@ -177,7 +181,7 @@ class Engine:
 
     def calls(self, body: Mapping[str, Any], rows: Sequence[Prompt]) -> list[dict[str, Any]]:
         """Return the pipeline arguments of a request: one call, or one call per row if rows have condition images."""
-        from gerl.utils.condition_images import picture_arguments, pictures_of
+        from gerl.utils.condition_images import COLUMNS, picture_arguments, pictures_of
 
         found = []
         for part in [[row] for row in rows] if any(row.metadata for row in rows) else [rows]:
@@ -187,8 +191,14 @@ class Engine:
                 call |= self.arguments(dict(body["sampling"]), texts)
             found.append(call)
         self.check(found)
-        for path in (path for row in rows for path in pictures_of(row)):
-            self.file(path)
+        for row in rows:
+            columns = [value for name in COLUMNS if (value := row.metadata.get(name)) is not None]
+            if not all(
+                isinstance(part, str) for value in columns for part in (value if isinstance(value, list) else [value])
+            ):
+                raise GerlError("columns: expected the path of an image, or a list of paths")
+            for path in pictures_of(row):
+                self.file(path)
         return [call | picture_arguments(self.pipe, row) for call, row in zip(found, rows, strict=False)]
 
     def arguments(self, sampling: dict[str, Any], prompts: list[str]) -> dict[str, Any]:
@@ -216,6 +226,13 @@ class Engine:
             call |= {"generator": sample_generators([0])}
             found = readings(self.pipe, lambda: self.pipe(**call), call, list(find_denoisers(self.pipe).values()))
             return sentences(cut_prompts(self.pipe, found, prompts), prompts)
+
+
+def texts_of(value: object) -> list[str]:
+    """Return the texts of an argument of the pipeline, a text or nested lists of them."""
+    if isinstance(value, str):
+        return [value]
+    return [text for part in value for text in texts_of(part)] if isinstance(value, list | tuple) else []
 
 
 class UnknownLora(GerlError):

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 from PIL import Image
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from gerl.config import Config
-from gerl.config.bounded_text import read_json
+from gerl.config.bounded_text import load_json, read_json
 from gerl.config.services import KEY, Service, service_of
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import RolloutTask, Sample, Segment
 from gerl.utils.files import reason, write_file
+from gerl.utils.http import Answer, UnreadableAnswer, exchange
 from gerl.workers.rollout import CallFormat, Rollout
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
     from gerl.engine import Tape
     from gerl.model.policy import Policy
 
-CONNECT_S = 10.0  # at most, to connect
+IMAGE_BYTES = 2**25  # most of an image in an answer, a PNG in base64
+MOST_PIXELS = 2**26  # of an image
 PAUSE_S = 1.0  # before the first retry; twice as long before each further one
 POLL_S = 0.2  # between questions whether ComfyUI has finished
 SHOWN = 200  # characters of an answer in a message
@@ -82,34 +85,38 @@ class Client(ABC):
     def images(self, samples: Sequence[Sample], call: Mapping[str, Any], lora: NamedLora) -> list[Image.Image]:
         """Return an image per sample, sampled with `lora`."""
 
-    def request(self, method: str, path: str, **given: Any) -> requests.Response:
-        """Send a request, again after a failure of the connection or the server. Raises `Refused`, `ModelError`."""
+    def request(self, method: str, path: str, most: int = IMAGE_BYTES, **given: Any) -> Answer:
+        """Send a request, again after a failure of the connection or the server; `most`: bytes of an answer.
+
+        Raises `Refused`, `ModelError`.
+        """
         what = f"{method} {self.url}{path}"
         for attempt in range(self.service.retries + 1):
             if attempt:
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
             try:
-                timeout = (min(CONNECT_S, self.service.timeout), self.service.timeout)
-                answer = self.session.request(method, self.url + path, timeout=timeout, allow_redirects=False, **given)
-            except requests.Timeout:
+                answer = exchange(self.session, method, self.url + path, most, self.service.timeout, **given)
+            except UnreadableAnswer as error:
+                raise Refused(f"{what} answered with {error}") from None
+            except (TimeoutError, requests.Timeout, ReadTimeoutError):
                 failed = f"{what} has not answered for {self.service.timeout:g} s"
                 continue
-            except requests.RequestException as error:
+            except (requests.RequestException, HTTPError) as error:
                 failed = f"{what} failed ({type(error).__name__}: {str(error)[:SHOWN]})"
                 continue
-            if answer.status_code < 300:
+            if answer.status < 300:
                 return answer
-            failed = f"{what} answered {answer.status_code}: {' '.join(answer.text.split())[:SHOWN]}"
-            if answer.status_code < 500 and answer.status_code not in (408, 429):
+            failed = f"{what} answered {answer.status}: {' '.join(answer.text.split())[:SHOWN]}"
+            if answer.status < 500 and answer.status not in (408, 429):
                 raise Refused(f"{failed}; correct {KEY}, or see the log of the service")
         again = f" after {self.service.retries + 1} attempts" if self.service.retries else ""
         raise ModelError(f"{failed}{again}: start the service again, then resume with checkpoint.resume=auto")
 
-    def json(self, method: str, path: str, **given: Any) -> dict[str, Any]:
+    def json(self, method: str, path: str, most: int = IMAGE_BYTES, **given: Any) -> dict[str, Any]:
         """Send a request and return the JSON object of its answer."""
-        answer = self.request(method, path, **given)
+        answer = self.request(method, path, most, **given)
         try:
-            found = answer.json()
+            found = load_json(answer.content)
         except ValueError:
             found = None
         if not isinstance(found, dict):
@@ -134,13 +141,14 @@ class GerlClient(Client):
             self.send(lora)
         body = {"prompts": [s.prompt.request for s in samples], "seeds": [s.seed for s in samples], "lora": lora.name}
         body |= {"call": dict(call), **self.service.body}
+        most = IMAGE_BYTES * len(samples)
         try:
-            found = self.json("POST", "/generate", json=body)
+            found = self.json("POST", "/generate", most, json=body)
         except Refused:
             self.send(lora)  # it was restarted, or has dropped the LoRA
-            found = self.json("POST", "/generate", json=body)
+            found = self.json("POST", "/generate", most, json=body)
         self.check(found.get("lora"), lora)
-        return [decoded(text, self.url) for text in listed(found.get("images"), self.url)]
+        return [decoded(text, self.url) for text in listed(found.get("images"), self.url, len(samples))]
 
     def send(self, lora: NamedLora) -> None:
         """Send the LoRA, or its path."""
@@ -269,6 +277,10 @@ def opened(content: bytes, url: str) -> Image.Image:
     """Open an image of an answer as RGB. Raises `Refused`, also for an animation."""
     try:
         image = Image.open(io.BytesIO(content))
+        if image.width * image.height > MOST_PIXELS:
+            raise Refused(
+                f"an answer of {url} has an image of {image.width} x {image.height} pixels, which is too large"
+            )
         if getattr(image, "is_animated", False):
             raise Refused(f"an answer of {url} is a video, and images are expected: remove {KEY}")
         return image.convert("RGB")

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import responses
@@ -27,12 +27,12 @@ from urllib3.exceptions import HTTPError, ReadTimeoutError
 from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
+from gerl.utils.http import Answer, UnreadableAnswer, exchange
 
 # --- JSON client with time-outs and retries, tokens, image encoding
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 10.0  # seconds; a reachable machine answers at once, however long it then computes
 LONGEST_WAIT = 60.0  # seconds between two attempts; a service that requests more is broken or out of quota
 MAX_ANSWER = 16 * 10**6  # bytes; scores of a batch, or a judge's text with log-probabilities, are a hundredth of it
 SHOWN = 200  # characters of an answer that a message quotes
@@ -184,7 +184,14 @@ class Client:
     def _once(self, url: str, body: bytes) -> JSON:
         request = f"POST {url}"
         try:
-            response, content = self._in_time(lambda: self._exchange(request, url, body))
+            answer = exchange(
+                *(self._session, "POST", url, MAX_ANSWER, self.config.timeout),
+                data=body,
+                headers={"Content-Type": "application/json", "Accept": "application/json"},
+                auth=self._authorise,
+            )
+        except UnreadableAnswer as error:
+            raise RewardError(f"{request} answered with {self.redacted(str(error))}") from None
         except (TimeoutError, requests.Timeout, ReadTimeoutError):
             raise Transient(
                 f"{request} gave no answer within {self.config.timeout:g} s: raise timeout, or lower concurrency "
@@ -200,68 +207,22 @@ class Client:
             ) from None
         except requests.RequestException as error:
             raise RewardError(f"{request} cannot be requested ({_cause(error)}): correct the address") from None
-        return self._answer(request, response, content)
+        return self._value(request, answer)
 
-    def _in_time(self, exchange: Callable[[], Result]) -> Result:
-        """Run `exchange` in a thread; raises `TimeoutError` if it takes longer than `timeout` in total.
-
-        The time-outs of requests apply to each read: a service that sends a byte now and then never exceeds them.
-        """
-        future: Future[Result] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(exchange())
-            except Exception as error:  # noqa: BLE001 - it is raised in the caller
-                future.set_exception(error)
-
-        threading.Thread(target=work, name="scorer-exchange", daemon=True).start()
-        return future.result(self.config.timeout)
-
-    def _exchange(self, request: str, url: str, body: bytes) -> tuple[requests.Response, bytes]:
-        """Send one request and stream its answer, up to `MAX_ANSWER` bytes."""
-        with self._session.post(
-            url,
-            data=body,
-            # a small compressed answer could fill the memory
-            headers={"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"},
-            auth=self._authorise,
-            timeout=(min(CONNECT_TIMEOUT, self.config.timeout), self.config.timeout),
-            allow_redirects=False,  # a redirected POST becomes a GET, and the token would be forwarded
-            stream=True,
-        ) as response:
-            coding = response.headers.get("Content-Encoding", "identity").strip().lower()
-            if coding not in ("", "identity"):
-                raise RewardError(
-                    f"{request} answered with Content-Encoding {self.shown(coding)}, which was not requested: "
-                    "disable compression in the service or its proxy"
-                )
-            content, until = bytearray(), time.monotonic() + self.config.timeout
-            while chunk := response.raw.read1(1 << 16, decode_content=False):
-                content += chunk
-                if time.monotonic() > until:  # the caller has timed out
-                    raise TimeoutError
-                if len(content) > MAX_ANSWER:
-                    raise RewardError(
-                        f"{request} answered with more than {MAX_ANSWER // 10**6} MB: correct the address, or check "
-                        "the log of the service"
-                    )
-            return response, bytes(content)
-
-    def _answer(self, request: str, response: requests.Response, content: bytes) -> JSON:
-        status, text = response.status_code, self.shown(content.decode(errors="replace"))
+    def _value(self, request: str, answer: Answer) -> JSON:
+        status, text = answer.status, self.shown(answer.text)
         if 200 <= status < 300:
             try:
-                return json.loads(content)
+                return json.loads(answer.content)
             except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, deeply nested lists
                 raise RewardError(
                     f"{request} answered {status} without JSON: {text}: correct the address, or check the log of the "
                     "service"
                 ) from None
-        remedy = self._remedy(status, response.headers.get("Location", ""))
+        remedy = self._remedy(status, answer.headers.get("Location", ""))
         message = f"{request} answered {status} {responses.get(status, '')}: {text}: {remedy}"
         if status in (408, 429) or status >= 500:
-            raise Transient(message, _retry_after(response.headers.get("Retry-After", "")))
+            raise Transient(message, _retry_after(answer.headers.get("Retry-After", "")))
         raise RewardError(message)
 
     def _remedy(self, status: int, location: str) -> str:

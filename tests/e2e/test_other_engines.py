@@ -148,6 +148,9 @@ def test_no_other_site_and_nobody_without_the_token_is_served(model: Path) -> No
         assert requests.get(f"{url}/health", headers=BEARER, timeout=5).json()["lora"] is None
 
 
+CALL = {"height": 16, "width": 16, "num_inference_steps": 2}
+
+
 def test_a_request_asks_for_no_more_than_the_service_allows(model: Path, tmp_path: Path) -> None:
     (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
     (tmp_path / "large.safetensors").write_bytes(bytes(1_000_001))
@@ -172,6 +175,9 @@ def test_a_request_asks_for_no_more_than_the_service_allows(model: Path, tmp_pat
         assert "folders" in refused("/lora/a", path=str(tmp_path / "zero.safetensors"))
         assert "is no file" in refused("/lora/a", path=str(tmp_path / "pipe.safetensors"))
         assert "max_lora_mb=1" in refused("/lora/a", path=str(tmp_path / "large.safetensors"))
+        assert "prompt_2" in draw(prompt_2=["a"] * 3000) and "prompt" in draw(prompt=["a" * 30_000])
+        for column in ([["/etc/passwd"]], 3, {"a": "/etc/passwd"}):
+            assert "columns" in refused("/generate", prompts=["a"], seeds=[1], columns=[{"image": column}], call=CALL)
         row = {"image": "/dev/zero"}
         assert "folders" in refused("/generate", prompts=["a"], seeds=[1], columns=[row], call={"height": 16})
 
@@ -183,7 +189,7 @@ def test_the_studio_gives_its_service_a_token_that_no_command_line_shows(model: 
     try:
         assert len(sampler.sample(request, tmp_path / "images")) == 1
         assert sampler.job is not None and sampler.job.pid is not None
-        url = "http://127.0.0.1:" + sampler.job.arguments[1].partition("=")[2]
+        url, first = sampler.service(str(model)), sampler.jobs.environment[SERVICE_TOKEN]
         for headers in ({}, {"Authorization": "Bearer "}):
             assert requests.post(f"{url}/generate", json={}, headers=headers, timeout=20).status_code == 401
         secret = sampler.jobs.environment[SERVICE_TOKEN].encode()
@@ -193,6 +199,7 @@ def test_the_studio_gives_its_service_a_token_that_no_command_line_shows(model: 
         assert len(files) >= 3 and not any(secret in content for content in files)
         another = Sampler(sampler.jobs)  # a studio that is started again
         assert len(another.sample(request, tmp_path / "again")) == 1 and another.job is not sampler.job
+        assert sampler.jobs.environment[SERVICE_TOKEN] != first
     finally:
         sampler.close()
         while any(job.ended is None for job in sampler.jobs.all):

@@ -102,7 +102,7 @@ class Draft:
         folder = self.folder(root)
         for file, text in self.texts.items():
             folder.mkdir(parents=True, exist_ok=True)
-            write_file(folder / file, text if text.endswith("\n") else f"{text}\n")
+            write_file(folder / file, text if text.endswith("\n") else f"{text}\n", private=True)
         for path in folder.iterdir() if folder.is_dir() else ():
             if path.is_file() and path.name not in self.texts:
                 path.unlink()

@@ -1,11 +1,10 @@
 """Sample images for the studio by `gerl serve pipeline=MODEL`, with or without a LoRA."""
 
 import base64
-import contextlib
 import hashlib
 import json
+import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from urllib3.exceptions import HTTPError
 
-from gerl.config.bounded_text import parse_json
+from gerl.config.bounded_text import load_json, parse_json
 from gerl.errors import GerlError
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import COLUMNS, with_absolute_paths
 from gerl.utils.files import write_file
+from gerl.utils.http import UnreadableAnswer, exchange
 from gerl.web.engine import TOKEN
 from gerl.web.studio.jobs import Job, Jobs
 
 MOST = 16  # images per request
 ROWS = "prompts.jsonl"  # rows of sampled images
 LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
+IMAGE_BYTES = 2**27  # most of an image or video in an answer
+SERVING = re.compile(r"serving .* at (http://127\.0\.0\.1:\d+)$", re.MULTILINE)  # in the log of the service
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,6 @@ class Sampler:
         self.job: Job | None = None  # the service that runs
         self.session = requests.Session()
         self.session.trust_env = False  # no proxy of the environment
-        # not the token of the studio: another user's program may take the port of the service before it
-        token = secrets.token_urlsafe(24)
-        self.session.headers["Authorization"] = f"Bearer {token}"
-        self.jobs.environment[TOKEN] = token
 
     def sample(self, request: SampleRequest, folder: Path) -> list[str]:
         """Sample images, write them and their prompts (`ROWS`) to `folder`, and return the images as PNG in base64.
@@ -92,13 +91,13 @@ class Sampler:
     def ask(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request to a service; raises `GerlError` with the message of its answer if it fails."""
         try:
-            answer = self.session.post(address, json=body, timeout=ANSWER)
-            found = answer.json()
-        except (requests.RequestException, ValueError) as error:
+            answer = exchange(self.session, "POST", address, MOST * IMAGE_BYTES, ANSWER, json=body)
+            found = load_json(answer.content)
+        except (TimeoutError, UnreadableAnswer, requests.RequestException, HTTPError, ValueError) as error:
             sentence = f"the service of the model does not answer ({type(error).__name__}): see the log of its job"
             raise GerlError(sentence) from None
-        if not answer.ok:
-            raise GerlError(str(found.get("error", answer.status_code)))
+        if answer.status >= 300:
+            raise GerlError(str(found.get("error", answer.status)))
         return dict(found)
 
     def service(self, model: str) -> str:
@@ -107,15 +106,17 @@ class Sampler:
             job = self.job
             if job is None or not serves(job, model):
                 self.close()  # one model at a time, and one that a studio before this one started has another token
+                token = self.jobs.environment[TOKEN] = secrets.token_urlsafe(24)
+                self.session.headers["Authorization"] = f"Bearer {token}"
                 # whoever has the token can name any file: the studio does, and it runs code as this user anyway
-                arguments = [f"pipeline={model}", f"port={free_port()}", f"token_env={TOKEN}", "folders=/"]
-                self.job = job = self.jobs.add("serve", arguments, model, gpus=0)
-        address = "http://127.0.0.1:" + job.arguments[1].partition("=")[2]
+                self.job = job = self.jobs.add(
+                    "serve", [f"pipeline={model}", "port=0", f"token_env={TOKEN}", "folders=/"], model, gpus=0
+                )
         end = time.monotonic() + LOADING
         while job.state == "running" and time.monotonic() < end:
-            with contextlib.suppress(requests.RequestException):
-                if self.session.get(f"{address}/health", timeout=LOOK * 10).ok:
-                    return address
+            # its log names the port that it has: on another one, somebody else's program could get the token
+            if serving := SERVING.search(self.jobs.log(job)):
+                return serving[1]
             time.sleep(LOOK)
             self.jobs.poll()
         said = self.jobs.log(job).strip().splitlines()
@@ -164,9 +165,3 @@ def name_of(lora: Path) -> str:
     status = lora.stat()
     text = json.dumps([str(lora.resolve()), status.st_mtime_ns, status.st_size])
     return f"studio-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -137,6 +137,11 @@ def test_secrets_are_left_out(text: str) -> None:
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.dozjgNryP4J3jVmNHl0w5N",
         "r8_AbCdEfGhIjKlMnOpQrStUvWxYz01234567890",
         "gsk_AbCdEfGhIjKlMnOpQrStUvWxYz0123",
+        *(
+            f"{prefix}AbCdEfGhIjKlMnOpQrStUvWx"
+            for prefix in ("ghs_", "ghu_", "ASIA", "npm_", "pypi-", "nvapi-", "xai-")
+        ),
+        *(f"{prefix}AbCdEfGhIjKlMnOpQrStUvWx" for prefix in ("dckr_pat_", "ya29.", "SG.")),
     ],
 )
 def test_tokens_are_known_by_their_looks(token: str) -> None:
@@ -157,6 +162,7 @@ def test_tokens_are_known_by_their_looks(token: str) -> None:
         "commit 8f3c2a1b9d4e5f60718293a4b5c6d7e8f9012345",
         'a sign that reads "token: 5"',
         "sort_key=3 monkey=a key: b",
+        "actor.one_pass=true sampling.seed=1 --out x -u",
     ],
 )
 def test_the_rest_stays(text: str) -> None:
@@ -181,6 +187,21 @@ def test_settings_lose_their_secrets_and_nothing_else() -> None:
         "model": {"path": "a/b", "lora": None, "token": ""},
         "rows": [1, [2.5, "***"]],
     }
+
+
+def test_usual_forms_of_secrets_are_hidden() -> None:
+    forms = """Authorization: Token @|PGPASSWORD=@|--password @ --out x|--api-key @|curl -u me:@ http://a|wandb_key=@
+        account_key=@|jwt=@|dsn=@|-----BEGIN PRIVATE KEY-----\n@\n-----END PRIVATE KEY-----"""
+    for form in forms.split("|"):
+        assert SECRET not in redact(form.replace("@", SECRET)), form
+    structures = [
+        {"token": {"value": SECRET}},
+        {"headers": [["Authorization", f"Token {SECRET}"]]},
+        {"ssh_key": [SECRET]},
+    ]
+    for structure in structures:
+        assert SECRET not in str(redacted(structure)), structure
+    assert redacted({"pairs": [["a", "b"], ["token", 3]]}) == {"pairs": [["a", "b"], ["token", 3]]}
 
 
 def test_the_keys_of_secrets_are_named() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from html_page import Page
 
+from gerl.commandline.composition import compose_run
 from gerl.run import page as page_data
 from gerl.run.card import TRAINED, Card
 from gerl.run.report import main, write_report
@@ -31,6 +32,19 @@ def frozen(run_dir: Path) -> dict[str, Any]:
     (data,) = re.findall(r'<script type="application/json" id="frozen">(.*?)</script>', text)
     assert "<" not in data
     return json.loads(data)  # type: ignore[no-any-return]
+
+
+def test_secrets_are_in_no_report_and_in_no_answer_of_the_page(tmp_path: Path) -> None:
+    secret = "Pa55phrase-of-mine"
+    scorer = f"{{mine: {{path: a.py, kwargs: {{api_key: {secret}, headers: [[Authorization, Token {secret}]]}}}}}}"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        config = compose_run(["experiment=signs", f"reward.scorers={scorer}", f"trainer.seed={len(name)}"]).yaml()
+        (tmp_path / name / "config.yaml").write_text(config)
+    text = write_report(tmp_path / "one").read_text(encoding="utf-8")
+    assert secret in config and "api_key" in text and secret not in text
+    one, two = (page_data.RunData(name, tmp_path / name) for name in ("one", "two"))
+    assert secret not in json.dumps([one.settings(two), two.settings(None)])
 
 
 def write_metrics(run_dir: Path, steps: int) -> None:

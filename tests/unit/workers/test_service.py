@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from http_service import Answer, Asked, HttpService
 from PIL import Image
+from reward_service import huge_png
 
 from gerl.config.services import Service, service_of
 from gerl.errors import ConfigError, ModelError
@@ -124,14 +125,36 @@ def test_a_service_that_lost_the_lora_is_sent_it_again() -> None:
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(b"<html>", "JSON object"), ({"lora": LORA.name}, "no images"), ({"lora": LORA.name, "images": ["*"]}, "base64"),
-     ({"lora": LORA.name, "images": ["AAAA"]}, "no readable image")],
+    [(b"<html>", "JSON object"), ({"lora": LORA.name}, "no images"),
+     ({"lora": LORA.name, "images": ["*", "*"]}, "base64"), (b"[" * 200_000 + b"]" * 200_000, "JSON object"),
+     ({"lora": LORA.name, "images": ["AAAA"] * 2}, "no readable image"),
+     ({"lora": LORA.name, "images": ["AAAA"] * 30}, "has 30 images"),
+     ({"lora": LORA.name, "images": [huge_png(13000, 13000)] * 2}, "too large")],
 )  # fmt: skip
 def test_a_strange_answer_is_refused(body: Any, said: str) -> None:
     def answer(asked: Asked) -> Answer:
         return Answer({}) if asked.path.startswith("/lora/") else Answer(body)
 
     with client(answer, lora="path", folder="/l") as (made, _), pytest.raises(Refused, match=said):
+        made.images(SAMPLES, CALL, LORA)
+
+
+@pytest.mark.parametrize(("delay", "error", "said"), [(0.0, Refused, "more than"), (0.1, ModelError, "not answered")])
+def test_an_answer_without_end_is_not_read(
+    delay: float, error: type[ModelError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IMAGE_BYTES", 10**6)
+
+    def endless() -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
+        for _ in range(100):
+            yield b" " * (10**5 if delay == 0 else 1)
+
+    def answer(asked: Asked) -> Answer:
+        return Answer({}) if asked.path.startswith("/lora/") else Answer(raw=endless(), delay=delay)
+
+    keys = {"lora": "path", "folder": "/l", "retries": 0, "timeout": 20 if delay == 0 else 0.5}
+    with client(answer, **keys) as (made, _), pytest.raises(error, match=said):
         made.images(SAMPLES, CALL, LORA)
 
 
