@@ -60,7 +60,7 @@ def check_trusted(key: str, path: str, *files: Path) -> None:
         return
     digests = [f"{file} (SHA-256 {_digest(file)})" for file in files]
     raise TrustError(
-        f"{key}={path}: the run names code, which runs only if you trust it: read "
+        f"{key}={path}: code that a run names runs, and servers that it names are asked, only if you trust it: read "
         f"{' and '.join(digests) or 'it'}, then add trust=true, or give {key}={path} yourself"
     )
 

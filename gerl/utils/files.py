@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from gerl.config.bounded_text import regular
@@ -21,7 +22,10 @@ from gerl.errors import ConfigError, GerlError
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error on one line, for an `OSError` without errno and path."""
+    """Return the message of an error on one line: of an `OSError` without errno and path, of pydantic's the first."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
     said = error.strerror if isinstance(error, OSError) else None
     return said or " ".join(str(error).split()) or type(error).__name__
 

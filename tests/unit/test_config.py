@@ -345,7 +345,9 @@ def test_code_that_only_the_settings_of_a_run_name_is_refused(tmp_path: Path) ->
         "path": ScorerConfig(path=str(file)),
         "env.pip": ScorerConfig(env={"pip": ["its_package"]}),
         "env.python": ScorerConfig(env={"python": "its/python"}),
-        "kwargs.token_env": ScorerConfig(kwargs={"url": "http://its.host", "token_env": "HOME"}),
+        "kwargs.token_env": ScorerConfig(kwargs={"token_env": "HOME"}),
+        "kwargs.url": ScorerConfig(kwargs={"url": "http://its.host", "scorer": "a"}),
+        "kwargs.base_url": ScorerConfig(kwargs={"base_url": "http://127.0.0.1:8000", "model": "a"}),
     }
     refused: dict[str, Callable[[], object]] = {
         key: lambda block=block: compose_changes(block, ["trainer.steps=3"]) for key, block in settings.items()

@@ -100,7 +100,8 @@ def build_scorer(name: str, config: ScorerConfig) -> Scorer:
 def known_scorer(name: str, config: ScorerConfig) -> Scorer:
     """Build a scorer outside its processes: a `RemoteOnlyScorer` if a package of its environment is missing here."""
     named = {f"env.{kind}": value for kind, value in config.env.items()}  # of its processes: packages, an interpreter
-    named |= {f"kwargs.{n}": value for n, value in config.kwargs.items() if n.startswith("token_")}  # sent to its url
+    sent = ("url", "base_url", "token_env", "token_file")  # prompts, images and the token go to the address
+    named |= {f"kwargs.{n}": value for n, value in config.kwargs.items() if n in sent}
     for kind, value in named.items():
         for text in value if isinstance(value, list) else [str(value)]:
             check_trusted(f"reward.scorers.{name}.{kind}", text)
