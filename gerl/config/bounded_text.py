@@ -6,6 +6,7 @@ Both are refused in the graph of nodes, before values are built.
 
 import errno
 import json
+import os
 import re
 import stat
 from pathlib import Path
@@ -68,6 +69,13 @@ def regular(path: Path, most: int | None = None) -> Path:
     return path
 
 
+def unlinked(path: Path) -> Path:
+    """Return the path of a file of a run; raises `OSError` for a link that leads out of its folder."""
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(path.parent)):
+        raise OSError(errno.EINVAL, "it is a link that leads out of the folder", str(path))
+    return path
+
+
 def read_text(path: Path, errors: str = "strict", most: int = 4 * LARGEST) -> str:
     """Return the UTF-8 text of a regular file of at most `most` bytes; raises `OSError`, `UnicodeDecodeError`."""
     return regular(path, most).read_text(encoding="utf-8", errors=errors)
@@ -79,8 +87,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_log(path: Path) -> list[str]:
-    """Return the lines of a log, such as JSON lines; raises `OSError`."""
-    return read_text(path, "replace", LARGEST_LOG).splitlines()
+    """Return the lines of a log of a run, such as JSON lines; raises `OSError`."""
+    return read_text(unlinked(path), "replace", LARGEST_LOG).splitlines()
 
 
 def load_yaml(text: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular
+from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular, unlinked
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.checkpoint import alive_since, checkpoint_paths
@@ -45,7 +45,7 @@ class Columns:
     def read(self) -> None:
         """Read the added lines; an incomplete last one is left for the next call."""
         try:
-            with regular(self.path, LARGEST_LOG).open("rb") as file:
+            with regular(unlinked(self.path), LARGEST_LOG).open("rb") as file:
                 status = os.fstat(file.fileno())
                 file_now = (status.st_ino, status.st_dev)
                 if file_now != self._file or status.st_size < self._read:
@@ -361,7 +361,7 @@ def content(folder: Path, name: str) -> bytes | None:
 def last_lines(path: Path, most: int = TAIL) -> list[str]:
     """Return the complete lines in the last `most` bytes of a text file; empty if it is missing."""
     try:
-        with regular(path).open("rb") as file:
+        with regular(unlinked(path)).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most))
             text = file.read().decode(errors="replace")

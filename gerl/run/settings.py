@@ -13,7 +13,7 @@ from gerl.commandline.composition import compose_run, quoted, shipped
 from gerl.config import ScorerConfig
 from gerl.config.algorithms import algorithm_config
 from gerl.config.blocks import FULL
-from gerl.config.bounded_text import load_yaml, read_text
+from gerl.config.bounded_text import load_yaml, read_text, unlinked
 from gerl.config.registry import ALGORITHMS
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError
@@ -28,7 +28,7 @@ Values = Mapping[str, Any]
 def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     """Read the text and values of a config.yaml; empty if it is missing, no values if it is not valid YAML."""
     try:
-        text = read_text(path, errors="replace")
+        text = read_text(unlinked(path), errors="replace")
     except FileNotFoundError:
         return "", {}
     except OSError as error:

@@ -157,7 +157,16 @@ def test_a_link_out_of_the_folder_is_not_followed(outputs: Path, tmp_path: Path)
     sheet.symlink_to(outputs / "secret.txt")
     with serving(tmp_path / "outputs") as (url, _):
         answer = requests.get(f"{url}/sheet", params={"run": "x/linked", "step": 20}, timeout=10)
-    assert answer.status_code == 404 and "not for" not in answer.text
+        assert answer.status_code == 404 and "not for" not in answer.text
+        (tmp_path / "row").write_text(
+            '{"step": 1, "kind": "not for you", "signal": "not for you", "text": "not for you"}\n'
+        )
+        for name in ("log.txt", "metrics.jsonl", "guard.jsonl", "timeline.jsonl", "config.yaml"):
+            (run / name).unlink(missing_ok=True)
+            (run / name).symlink_to(tmp_path / "row")
+        for path in ("runs", "run", "log", "warnings", "settings", "timeline", "live", "held_out"):
+            answer = requests.get(f"{url}/api/{path}", params={"run": "x/linked", "step": 20}, timeout=10)
+            assert answer.status_code < 500 and "not for" not in answer.text, path
 
 
 @pytest.mark.parametrize(
