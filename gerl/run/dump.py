@@ -169,7 +169,7 @@ class Dump:
         try:
             with safetensors.safe_open(regular(self.tensors), "pt") as file:
                 yield file
-        except (OSError, safetensors.SafetensorError, RuntimeError, MemoryError) as error:
+        except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             raise DumpError(f"{self.tensors} cannot be read: {reason(error)}; it belongs beside {self.path}") from None
 
 

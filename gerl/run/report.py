@@ -21,6 +21,7 @@ import numpy as np
 from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
 from gerl.commandline.command import run_command
+from gerl.config.bounded_text import MALFORMED
 from gerl.errors import GerlError
 from gerl.run.card import CARD, TRAINED, read_sessions
 from gerl.run.guard import read_guard
@@ -29,8 +30,8 @@ from gerl.run.page import facts, frozen
 from gerl.run.settings import changes, planned_steps, read_config, roles, shown_config
 from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
-from gerl.run.validation import BeforeAfter, estimate_gain, load_validations, mean
-from gerl.utils.files import write_file
+from gerl.run.validation import BeforeAfter, Validation, estimate_gain, load_validations, mean
+from gerl.utils.files import reason, write_file
 from gerl.web.pages import page_assets, render
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def write_report(run_dir: Path) -> Path:
         compared=compared,
         turns=roles(config),
         warnings=[*overlap, *(finding.text for finding in health.found.values()), *guarded],
-        code=usage(run_dir, config, validations),
+        code=_usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],
         config_text=text,
@@ -78,6 +79,14 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     write_file(path, html)
     return path
+
+
+def _usage(run_dir: Path, config: dict[str, Any], validations: list[Validation]) -> str | None:
+    try:
+        return usage(run_dir, config, validations)
+    except (OSError, *MALFORMED) as error:  # settings of another kind
+        log.warning("the report shows no code that samples an image again: %s", reason(error))
+        return None
 
 
 def _starts(path: Path) -> list[tuple[str, list[tuple[str, str]]]]:
