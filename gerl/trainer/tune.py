@@ -395,7 +395,7 @@ class Search:
         results = sorted(self.results.values(), key=lambda r: (r.round, -(r.reward if r.reward is not None else -1e9)))
         last = max((found.round for found in results), default=0)
         rounds = []
-        for number in range(last + 1):
+        for number in sorted({0, *(found.round for found in results)}):
             own = [found for found in results if found.round == number]
             rounds.append({"number": number, "trials": [(found, self.verdict(found, last)) for found in own]})
         gain = None if self.best is None else self.gain(self.best)
