@@ -103,6 +103,8 @@ def open_picture(path: str | Path) -> Image.Image:
     """Open an image, upright by EXIF. Raises `DataError` if unreadable, or with more than 8 bits per channel."""
     try:
         with Image.open(path) as image:
+            if image.format == "EPS":  # a program, which Pillow would let Ghostscript run
+                raise DataError(f"{path} is a PostScript file: save it as PNG")
             if image.mode[0] in "IF":
                 raise DataError(f"{path} has more than 8 bits per channel (mode {image.mode}): save it with 8")
             upright: Image.Image = ImageOps.exif_transpose(image)

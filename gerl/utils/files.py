@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,12 +71,18 @@ def file_digest(path: Path) -> str:
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> str:
-    """Format a table with a header as CSV; None is an empty cell."""
+    """Format a table with a header as CSV; None is an empty cell, and no text is a formula of a spreadsheet."""
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _inert(value) for name, value in row.items()} for row in rows)
     return table.getvalue()
+
+
+def _inert(value: object) -> object:
+    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return value
+    return value if re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", value, re.ASCII) else f"'{value}"
 
 
 def finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
@@ -112,7 +112,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request = Request(scope)
+        request, connection = Request(scope), cast("dict[str, Any]", scope)
         visit = self._elsewhere(request) or self.admit(request)
         more: Mapping[str, str] = SAFE
         if isinstance(visit, Visit):
@@ -124,6 +124,7 @@ class Gate:
                 headers = MutableHeaders(scope=message)
                 for name, value in more.items():
                     headers.setdefault(name, value)
+                connection[STREAM] = headers.get("content-type", "").startswith("text/event-stream")
             await send(message)
 
         if isinstance(visit, Response):
@@ -269,6 +270,7 @@ HEAD = 20.0  # seconds to receive the head of a request
 MOST = 1000  # maximum number of open connections
 SPARE = 64  # files that a server needs for other purposes
 TURNS = itertools.count(1)
+STREAM = "gerl.stream"  # in the scope of a request that is answered by events without end
 
 
 def most() -> int:
@@ -278,7 +280,10 @@ def most() -> int:
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if no request arrives in time; above the limit, the longest waiting one is closed."""
+    """Connection that is closed if no request arrives in time; above the limit, the longest waiting one is closed.
+
+    An event stream waits, too: its page connects again.
+    """
 
     late: asyncio.TimerHandle | None = None
     turn = 0  # order of waiting: timers tie, because uvloop rounds them to milliseconds
@@ -286,7 +291,9 @@ class Connection(H11Protocol):
     def is_waiting(self) -> bool:
         """Whether it waits for its client: for the head or the body of a request, or to read the answer."""
         cycle = self.cycle
-        return cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused
+        if cycle is None or cycle.response_complete or cycle.more_body or self.flow.write_paused:
+            return True
+        return bool(cast("dict[str, Any]", cycle.scope).get(STREAM))
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

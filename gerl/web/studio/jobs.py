@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gerl.config.bounded_text import LARGEST_JSON, load_json, read_text, regular
 from gerl.errors import ConfigError, GerlError, TrustError
-from gerl.run.card import hardware, now
+from gerl.run.card import hardware, now, redact
 from gerl.utils.files import reason, write_file
 
 logger = logging.getLogger("gerl")
@@ -330,7 +330,7 @@ class Jobs:
         )
         self._children[job.id] = child
         job.pid, job.clock = child.pid, clock_of(child.pid)
-        logger.info("%d: %s", job.id, job.line)
+        logger.info("%d: %s", job.id, redact(job.line))
 
     def _follow(self, job: Job) -> None:
         if (child := self._children.get(job.id)) is not None:

@@ -10,7 +10,7 @@ from gerl.algorithms.planning import micro_batches, plan_prompts, plan_samples, 
 from gerl.config import Config, RolloutConfig, ValidationConfig
 from gerl.errors import DataError
 from gerl.protocol import Prompt, References
-from gerl.utils.condition_images import picture_arguments, pictures_of
+from gerl.utils.condition_images import open_picture, picture_arguments, pictures_of
 from gerl.utils.dataset import load_prompts
 
 
@@ -80,3 +80,11 @@ def test_no_micro_batch_mixes_prompts_with_pictures(folder: Path) -> None:
     for batch in micro_batches(samples, 2):
         assert len(batch) <= 2 and len({pictures_of(sample.prompt) for sample in batch}) == 1
     assert [[s.prompt.id for s in batch] for batch in plan_validation(config, prompts, 0)] == [[0], [1], [2, 3]]
+
+
+def test_a_postscript_file_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.eps").read_bytes())
+    for name in ("a.eps", "a.png"):
+        with pytest.raises(DataError, match="PostScript"):
+            open_picture(tmp_path / name)

@@ -1,5 +1,7 @@
 """Files that are written completely or not at all."""
 
+import csv
+import io
 import logging
 import multiprocessing
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gerl.errors import GerlError
-from gerl.utils.files import capture_logs, write_file
+from gerl.utils.files import capture_logs, csv_text, write_file
 
 TIMES, LENGTH = 200, 100_000
 
@@ -55,3 +57,10 @@ def test_the_logger_is_as_before_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), capture_logs("gerl.somewhere", logging.WARNING):
         raise ZeroDivisionError
     assert (logger.level, logger.propagate, logger.handlers) == before
+
+
+def test_no_cell_of_a_table_is_a_formula() -> None:
+    texts = ["=cmd|' /C calc'!A0", "+1+1", "-- a fox", "@SUM(A1)", "\tx", "a fox", "-0.5", "+1e-3", ""]
+    rows = list(csv.DictReader(io.StringIO(csv_text(["text", "n"], [{"text": text, "n": -1.5} for text in texts]))))
+    shown = [f"'{text}" if text[:1] in tuple("=+-@\t") and text not in ("-0.5", "+1e-3") else text for text in texts]
+    assert [row["text"] for row in rows] == shown and {row["n"] for row in rows} == {"-1.5"}

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,11 @@ import requests
 from PIL import Image
 from watching import PROMPTS, add_episodes, add_live, add_rows, add_validation, make_run, serving
 
+from gerl.commandline.command import listen
 from gerl.run.checkpoint import RunLock
 from gerl.run.session import asked
+from gerl.web import server as http_server
+from gerl.web.site import Folders, build_site
 
 RUN = "signs/one"
 
@@ -354,3 +358,22 @@ def test_a_resumed_run_that_cuts_its_metrics_is_read_anew(tmp_path: Path) -> Non
             10,
             20,
         ]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_many_event_streams_lock_nobody_out(outputs: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "most", lambda: 20)
+    app, site = build_site(Folders.of(outputs), None, True)
+    opened = list[socket.socket]()
+    with listen("127.0.0.1", 0) as listener, http_server.serving(app, listener, 2.0):
+        host, port = listener.getsockname()
+        try:
+            for _ in range(60):
+                opened.append(socket.create_connection((host, port), timeout=20))
+                opened[-1].sendall(f"{method} /api/events?run={RUN} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+                assert opened[-1].recv(100).startswith(b"HTTP/1.1 200")
+            assert requests.get(f"http://{host}:{port}/api/runs", timeout=20).ok
+        finally:
+            site.closing.set()
+            for one in opened:
+                one.close()
