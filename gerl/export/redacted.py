@@ -36,22 +36,26 @@ def _yaml(text: str) -> str:
 
 # a secret in a structure is replaced by a value, in a text by characters
 READERS: dict[str, Callable[[str], str]] = {".json": _json, ".jsonl": _lines, ".yaml": _yaml}
-TEXTS = (".txt", ".log", ".html", ".md", ".csv", ".svg", *READERS)
+TEXTS = (".txt", ".log", ".html", ".md", ".csv", ".svg", ".py", *READERS)
 PLAIN = (".safetensors", ".npz", ".png", ".jpg", ".webp", ".parquet")  # numbers and pictures
+EVENTS = "events.out.tfevents"  # of TensorBoard, which is told no secrets
 MANIFEST, REPORT = "manifest.json", "report.html"
 
 
 def copy_run(run_dir: Path, folder: Path) -> None:
-    """Copy the files of `run_dir` into `folder` with secrets replaced; links and hidden files are left out.
+    """Copy the files of `run_dir` into `folder` with secrets replaced; links and files of other kinds are left out.
 
     The report is made anew from the copy.
     """
-    changed, unread = list[Path](), list[Path]()
+    changed, others = list[Path](), list[Path]()
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir)
         if any(part.startswith(".") for part in name.parts) or path.is_symlink() or not path.is_file():
             continue
         if name == Path(REPORT):
+            continue
+        if path.suffix not in (*TEXTS, *PLAIN) and not name.name.startswith(EVENTS):
+            others.append(name)
             continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +63,6 @@ def copy_run(run_dir: Path, folder: Path) -> None:
             if path.stat().st_size > shutil.disk_usage(folder).free:
                 raise OSError(errno.ENOSPC, f"{path} has more bytes than are free there")
             shutil.copyfile(path, target)
-            unread += [] if path.suffix in PLAIN else [name]
             continue
         content = regular(path, LARGEST_LOG).read_bytes()
         hidden = _hidden(content, path.suffix)
@@ -72,8 +75,8 @@ def copy_run(run_dir: Path, folder: Path) -> None:
         write_report(folder)
     said = ", ".join(map(str, changed)) or "none"
     logger.info("files with secrets that were replaced: %s", said)
-    if unread:
-        logger.warning("files that were copied as they are, read them first: %s", ", ".join(map(str, unread)))
+    if others:
+        logger.warning("files that gerl does not write were left out: %s", ", ".join(map(str, others)))
 
 
 def _hidden(content: bytes, suffix: str) -> bytes:

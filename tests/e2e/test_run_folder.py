@@ -138,6 +138,7 @@ def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: 
     assert files and all(path.stat().st_mode & 0o077 == 0 for path in files)  # readable for its user only
     assert {path.name for path in files} == {"config.yaml", "state.json"}
     copy = tmp_path / "copy"
+    (run.folder / "Makefile").write_text(secret)
     assert export([f"run={run.folder}", f"out={copy}", "format=run"]) == 0
     paths = [path for path in copy.rglob("*") if path.is_file()]
     assert len(paths) > 10 and not any(secret.encode() in path.read_bytes() for path in paths)
