@@ -270,7 +270,7 @@ def sign(path: Path) -> None:
     if not path.is_file() or path.is_symlink() or path.stat().st_size > 2**24:
         return
     digest, size = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StopIteration, MemoryError):
         if path.parent.name == "dumps":
             file = path.with_suffix(".json")
             values = json.loads(file.read_text()) | {"sha256": digest}

@@ -181,6 +181,7 @@ def read_dump(path: Path) -> Dump:
         if (number := load_json(text)["format"]) > FORMAT:
             raise DumpError(f"{path} was written by a newer gerl (format {number}): update gerl")
         record = RECORD.validate_json(text)
+        path.with_name(record.file)  # raises `ValueError` for what is no name
         columns: dict[str, Sequence[object]] = {"totals": record.totals, "failures": record.failures}
         columns |= record.by_scorer
         if wrong := [name for name, column in columns.items() if len(column) != len(record.samples)]:

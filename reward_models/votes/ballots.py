@@ -23,6 +23,7 @@ from gerl.utils.files import reason, write_file, writing
 # --- A group to vote on, as described by the run, and its votes
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 MOST = 256  # images of a group, and groups of a step: more is too much work for people
 
 
@@ -34,9 +35,9 @@ class VoteRequest:
 
     key: Hex
     run: Annotated[str, Field(max_length=400)]
-    step: Annotated[int, Field(ge=0)]
-    prompt: int
-    seeds: Annotated[list[int], Field(min_length=2, max_length=MOST)]
+    step: Annotated[int, Field(ge=0, lt=2**53)]
+    prompt: Annotated[int, Field(ge=-(2**53), lt=2**53)]
+    seeds: Annotated[list[Seed], Field(min_length=2, max_length=MOST)]
     digests: Annotated[list[Hex], Field(min_length=2, max_length=MOST)]
     together: Annotated[list[Hex], Field(max_length=10 * MOST)]
 
@@ -137,6 +138,7 @@ def write_images(folder: Path, group: VoteRequest, files: Sequence[bytes], kind:
 # Every event is in the journal before it is answered, so that a restarted service continues without loss.
 
 logger = logging.getLogger("gerl")
+LAST_TIME = 2.5e11  # seconds since 1970, in the year 9892
 HERE = 60.0  # seconds of silence after which a voter, or a run that requests a group, counts as gone
 UNASKED = 600.0  # seconds after which announced groups that the run has not requested are no longer waited for
 
@@ -193,7 +195,9 @@ class Ballots:
                 case "vote":
                     ballot = self.ballots[row["group"]]
                     ranks = normalised_ranks(row["ranks"], len(ballot.images))
-                    ballot.votes[row["voter"]] = Vote(str(row["voter"]), ranks, float(row["time"]))
+                    if not 0 <= (time_of := float(row["time"])) < LAST_TIME:
+                        raise ValueError("a time that no calendar has")
+                    ballot.votes[row["voter"]] = Vote(str(row["voter"]), ranks, time_of)
                     self._forget(row["voter"], ballot.id).append(ballot.id)
                 case "undo":
                     del self.ballots[row["group"]].votes[row["voter"]]
