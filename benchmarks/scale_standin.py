@@ -24,7 +24,7 @@ from ray import cloudpickle
 from scale_echo import Echo, Pace
 
 from gerl.algorithms import build_algorithm
-from gerl.cluster import Cluster, Pending, WorkerGroup, worker_group
+from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
 from gerl.protocol import ModelFacts
 from gerl.trainer import run as loop
@@ -187,7 +187,7 @@ class Ledger:
         ]
         patches = [patch.object(at, name, phased(phase, getattr(at, name))) for phase, at, name in parts]
         patches += [patch.object(WorkerGroup, "submit", counted), patch.object(Pending, "ended", fetched)]
-        patches += [patch.object(worker_group.ray, "wait", waited)]
+        patches += [patch.object(ray, "wait", waited)]
         for one in patches:
             one.start()
         try:

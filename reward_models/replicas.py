@@ -22,7 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from gerl.cluster import local_ray
-from gerl.cluster.machines import join as join_cluster
+from gerl.cluster.ray_session import join as join_cluster
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, RewardError
 from gerl.rewards.scorers import build_scorer

@@ -119,8 +119,7 @@ class Trainer:
         given["algorithm.path"] = own[1] if own else None
         self.keys = nested(keys, {key: value for key, value in given.items() if value is not None}, ARGUMENTS)
         self.keys.setdefault("logger", {}).setdefault("progress", not in_notebook())
-        if workers is None:
-            self.keys.setdefault("cluster", {}).setdefault("launcher", "local")
+        self.keys.setdefault("cluster", {}).setdefault("launcher", "local" if workers is None else "ray")
         self.begun = False
         self.policy: Policy | None = None  # of the trained pipeline in memory
         if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:

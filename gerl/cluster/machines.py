@@ -3,23 +3,23 @@
 import contextlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from gerl.cluster import health, local_ray, worker_group
-from gerl.cluster.health import check_gpus
+from gerl.cluster.gpus import check_gpus
 from gerl.cluster.worker_group import WorkerGroup
 from gerl.commandline import signals
+from gerl.commandline.command import importing
 from gerl.config import ClusterConfig
+from gerl.config.blocks import HAS_RAY
 from gerl.errors import ClusterError
+
+if TYPE_CHECKING:
+    from gerl.cluster.ray_session import RaySession
 
 logger = logging.getLogger(__name__)
 W = TypeVar("W")  # the class of a worker
@@ -37,8 +37,6 @@ class Cluster:
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
         self.joined = self.remote and bool(os.environ.get("RAY_ADDRESS"))
-        self._actors: list[object] = []
-        self._places: list[Places] = []
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # GPU share of a rollout and actor worker: one, minus the shares of scorers beside it
         self.ranks = config.ranks_per_worker
@@ -72,7 +70,9 @@ class Cluster:
         """Describe workers and device for the log of a starting run."""
         if self.joined:
             return f"{self.config.workers or 'as many as there are GPUs'} on a Ray cluster"
-        return f"{self.num_workers} on {self.device}, {self.config.launcher}"
+        turns = ", where they take turns," if self.num_workers > 1 else ""
+        how = self.config.launcher if HAS_RAY else f"in this process{turns} as Ray is not installed"
+        return f"{self.num_workers} on {self.device}, {how}"
 
     @property
     def training(self) -> int:
@@ -105,17 +105,10 @@ class Cluster:
 
                 stack.callback(torch.set_num_threads, torch.get_num_threads())  # workers in this process change it
                 self._warn_of_spinning()
-            if self.remote and not ray.is_initialized():
-                options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
-                if self.joined:
-                    join(os.environ["RAY_ADDRESS"], options)
-                    stack.callback(self._leave)
-                else:
-                    local_ray.start(options, stack)
-                stack.enter_context(health.watched(own=not self.joined))
+            else:
+                self.ray.start(stack)
             if self.joined:
-                nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-                self._resources = {"GPU": 0.0, "CPU": 1.0, "nodes": float(len(nodes)), **ray.cluster_resources()}
+                self._resources = self.ray.resources()
                 self._count()
             self._check_devices()
             self._ends = stack.pop_all()
@@ -127,6 +120,24 @@ class Cluster:
         with signals.deferred():  # no process may be left behind
             self._ends.__exit__(kind, error, trace)
 
+    @cached_property
+    def ray(self) -> "RaySession":
+        """The Ray of this command, imported on first use. Raises `ClusterError` if it cannot be imported."""
+        try:
+            with importing():
+                from gerl.cluster.ray_session import RaySession
+        except ImportError as error:
+            raise ClusterError(
+                f"cluster.launcher=ray, or a scorer with an env of its own, needs Ray, which cannot be imported "
+                f"({error}): run pip install ray, or use cluster.launcher=local and no reward.scorers.NAME.env"
+            ) from error
+        return RaySession(self.config, self.joined)
+
+    def load(self) -> None:
+        """Import Ray if it is needed. Raises `ClusterError` if it cannot be imported."""
+        if self.remote:
+            self.ray.forget()
+
     @property
     def own(self) -> bool:
         """Whether this command started Ray."""
@@ -135,24 +146,14 @@ class Cluster:
     @property
     def alive(self) -> bool:
         """Whether workers can be called: true without Ray, or while connected to it."""
-        return not self.remote or bool(ray.is_initialized())
+        return not self.remote or self.ray.alive
 
     def start_anew(self, error: Exception) -> None:
         """Restart the embedded Ray, which died with `error`; the caller restarts the workers."""
         with signals.deferred():
-            for places in self._places:
-                places.forget()
+            self.ray.forget()
             self.__exit__(type(error), error, error.__traceback__)
-            self._actors.clear()
             self.__enter__()
-            for places in self._places:
-                self._ends.callback(places.close)
-
-    def _leave(self) -> None:
-        for actor in self._actors if health.lives() else ():
-            ray.kill(actor)
-        self._actors = []
-        ray.shutdown()
 
     def _warn_of_spinning(self) -> None:
         """Warn of slow spinning threads if OpenMP was initialised before gerl could configure it."""
@@ -175,7 +176,7 @@ class Cluster:
                     *(self.processes, cores, max(1, cores // self.ranks)),
                 )
             return
-        devices = int(ray.cluster_resources().get("GPU", 0)) if self.remote else int(self._resources["GPU"])
+        devices = self.ray.gpus if self.remote else int(self._resources["GPU"])
         if self.processes > devices:
             each = "" if self.ranks == 1 else f" of cluster.ranks_per_worker={self.ranks} GPUs each"
             raise ClusterError(
@@ -201,12 +202,15 @@ class Cluster:
 
     def send_by_value(self, functions: Iterable[Callable[..., object]]) -> None:
         """Pickle `functions` by value for the workers; those of installed packages are imported by name."""
+        modules = []
         for function in functions if self.remote else ():
             module = sys.modules.get(getattr(function, "__module__", None) or "__main__", None)
             file = getattr(module, "__file__", None)
             installed = file is None or {"site-packages", "dist-packages"} & set(Path(file).parts)
             if module is not None and not installed and module.__name__ != "__main__":  # pickled by value in any case
-                ray.cloudpickle.register_pickle_by_value(module)
+                modules.append(module)
+        if modules:
+            self.ray.send_by_value(modules)
 
     def workers(
         self,
@@ -223,47 +227,20 @@ class Cluster:
         """Start `count` workers `cls(*arguments(rank))`, each with `threads` CPU threads and a share of a GPU.
 
         `gpus`: the GPU share of each; without a share a worker sees no GPU. `together`: consecutive workers placed on
-        one node if possible, see `Places`. `environment`: of Python, see `worker_group.runtime_env`. Constructors must
+        one node if possible, see `Places`. `environment`: of Python, see `environments.runtime_env`. Constructors must
         be light: Ray reports their errors as a dead worker, without the exception. Raises `ClusterError` if a worker
         has no room or its environment cannot be created.
         """
         if not self.remote:
             return WorkerGroup(name, count, lambda rank: cls(*arguments(rank)), None)
-        # small enough for all processes to fit on the smallest machine, also after others died: the CPU is shared by
-        # design, and Ray's accounting must not leave a process without room
-        nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        least = min((cpus for cpus in nodes if cpus), default=1.0)
-        share = min(1.0, max(1, int(1000 * least / (self.processes + len(self.scorers) + 1))) / 1000)
-        variables = {"OMP_NUM_THREADS": str(threads)}
-        python = worker_group.runtime_env(environment or {}, self.config.hang_after, self.joined)
-        options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
-        needs = {"CPU": share}
-        if gpus and self.device == "cuda":
-            options["num_gpus"] = needs["GPU"] = gpus
-        else:
-            variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray would not hide the GPUs
-        actor_class = ray.remote(**options)(local_ray.unshielded(cls))
-        places: Places | None = None
-        spread = together == 1 and "GPU" not in needs  # Ray would fill one node after another
-        if together > 1 or self.joined:  # single processes always fit an embedded Ray
-            places = Places(name, count, needs, count, ("SPREAD",)) if spread else Places(name, count, needs, together)
-            self._ends.callback(places.close)
-            self._places.append(places)
-
-        def start(rank: int) -> W:
-            place = places.of(rank) if places else "DEFAULT"
-            actor = actor_class.options(scheduling_strategy=place).remote(*arguments(rank))
-            self._actors.append(actor)
-            return cast(W, actor)
-
-        def end(actor: W) -> None:
-            if actor in self._actors:  # a hanging worker is ended before it is replaced
-                self._actors.remove(actor)
-                ray.kill(actor)
-
-        give_back = places.give_back if places is not None and not spread else None
-        has_room = places.has_room if places is not None else None
-        return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back, has_room)
+        return self.ray.workers(
+            *(name, cls, count, arguments),
+            gpus=gpus if self.device == "cuda" else 0.0,
+            threads=threads,
+            together=together,
+            environment=environment or {},
+            processes=self.processes + len(self.scorers) + 1,
+        )
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
@@ -283,90 +260,10 @@ def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:
 
 def own_host() -> str:
     """Return the address at which Ray reaches this machine; the loopback for an embedded Ray."""
-    return str(ray.util.get_node_ip_address())
+    from ray.util import get_node_ip_address  # here: only processes of Ray ask
+
+    return str(get_node_ip_address())
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def join(address: str, options: dict[str, object]) -> None:
-    """Join the cluster at `address`. Raises `ClusterError` if that is not possible."""
-    try:
-        host, _, port = address.rpartition(":")
-        if port.isdigit() and "/" not in host:  # Ray would wait for minutes
-            socket.create_connection((host, int(port)), timeout=10).close()
-        local_ray.initialize(**options)
-    except Exception as error:  # Ray has no common exception for this
-        reason = " ".join(str(error).split())
-        raise ClusterError(
-            f"RAY_ADDRESS={address}: this Ray cluster cannot be joined ({reason}); start it, unset RAY_ADDRESS to "
-            "start a local Ray, or set RAY_AUTH_MODE=token if it requires a token"
-        ) from error
-
-
-# --- Placement of a worker's ranks on one node if it has room for them, by Ray's placement groups
-
-PATIENCE = 5.0  # seconds in which Ray creates a group that fits
-TOGETHER = ("STRICT_PACK", "PACK")  # on one node, else on as few as possible
-
-
-class Places:
-    """Placement groups for processes that take `share` of Ray's resources each: one group for all, or one per few."""
-
-    def __init__(
-        self, name: str, count: int, share: Mapping[str, float], together: int, strategies: Sequence[str] = TOGETHER
-    ) -> None:
-        """Create groups of `together` consecutive processes. Raises `ClusterError` in seconds without room."""
-        self.share, self.together, self.strategies = dict(share), together, strategies
-        self._groups: dict[int, PlacementGroup] = {}
-        for number in range(count // together):
-            label = name if together == count and strategies is not TOGETHER else f"{name} {number}"
-            self._groups[number] = self._place(label)
-
-    def of(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """Return the placement of a process; requests released room again without waiting."""
-        number, index = divmod(process, self.together)
-        if number not in self._groups:
-            self._groups[number] = placement_group([self.share] * self.together, strategy=self.strategies[-1])
-        return PlacementGroupSchedulingStrategy(self._groups[number], index)
-
-    def has_room(self, process: int) -> bool:
-        """Whether the placement group of a process is created; the process may still be starting."""
-        group = self._groups.get(process // self.together)
-        return group is not None and placement_group_table(group)["state"] == "CREATED"
-
-    def give_back(self, process: int) -> None:
-        """Release the placement group of a process."""
-        if group := self._groups.pop(process // self.together, None):
-            remove_placement_group(group)
-
-    def close(self) -> None:
-        """Release all placement groups; those of a dead Ray are gone already."""
-        for number in list(self._groups) if health.lives() else ():
-            self.give_back(number * self.together)
-
-    def forget(self) -> None:
-        """Forget all placement groups of a dead Ray."""
-        self._groups.clear()
-
-    def _place(self, label: str) -> PlacementGroup:
-        for strategy in self.strategies:
-            group = placement_group([self.share] * self.together, strategy=strategy)
-            if group.wait(PATIENCE):
-                return group
-            remove_placement_group(group)
-        said = no_room(label, self.share, self.together)
-        raise ClusterError(f"{said}; lower cluster.num_workers or cluster.ranks_per_worker")
-
-
-def no_room(name: str, share: Mapping[str, float], count: int = 1) -> str:
-    """Describe the resources requested by `count` processes with `share` each, and the free ones."""
-    asked = " and ".join(f"{value:g} {key}" for key, value in share.items())
-    free = ray.available_resources()
-    left = " and ".join(f"{free.get(key, 0.0):g} {key}" for key in share)
-    nodes = sum(node["Alive"] for node in ray.nodes())
-    return (
-        f"Ray has no room for {name}, {count} process{'es' if count > 1 else ''} of {asked}: free are {left} on "
-        f"{nodes} nodes"
-    )

@@ -1,22 +1,14 @@
-"""Groups of workers: calls, translation of their errors, and Python environments of workers."""
+"""Groups of workers in this process or over Ray, and their calls."""
 
 import contextlib
-import importlib.util
 import logging
-import re
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
-import ray
-
 from gerl.cluster import health
-from gerl.errors import ClusterError, GerlError, WorkerDied
+from gerl.errors import GerlError, WorkerDied
 from gerl.protocol import RolloutTask, Sample
 
 logger = logging.getLogger(__name__)
@@ -24,10 +16,8 @@ W = TypeVar("W")  # the class of a worker
 R = TypeVar("R")  # result type of a call
 P = ParamSpec("P")
 SLICE = 2.0  # seconds of waiting after which Ray itself is probed
-AGAIN = "restart the command"  # remedy, as the end of a sentence
 LAST_WORDS = 15.0  # seconds to find out whether the failure of a worker was caused by the death of another
 GRACE = 0.005  # seconds to collect simultaneous answers: each poll costs time per pending call
-FRAMES = 8  # shown frames of a worker's traceback
 MAX_TEXT = 40  # characters of a string in a debug line
 POLLS = ("written",)  # calls that poll, which are not logged
 
@@ -38,13 +28,13 @@ class Pending(Generic[R]):
     def __init__(
         self,
         worker: str,
-        reference: ray.ObjectRef | None = None,
+        reference: Any = None,
         call: Callable[[], R] | None = None,
         value: R | None = None,
         hang_after: float | None = None,
         description: str = "",
     ) -> None:
-        """`description`: of the call, for debug lines; empty without them."""
+        """`reference`: Ray's, of a call over Ray. `description`: of the call, for debug lines; empty without them."""
         self.worker, self.reference, self.hang_after, self.description = worker, reference, hang_after, description
         self._value = value
         self._error: Exception | None = None
@@ -75,57 +65,10 @@ class Pending(Generic[R]):
             if self._error is not None:
                 raise self._error
             return cast(R, self._value)
+        from gerl.cluster import ray_calls  # here and below: imports Ray, which workers of this process do without
+
         health.check()
-        try:
-            return cast(R, ray.get(self.reference))
-        except ray.exceptions.RayError as error:
-            raised = _translated(self.worker, error)
-            # the debug log has the remote traceback; unexpected errors have it in a note
-            raise raised from (error if isinstance(raised, GerlError) else None)
-
-
-def _translated(worker: str, error: ray.exceptions.RayError) -> Exception:
-    if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(error, ray.exceptions.RayActorError):
-        return _lost(worker, error)
-    cause = error.cause
-    if not isinstance(cause, Exception) or isinstance(cause, ray.exceptions.RayError):
-        return error
-    if not isinstance(cause, GerlError):
-        lines = str(error).rstrip().splitlines()  # the remote traceback
-        frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
-        last = lines[frames[-FRAMES:][0] :] if frames else lines[-FRAMES:]
-        cause.add_note("\n".join([f"in {worker}:", *last]))
-    return cause
-
-
-def _lost(worker: str, error: ray.exceptions.RayError) -> ClusterError:
-    # the first clause of Ray's message: the rest is ids, hints for developers and RPC errors
-    text = re.sub(r"\s?\b[0-9a-f]{16,}\b", "", str(error).strip().removeprefix("System error: "))
-    clause = re.split(r"\n|[.;:](?:\s|$)", text, maxsplit=1)[0].strip()
-    said, again = ": ".join(filter(None, (type(error).__name__, clause))), AGAIN
-    match error:
-        case ray.exceptions.OutOfMemoryError():
-            return WorkerDied(
-                f"Ray killed {worker}, because the machine was nearly out of memory ({said}): lower "
-                f"cluster.num_workers, rollout.micro_batch_size or reward.scorers.NAME.replicas, then {again}"
-            )
-        case ray.exceptions.ObjectStoreFullError():
-            return ClusterError(
-                f"Ray's object store has no room for the images of {worker} ({said}): lower "
-                "rollout.micro_batch_size and validation.micro_batch_size, or give /dev/shm more space, then "
-                f"{again}"
-            )
-        case ray.exceptions.OutOfDiskError():
-            return ClusterError(f"the disk with Ray's session folder is full ({said}): free space, then {again}")
-        case ray.exceptions.RuntimeEnvSetupError():
-            return ClusterError(failure(worker, str(error)))
-        case ray.exceptions.RayActorError():  # also raised if the call only depends on a call of a dead worker
-            killed = "; the system kills processes silently when memory runs out" if "OOM" in str(error) else ""
-            return WorkerDied(f"{worker} died ({said}{killed}): its log is in Ray's session folder; {again}")
-        case ray.exceptions.ObjectLostError() | ray.exceptions.NodeDiedError():  # its machine is gone
-            return WorkerDied(f"the answer of {worker} was lost with its machine ({said}): {again}")
-        case _:
-            return ClusterError(f"Ray lost the answer of {worker} ({said}): {again}")
+        return cast(R, ray_calls.fetch(self.worker, self.reference))
 
 
 def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grace: float = 0.0) -> list[Pending[Any]]:
@@ -136,16 +79,17 @@ def wait_any(pending: Sequence[Pending[Any]], timeout: float | None = None, grac
     references = [p.reference for p in pending if p.reference is not None]
     if len(references) < len(pending) or not references:  # calls in this process have already ended
         return [p for p in pending if p.reference is None]
+    from gerl.cluster import ray_calls
+
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         health.check()
         left = SLICE if deadline is None else min(SLICE, max(0.0, deadline - time.monotonic()))
-        if ray.wait(references, num_returns=1, timeout=left, fetch_local=False)[0]:
+        if ray_calls.wait(references, 1, left):
             break
         if deadline is not None and time.monotonic() >= deadline:
             break
-    ready, _ = ray.wait(references, num_returns=len(references), timeout=grace, fetch_local=False)
-    ended = set(ready)
+    ended = set(ray_calls.wait(references, len(references), grace))
     return [p for p in pending if p.reference in ended]
 
 
@@ -259,10 +203,7 @@ class WorkerGroup(Generic[W]):
         """
         if self.remote:
             health.check(now=True)
-        try:
-            shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
-        except ray.exceptions.RayError as error:
-            raise _lost("Ray's store", error) from error
+        shared = args if not self.remote or len(self) == 1 else tuple(map(_shared, args))
         start = time.perf_counter()
         pending = [self.submit(i, method, *shared, **kwargs) for i in range(len(self))]  # type: ignore[arg-type]
         found = wait_all(pending, self.hang_after)
@@ -348,7 +289,7 @@ def _described(argument: object) -> str:
             return argument if len(argument) <= MAX_TEXT else f"{argument[:MAX_TEXT]}..."
         case int() | float():
             return f"{argument:g}" if isinstance(argument, float) else f"{argument}"
-        case ray.ObjectRef():
+        case Pending():
             return "..."
     return ""
 
@@ -357,8 +298,10 @@ def _fetch(ended: Sequence[Pending[Any]]) -> None:
     """Fetch all results in one request, which is faster; if a call failed, `ended` raises its error."""
     remote = [call for call in ended if call.reference is not None]
     if len(remote) > 1:
+        from gerl.cluster import ray_calls
+
         with contextlib.suppress(Exception):
-            for call, value in zip(remote, ray.get([call.reference for call in remote]), strict=True):
+            for call, value in zip(remote, ray_calls.fetch_all([call.reference for call in remote]), strict=True):
                 call.reference, call._value = None, value
 
 
@@ -374,75 +317,7 @@ def _value(argument: object) -> object:
 
 def _shared(argument: object) -> object:
     """Put an argument of many calls into Ray's store, unless it is a number or a string."""
+    from gerl.cluster import ray_calls
+
     plain = argument is None or isinstance(argument, int | float | str | Pending)
-    return argument if plain else ray.put(argument)
-
-
-# --- Python environments of workers, created by Ray on each machine (`runtime_env`)
-
-PROBE = "import sys, gerl, ray; print(sys.version.split()[0], ray.__version__)"
-SHOWN = 400  # shown characters of the installer's output
-KEY = "reward.scorers.NAME.env"
-
-
-def runtime_env(environment: Mapping[str, object], seconds: float, joined: bool) -> dict[str, object]:
-    """Return Ray's `runtime_env` for `{pip: [...]}`, `{uv: [...]}` or `{python: PATH}`; empty for none.
-
-    `seconds`: timeout of its creation. `joined`: for machines of a joined cluster, which may differ from this one.
-
-    Raises:
-        ClusterError: the package that creates environments is missing, or `python` cannot run a worker.
-    """
-    if not environment:
-        return {}
-    if not joined and "python" in environment:
-        _check_python(str(environment["python"]))
-    elif not joined and importlib.util.find_spec("virtualenv") is None:
-        raise ClusterError(
-            f"{KEY}: Ray creates environments with the package virtualenv, which is not installed: run pip install "
-            "'gerl[env]'"
-        )
-    made: dict[str, object] = {"config": {"setup_timeout_seconds": max(1, int(seconds))}}
-    for kind, value in environment.items():
-        match kind:
-            # Ray's defaults disable the caches of both, and every run would download everything again.
-            case "pip":
-                made["pip"] = {"packages": value, "pip_install_options": ["--disable-pip-version-check"]}
-            case "uv":
-                made["uv"] = {"packages": value, "uv_pip_install_options": []}
-            case "python":
-                made["py_executable"] = value
-    return made
-
-
-@cache
-def _check_python(path: str) -> None:
-    """Raise `ClusterError` unless the interpreter at `path` has gerl, and Python and Ray of the same versions."""
-    here = f"{sys.version.split()[0]} {ray.__version__}"
-    if shutil.which(path) is None:
-        raise ClusterError(f"{KEY}.python={path}: there is no such program: give the path of a Python interpreter")
-    try:
-        found = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or ["there was no output"])[-1]
-        raise ClusterError(
-            f"{KEY}.python={path} cannot run a scorer ({said}): install gerl there, which installs Ray"
-        ) from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{KEY}.python={path} cannot be run ({error}): expected a Python interpreter") from None
-    if found.split() != here.split():
-        raise ClusterError(
-            f"{KEY}.python={path} has Python and Ray {' and '.join(found.split())}, this process has "
-            f"{' and '.join(here.split())}: they must be the same, install them there"
-        )
-
-
-def failure(worker: str, text: str) -> str:
-    """Return the message for a failed environment, from the `text` of Ray's exception."""
-    said = text.rpartition("lines of stdout:")[2].strip().splitlines()
-    errors = [line for line in said if re.search(r"error|×|╰|no solution", line, re.IGNORECASE)]
-    reason = " ".join(" ".join(errors or said[-1:]).split())[:SHOWN]
-    return (
-        f"the environment of {worker} could not be created ({reason or 'Ray gives no reason'}): correct {KEY}, or "
-        "see runtime_env_setup-*.log in Ray's session folder"
-    )
+    return argument if plain else Pending("Ray's store", reference=ray_calls.put(argument))

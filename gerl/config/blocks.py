@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from string import Formatter
 from typing import Annotated, Any, Literal
 
@@ -540,9 +541,15 @@ class CheckpointConfig(Block):
         Criterion.parse(self.best)
 
 
+HAS_RAY = (_ray := find_spec("ray")) is not None and _ray.origin is not None  # a folder of that name is no package
+
+
 @dataclass(frozen=True)
 class ClusterConfig(Block):
-    launcher: Literal["ray", "local"] = key("ray", "workers as Ray actors, or in this process")
+    launcher: Literal["ray", "local"] = key(
+        "ray" if HAS_RAY else "local",
+        "workers as Ray actors, or in this process, which is the default where Ray is not installed",
+    )
     num_workers: int | None = main_key(
         None,
         "rollout and actor workers; null: as many as the GPUs have ranks for; on a CPU two over Ray (with two "

@@ -347,15 +347,18 @@ def prompt_grid(validation: Validation, prompts: Sequence[int]) -> bytes:
 
 
 def reward_curve(rows: Rows, errors: Mapping[int, float]) -> bytes | None:
-    """Render the reward of training and held-out prompts over the steps as a PNG; None if there is no reward.
+    """Render the reward of training and held-out prompts over the steps as a PNG; None without a reward or matplotlib.
 
     errors: step -> standard error of the held-out mean.
     """
     training, held_out = series(rows, "reward/mean"), series(rows, "val/reward/mean")
     if not any(np.isfinite(values).any() for _, values in (training, held_out)):
         return None
-    from matplotlib.figure import Figure  # imported late, since it takes seconds, and arguments are checked first
-
+    try:
+        from matplotlib.figure import Figure  # imported late, since it takes seconds, and arguments are checked first
+    except ImportError as error:
+        logger.warning("the model card is without the curve of the reward: pip install matplotlib (%s)", error)
+        return None
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*training, linewidth=1, alpha=0.6, label="training prompts of the step")

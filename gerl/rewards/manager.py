@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, no_room, silence, wait_any
+from gerl.cluster import AGAIN, Cluster, Pending, WorkerGroup, silence, wait_any
 from gerl.config import Config, RewardConfig, ScorerConfig
 from gerl.errors import RewardError, WorkerDied
 from gerl.objects import PREFIX, Function, function
@@ -153,6 +153,8 @@ class Pool:
         return True
 
     def _without_room(self) -> RewardError:
+        from gerl.cluster.placement import no_room  # here: imports Ray, which has no room
+
         message = no_room(self.workers.name.removesuffix(", process"), self.workers.needs)
         return RewardError(
             f"{message}, after cluster.patience={self.patience:g} s; add a machine, or lower cluster.num_workers or "

@@ -102,6 +102,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             from gerl.trainer.run import Run
 
             machines = Cluster(config.cluster, config.reward.gpu_shares)
+            machines.load()
             if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
                 from gerl.workers.setup import check_start  # which imports them
 

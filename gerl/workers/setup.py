@@ -10,7 +10,7 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.algorithms.reward_gradient import RewardGradient
 from gerl.algorithms.srpo import SRPO
-from gerl.cluster.health import start_device
+from gerl.cluster.gpus import start_device
 from gerl.config import Config
 from gerl.config.call_arguments import idle_shift, scaled_lora
 from gerl.engine.hidden_states import HiddenStates

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from PIL import Image
 from pydantic import Field
-from rapidfuzz.distance import Levenshtein
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import ORIGINAL, Prompt
@@ -45,6 +44,8 @@ def text_reward(recognised: str, target: str, match: Match = "exact", strict: bo
     With `contains` also 1 if `target` is part of `recognised`: Flow-GRPO's rule for images. Both are compared
     as `normalised`, and `target` must not be empty then.
     """
+    from rapidfuzz.distance import Levenshtein  # here: other rewards do without
+
     recognised, target = normalised(recognised, strict), normalised(target, strict)
     if match == "contains" and target in recognised:
         return 1.0
@@ -111,7 +112,7 @@ class OcrScorer(Scorer):
     takes_frames = True
 
     def __post_init__(self) -> None:
-        for module in PACKAGES[self.backend]:  # rapidocr imports the other two only on use
+        for module in ("rapidfuzz", *PACKAGES[self.backend]):  # rapidocr imports the other two only on use
             require(module, EXTRAS[self.backend])
 
     def __call__(

@@ -12,7 +12,7 @@ import sys
 import time
 import ray
 from ray.cluster_utils import Cluster as Nodes
-from gerl.cluster import Cluster, machines
+from gerl.cluster import Cluster, placement
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
 
@@ -23,7 +23,7 @@ class Rank:
     def node(self):
         return ray.get_runtime_context().get_node_id()
 
-machines.PATIENCE = 2.0  # there are two strategies to wait for
+placement.PATIENCE = 2.0  # there are two strategies to wait for
 nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
 nodes.add_node(num_cpus=2)
 ray.init(address=nodes.address, log_to_driver=False)

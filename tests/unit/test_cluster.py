@@ -20,6 +20,7 @@ from gerl.cluster import (
     health,
     local_ray,
     machines,
+    ray_calls,
     reaper,
     wait_any,
     worker_group,
@@ -103,7 +104,7 @@ RPC = "The actor is temporarily unavailable: RpcError: RPC Error message: Cancel
     ],
 )
 def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.exceptions.RayError, quoted: str) -> None:
-    said = str(worker_group._lost("worker 1", error))
+    said = str(ray_calls._lost("worker 1", error))
     assert f"({quoted}" in said and "worker 1" in said and said.endswith("restart the command")
     assert not any(word in said for word in ("RPC", "details", "Traceback", "0f0f", "abab", "..", ".;", ".)")), said
 
@@ -111,7 +112,7 @@ def test_of_what_ray_says_the_type_and_the_first_clause_are_quoted(error: ray.ex
 def test_a_workers_own_exception_keeps_the_end_of_its_traceback() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 7, in work\n    stop()\nRuntimeError: no'
     task = ray.exceptions.RayTaskError("work", text, RuntimeError("no"), pid=1, ip="127.0.0.1")
-    raised = worker_group._translated("worker 1", task.as_instanceof_cause())  # as ray.get raises it
+    raised = ray_calls._translated("worker 1", task.as_instanceof_cause())  # as ray.get raises it
     assert type(raised) is RuntimeError and str(raised) == "no"
     (note,) = raised.__notes__
     assert note.startswith("in worker 1:\n") and 'File "a.py", line 7, in work' in note

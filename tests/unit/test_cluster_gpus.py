@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gerl.cluster import Cluster, health
+from gerl.cluster import Cluster, gpus
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
 
@@ -48,11 +48,11 @@ def test_gpus_that_are_hidden_or_not_there_are_nothing_to_speak_of(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Cluster(ClusterConfig(launcher="local"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(health, "DEVICES", "none of them")
+    monkeypatch.setattr(gpus, "DEVICES", "none of them")
     driver.write_text("#!/bin/sh\nexit 9\n")  # as where the driver does not run
     Cluster(ClusterConfig(launcher="local"))
     assert not caplog.messages
-    monkeypatch.setattr(health, "DEVICES", "null")
+    monkeypatch.setattr(gpus, "DEVICES", "null")
     Cluster(ClusterConfig(launcher="local"))
     assert "this machine has an NVIDIA GPU" in caplog.text
 
@@ -81,6 +81,6 @@ def test_what_torch_raises_when_it_starts_on_a_gpu_is_a_sentence(driver: Path, m
         raise RuntimeError(OLD)
 
     monkeypatch.setattr(torch, "zeros", fail)
-    health.start_device("cpu")
+    gpus.start_device("cpu")
     with pytest.raises(ClusterError, match=r"cannot start on .*driver on your system is too old .*cluster\.device=cpu"):
-        health.start_device("cuda:0")
+        gpus.start_device("cuda:0")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from thin_environment import thin_environment
 
-from gerl.cluster import worker_group
+from gerl.cluster import environments
 from gerl.config import ScorerConfig
 from gerl.errors import ClusterError, ConfigError, RewardError
 from gerl.rewards.scorers import RemoteOnlyScorer, known_scorer
@@ -22,40 +22,40 @@ Last 50 lines of stdout:
 
 
 def test_packages_are_installed_with_the_caches_of_their_installers() -> None:
-    assert worker_group.runtime_env({}, 60, joined=False) == {}
-    assert worker_group.runtime_env({"pip": ["a>=1"]}, 60.5, joined=False) == {
+    assert environments.runtime_env({}, 60, joined=False) == {}
+    assert environments.runtime_env({"pip": ["a>=1"]}, 60.5, joined=False) == {
         "config": {"setup_timeout_seconds": 60},
         "pip": {"packages": ["a>=1"], "pip_install_options": ["--disable-pip-version-check"]},
     }
-    uv = worker_group.runtime_env({"uv": ["a"]}, 60, joined=False)["uv"]
+    uv = environments.runtime_env({"uv": ["a"]}, 60, joined=False)["uv"]
     assert uv == {"packages": ["a"], "uv_pip_install_options": []}
 
 
 def test_an_interpreter_is_asked_whether_it_could_run_a_scorer(tmp_path: Path) -> None:
     python = str(thin_environment(tmp_path / "thin"))
-    assert worker_group.runtime_env({"python": python}, 60, joined=False)["py_executable"] == python
+    assert environments.runtime_env({"python": python}, 60, joined=False)["py_executable"] == python
     with pytest.raises(ClusterError, match=r"env\.python=/nowhere/python: there is no such program"):
-        worker_group.runtime_env({"python": "/nowhere/python"}, 60, joined=False)
+        environments.runtime_env({"python": "/nowhere/python"}, 60, joined=False)
     # on other machines it may be there
     assert (
-        worker_group.runtime_env({"python": "/nowhere/python"}, 60, joined=True)["py_executable"] == "/nowhere/python"
+        environments.runtime_env({"python": "/nowhere/python"}, 60, joined=True)["py_executable"] == "/nowhere/python"
     )
     (pth,) = (tmp_path / "thin").rglob("below.pth")
     pth.unlink()
-    worker_group._check_python.cache_clear()
+    environments._check_python.cache_clear()
     with pytest.raises(ClusterError, match=r"cannot run a scorer \(ModuleNotFoundError.*install gerl there"):
-        worker_group.runtime_env({"python": python}, 60, joined=False)
+        environments.runtime_env({"python": python}, 60, joined=False)
     other = tmp_path / "other"
     other.write_text("#!/bin/sh\necho 3.9.1 2.0.0\n")
     other.chmod(0o755)
     with pytest.raises(ClusterError, match=r"has Python and Ray 3\.9\.1 and 2\.0\.0, this process .*must be the same"):
-        worker_group.runtime_env({"python": str(other)}, 60, joined=False)
+        environments.runtime_env({"python": str(other)}, 60, joined=False)
 
 
 def test_without_the_package_that_makes_environments_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "virtualenv", None)
     with pytest.raises(ClusterError, match=r"virtualenv.*'gerl\[env\]'"):
-        worker_group.runtime_env({"uv": ["a"]}, 60, joined=False)
+        environments.runtime_env({"uv": ["a"]}, 60, joined=False)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_without_the_package_that_makes_environments_its_extra_is_named(monkeypa
     ],
 )
 def test_why_an_environment_could_not_be_made_is_said_in_the_words_of_the_installer(text: str, reason: str) -> None:
-    said = worker_group.failure("scorer mine, process 0", text)
+    said = environments.failure("scorer mine, process 0", text)
     assert said.startswith("the environment of scorer mine, process 0 could not be created (" + reason)
     assert "correct reward.scorers.NAME.env" in said and "\n" not in said
 

@@ -18,12 +18,16 @@ REMOTE: dict[str, type[Remote]] = {"wandb": Wandb, "trackio": Trackio, "mlflow":
 
 
 def check_trackers(config: LoggerConfig) -> None:
-    """Raise `ConfigError` if the package of a tracker is not installed; none is imported."""
+    """Raise `ConfigError` if the package of a tracker is not installed, unless it is the default; none is imported."""
     for name in config.used_trackers:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, such as wandb's own, is not a package
-            install = f"'gerl[{name}]'" if name in REMOTE else name
+        if name in REMOTE and not is_installed(name):
             raise ConfigError(
                 f"logger.trackers=[{', '.join(config.trackers)}]: the package {name} is not installed; pip install "
-                f"{install}, or remove {name}"
+                f"'gerl[{name}]', or remove {name}"
             )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None  # a folder of that name, such as wandb's own, is no package

@@ -1,6 +1,7 @@
 """Send metrics, images, LoRAs and warnings to TensorBoard, W&B, MLflow, SwanLab or Trackio."""
 
 import contextlib
+import logging
 import math
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from gerl.config import Config, LoggerConfig
 from gerl.errors import GerlError
 from gerl.run.card import redact, redacted
 from gerl.run.settings import get, read_config
-from gerl.run.trackers import RECORD, Record, Sink, TrackedRun, TrackerProcess, check_trackers
+from gerl.run.trackers import RECORD, REMOTE, Record, Sink, TrackedRun, TrackerProcess, check_trackers, is_installed
 from gerl.run.tracking import METRICS
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 from gerl.utils.files import writing
+
+logger = logging.getLogger(__name__)
 
 
 class Trackers(Extension):
@@ -93,15 +96,20 @@ def tracked_run(run_dir: Path, config: LoggerConfig, start_step: int) -> Tracked
 
 
 def open_sinks(run: TrackedRun, config: LoggerConfig) -> list[Sink]:
-    """Open the configured trackers; they resume the runs recorded in `trackers.json`."""
+    """Open the configured trackers; they resume the runs recorded in `trackers.json`. Warns without TensorBoard."""
     check_trackers(config)
-    record = Record(run.folder / RECORD)
-    return [
-        TensorBoard(run)
-        if name == "tensorboard"
-        else TrackerProcess(name, record.for_resume(name, run), record.keeper(name))
-        for name in config.used_trackers
-    ]
+    record, sinks = Record(run.folder / RECORD), list[Sink]()
+    for name in config.used_trackers:
+        if name in REMOTE:
+            sinks.append(TrackerProcess(name, record.for_resume(name, run), record.keeper(name)))
+        elif is_installed(name):
+            sinks.append(TensorBoard(run))
+        else:
+            logger.warning(
+                "tensorboard is not installed: the run is without its files; pip install tensorboard, or use "
+                "logger.tensorboard=false"
+            )
+    return sinks
 
 
 # --- TensorBoard's event files, written by this process: a full disk ends the run, as for its other files
