@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - which finds gerl
 import torch
 import torch.distributed as dist
 from gpu_cases import (

@@ -1,16 +1,40 @@
 """Environments of Python that are made in a second and without a network, and a tiny package for them."""
 
+import importlib.metadata
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
 from venv import EnvBuilder
 
+from packaging.requirements import Requirement
+
+
+def bare_environment(folder: Path, *names: str) -> Path:
+    """The interpreter of a new environment with links to the packages `names` and what they need, and no others."""
+    packages, needed, left = new_environment(folder), set[str](), list(names)
+    while left:
+        if (name := left.pop().lower().replace("_", "-")) in needed:
+            continue
+        needed.add(name)
+        distribution = importlib.metadata.distribution(name)
+        asked = map(Requirement, distribution.requires or [])
+        left += [one.name for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    return folder / "bin" / "python"
+
+
+def new_environment(folder: Path) -> Path:
+    """Make an empty environment; returns the folder of its packages."""
+    EnvBuilder(symlinks=True).create(folder)
+    return folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
 
 def thin_environment(folder: Path) -> Path:
     """The interpreter of a new environment on top of this one, whose packages it sees without copies of them."""
-    EnvBuilder(symlinks=True).create(folder)
-    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages = new_environment(folder)
     (packages / "below.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
     return folder / "bin" / "python"
 

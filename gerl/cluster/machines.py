@@ -70,9 +70,15 @@ class Cluster:
         """Describe workers and device for the log of a starting run."""
         if self.joined:
             return f"{self.config.workers or 'as many as there are GPUs'} on a Ray cluster"
-        turns = ", where they take turns," if self.num_workers > 1 else ""
-        how = self.config.launcher if HAS_RAY else f"in this process{turns} as Ray is not installed"
-        return f"{self.num_workers} on {self.device}, {how}"
+        return f"{self.num_workers} on {self.device}, {self.config.launcher}"
+
+    @property
+    def note(self) -> str:
+        """What a run should say of its processes, as a sentence; empty if that is nothing."""
+        if self.remote or HAS_RAY:
+            return ""
+        turns = " and take turns" if self.num_workers > 1 else ""
+        return f"Ray is not installed: the workers are in this process{turns}; pip install ray gives each its own"
 
     @property
     def training(self) -> int:

@@ -328,7 +328,7 @@ class Run:
         """Log the loaded model and known problems of its kind."""
         config, cluster, model = self.config, self.cluster, self.model
         columns = unused_columns([*self.prompts, *self.held_out], config, model.arguments)
-        for sentence in [*model.notes, *saving_notes(config), *columns]:
+        for sentence in filter(None, [cluster.note, *model.notes, *saving_notes(config), *columns]):
             logger.info("%s", sentence)
         for sentence in model.warnings:
             logger.warning("%s", sentence)

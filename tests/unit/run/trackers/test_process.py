@@ -250,5 +250,6 @@ def test_a_package_that_is_missing_is_said_with_its_extra(
     config = LoggerConfig(trackers=[name])  # type: ignore[list-item]
     with pytest.raises(ConfigError) as error:
         check_trackers(config)
-    assert f"logger.trackers=[{name}]: " in str(error.value) and f"pip install 'gerl[{name}]', or remove" in str(error.value)
+    said = str(error.value)
+    assert f"logger.trackers=[{name}]: " in said and f"pip install 'gerl[{name}]', or remove" in said
     check_trackers(LoggerConfig(trackers=[]))
