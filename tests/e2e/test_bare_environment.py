@@ -32,7 +32,12 @@ from diffusers import DiffusionPipeline
 def bright(images):
     return [float(numpy.asarray(image).mean()) / 255 for image in images]
 
-run = gerl.train(DiffusionPipeline.from_pretrained(model), bright, ["a", "b"], steps=1, out=out, **keys)
+pipe = DiffusionPipeline.from_pretrained(model)
+run = gerl.train(pipe, bright, ["a", "b"], steps=1, out=out, **keys)
+try:
+    gerl.train(pipe, bright, ["a", "b"], steps=1, out=f"{out}_2", workers=2, **keys)
+except gerl.errors.ClusterError as error:
+    codes["workers"] = "pip install ray" in str(error)
 codes["gpu"] = gpu.main(["sd35_medium_tiny", "--variants", "plain", "--dry-run"])
 print(json.dumps({**codes, "rewards": len(run.column("reward/mean"))}))
 """
@@ -74,7 +79,7 @@ def test_in_one_process_nothing_else_is_needed(
     assert ended.returncode == 0, ended.stderr
     codes = json.loads(ended.stdout.strip().splitlines()[-1])
     refused = {"over Ray": 1, "reading": 1}
-    assert codes == dict.fromkeys(commands, 0) | refused | {"gpu": 0, "rewards": 1}, ended.stderr
+    assert codes == dict.fromkeys(commands, 0) | refused | {"workers": True, "gpu": 0, "rewards": 1}, ended.stderr
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert "pip install ray" in errors[0] and "cluster.launcher=local" in errors[0]
     assert "reward.scorers.ocr" in errors[1] and "gerl[ocr]" in errors[1] and len(errors) == 2
