@@ -142,7 +142,7 @@ class Cluster:
     def load(self) -> None:
         """Import Ray if it is needed. Raises `ClusterError` if it cannot be imported."""
         if self.remote:
-            self.ray.forget()
+            _ = self.ray
 
     @property
     def own(self) -> bool:
