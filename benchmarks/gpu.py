@@ -3,6 +3,8 @@
 python benchmarks/gpu.py [CASE ...] [--variants NAME ...] [--out FILE]   # needs a CUDA device; downloads nothing
 python benchmarks/gpu.py --dry-run                                       # the same code on tiny models on a CPU
 python benchmarks/gpu.py --table                                         # the results, into benchmarks/README.md
+python benchmarks/gpu.py --minutes 8 [--bundle FOLDER] [--out FOLDER]    # most valuable first (gpu_session.py)
+python benchmarks/gpu.py --bundle FOLDER [--python 3.12] [--ocr]         # before: what a machine without network lacks
 
 Models have random weights and are built in this process (gpu_cases.py). Without a CUDA device it is a dry run. Of every
 case all variants are measured; one that fails is a row with its reason. A line is written as each ends, and takes the
@@ -21,7 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+if __name__ == "__main__":
+    import gpu_session
+
+    gpu_session.enter(sys.argv[1:])  # before torch is imported, and before diffusers has to be there
 
 import checkout  # noqa: F401 - which finds gerl
 import torch
@@ -40,6 +46,8 @@ from gpu_cases import (
     variants,
     worker_of,
 )
+from gpu_profile import profiled
+from gpu_table import UNUSABLE, Row, read_rows, table
 from sections import write_section
 
 from gerl.algorithms import batches_of, count_pairs
@@ -58,13 +66,10 @@ from gerl.workers.worker import PolicyWorker
 HERE = Path(__file__).parent
 RESULTS, README = HERE / "results" / "gpu.json", HERE / "README.md"
 BEGIN, END = "<!-- gpu: begin, written by python benchmarks/gpu.py --table -->", "<!-- gpu: end -->"
-GOALS = {"rollout": 0.55, "update": 0.45}  # of the GPU's published peak
 WARMUPS = 2  # kernels are chosen and compiled; the second one finds the moments of the optimizer as they stay
 FAILURES = (GerlError, MemoryError, ImportError, OSError, *PIPELINE_ERRORS)
 LONGEST = 300  # characters of a reason
-UNUSABLE = "the device does not compute any more since an earlier variant failed; run this one alone with --variants"
 NOT_COMPILED = "torch.compile reached its recompile_limit, so some calls of blocks ran uncompiled"
-Row = dict[str, Any]
 logger = logging.getLogger("gpu")
 
 
@@ -181,9 +186,20 @@ def figures_of(case: Case, variant: Variant, batch: int, facts: Facts, setting: 
     """What is measured of a variant, on a worker of its own."""
     with capture_logs("torch._dynamo", logging.WARNING) as said:
         worker = worker_of(case, config_of(case, variant, batch), setting.device)
-        found = reduce(worker, setting) if variant.collective else measure(worker, facts, setting)
+        if variant.collective:
+            found = reduce(worker, setting)
+        elif variant.profiled:
+            found = profiled(worker, setting.device) | {"predicted": counted_flops(facts, worker)}
+        else:
+            found = measure(worker, facts, setting)
     given_up = any("recompile_limit" in message for message in said)
     return found | {"notes": [NOT_COMPILED] if given_up else []}
+
+
+def counted_flops(facts: Facts, worker: PolicyWorker) -> Row:
+    """Operations of an image that the sizing counts of rollout and update."""
+    told = predicted(facts, worker.config, worker.config.rollout.micro_batch_size)
+    return {"rollout": told.rollout_flops, "update": told.update_flops}
 
 
 def size_for(case: Case, facts: Facts, setting: Setting) -> int:
@@ -231,12 +247,6 @@ def run(cases: Sequence[Case], wanted: Sequence[Variant], setting: Setting, keep
 # --- what is written
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none where there is none."""
-    rows: list[Row] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return rows
-
-
 def keep_row(path: Path, row: Row) -> None:
     """Write `row` into the file, in the place of an earlier one of the same case, variant and device."""
 
@@ -247,67 +257,6 @@ def keep_row(path: Path, row: Row) -> None:
     lines = ",\n".join(json.dumps(finite(r)) for r in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, f"[\n{lines}\n]\n")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: the variants that ran, the all-reduces, and the reasons of the others."""
-    if not rows:
-        return "There is no run on record."
-    head = (
-        "case", "variant", "images at once", "rollout, images/s", "share of peak", "update, images/s", "share of peak",
-        "rollout, GB (predicted)", "update, GB (predicted)", "max abs(ratio - 1)",
-    )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    lines += [line(row) for row in rows if row["figures"] and "rollout" in row["figures"]]
-    lines += ["", *goals(rows)]
-    lines += [
-        f"* {r['case']}, `{r['variant']}`: {note}." for r in rows if r["figures"] for note in r["figures"]["notes"]
-    ]
-    lines += [f"* {row['case']}: {reduced(row['figures'])}" for row in rows if "bytes_s" in (row["figures"] or {})]
-    lines += [f"* {row['case']}, `{row['variant']}`: {row['refused']}" for row in rows if row["refused"]]
-    for about in dict.fromkeys((row["device"], row["software"]["packages"]["torch"], row["command"]) for row in rows):
-        lines += ["", "Made on {} with torch {} by `{}`.".format(*about)]
-    return "\n".join(lines)
-
-
-def goals(rows: Sequence[Row]) -> list[str]:
-    """For each phase, how many variants reach the goal of those whose share is known."""
-    found: list[str] = []
-    for phase, goal in GOALS.items():
-        shares = [row["figures"][phase]["share"] for row in rows if phase in (row["figures"] or {})]
-        known = [share for share in shares if share is not None]
-        if known:
-            reached = sum(share >= goal for share in known)
-            found.append(f"* {phase}: {reached} of {len(known)} reach the goal, {percent(goal)} of the peak.")
-    return found
-
-
-def line(row: Row) -> str:
-    """A variant that ran."""
-    figures = row["figures"]
-    phases = figures["rollout"], figures["update"]
-    speed = [cell for work in phases for cell in (f"{work['images_s']:.3g}", percent(work["share"]))]
-    memory = [f"{gigabytes(work['peak'])} ({gigabytes(work['predicted_peak'])})" for work in phases]
-    deviation = figures["ratio_deviation"]
-    ratio = "-" if deviation is None else f"{deviation:.1e}"
-    return f"| {' | '.join([row['case'], row['variant'], str(figures['images']), *speed, *memory, ratio])} |"
-
-
-def reduced(figures: Row) -> str:
-    """An all-reduce in words."""
-    return (
-        f"an all-reduce ({figures['backend']}, one process) of {figures['bytes'] / 1e6:.3g} MB takes "
-        f"{1e3 * figures['seconds']:.3g} ms, {figures['bytes_s'] / 1e9:.3g} GB/s; with the copies of gradients before "
-        f"and after it {1e3 * figures['with_copies']:.3g} ms"
-    )
-
-
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
-
-
-def gigabytes(size: float | None) -> str:
-    return "-" if size is None else f"{size / 1e9:.3g}"
 
 
 def write_table(results: Path, page: Path) -> None:

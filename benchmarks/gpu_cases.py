@@ -72,12 +72,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Variant:
-    """Keys on top of a case's. `own_batch`: with the micro-batches of the recipe. `collective`: an all-reduce alone."""
+    """Keys on top of a case's. `own_batch`: with the micro-batches of the recipe.
+
+    `collective`: an all-reduce alone. `profiled`: launches, waits and operations in place of times.
+    """
 
     name: str
     keys: tuple[str, ...] = ()
     own_batch: bool = False
     collective: bool = False
+    profiled: bool = False
 
 
 CASES = {
@@ -87,6 +91,7 @@ CASES = {
         Case("sd35_medium_1024", "sd35_medium_ocr", 1024),
         Case("flux1_dev_512", "flux1_dev_pickscore", 512),
         Case("flux1_dev_1024", "flux1_dev_pickscore", 1024),
+        Case("qwen_image_512", "qwen_image_ocr", 512),
     )
 }
 TINY_KEYS = ("sampling.num_inference_steps=6", "rollout.n=2", "rollout.micro_batch_size=2", "model.lora_rank=4")
@@ -94,14 +99,19 @@ TINY_VAE = {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
 TINY_WIDTH = dict(attention_head_dim=32, num_attention_heads=2, joint_attention_dim=64, pooled_projection_dim=32)
 TINY_SD3 = {"num_layers": 3, "caption_projection_dim": 64, "pos_embed_max_size": 16, "dual_attention_layers": [0]}
 TINY_FLUX = {"num_layers": 2, "num_single_layers": 2, "axes_dims_rope": [8, 12, 12]}
+TINY_QWEN = dict(num_layers=2, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=64)
 TINY = {
-    "sd35_medium_tiny": ("sd35_medium_ocr", TINY_WIDTH | TINY_SD3),
-    "flux1_dev_tiny": ("flux1_dev_pickscore", TINY_WIDTH | TINY_FLUX),
-}
+    "sd35_medium_tiny": ("sd35_medium_ocr", TINY_WIDTH | TINY_SD3, TINY_VAE),
+    "flux1_dev_tiny": ("flux1_dev_pickscore", TINY_WIDTH | TINY_FLUX, TINY_VAE),
+    "qwen_image_tiny": (
+        "qwen_image_ocr", TINY_QWEN | {"axes_dims_rope": [8, 12, 12]}, {"base_dim": 8, "num_res_blocks": 1},
+    ),
+}  # fmt: skip
 TINY_CASES = {
-    name: Case(name, recipe, 64, TINY_KEYS, {"transformer": transformer, "vae": TINY_VAE})
-    for name, (recipe, transformer) in TINY.items()
+    name: Case(name, recipe, 64, TINY_KEYS, {"transformer": transformer, "vae": vae})
+    for name, (recipe, transformer, vae) in TINY.items()
 }
+IMAGES = (16, 32, 64)  # micro-batches that grow up to the memory
 # of diffusers' attention backends those with a gradient that come with torch or a package, not from the hub
 BACKENDS = ("_native_flash", "_native_cudnn", "_native_efficient", "flash", "_flash_3", "xformers", "flex")
 
@@ -119,11 +129,14 @@ def variants(dry: bool) -> dict[str, Variant]:
         "rollout.quantize=fp8",
         *attention,
     ]
+    images = (4,) if dry else IMAGES
     found = [
         Variant("plain"),
         Variant("recipe", ("model.gradient_checkpointing=true",), own_batch=True),
         Variant("all-reduce", collective=True),
+        Variant("profile", profiled=True),
         *(Variant(key, (key,)) for key in single),
+        *(Variant(f"images={n}", tuple(f"{of}.micro_batch_size={n}" for of in ("rollout", "actor"))) for n in images),
     ]
     return {variant.name: variant for variant in found}
 
@@ -167,7 +180,7 @@ def pipeline_of(case: Case, path: str, dtype: torch.dtype, device: str) -> Diffu
 def give_prompts(pipe: DiffusionPipeline, dtype: torch.dtype) -> None:
     """Let `pipe` encode a prompt as random embeddings, the same for the same text."""
     config, three = pipe.transformer.config, "StableDiffusion3" in type(pipe).__name__
-    width, pooled = config.joint_attention_dim, config.pooled_projection_dim
+    width, pooled = config.joint_attention_dim, config.get("pooled_projection_dim")
 
     def embedded(texts: Sequence[str], shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         seeds = [zlib.crc32(f"{len(shape)} {text}".encode()) for text in texts]
@@ -185,6 +198,8 @@ def give_prompts(pipe: DiffusionPipeline, dtype: torch.dtype) -> None:
         place = torch.device(device or pipe._execution_device)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         tokens = max_sequence_length + (CLIP_TOKENS if three else 0)
+        if pooled is None:  # Qwen-Image; the mask is None where no text is padded
+            return embedded(texts, (tokens, width), place), None
 
         def both(of: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
             return embedded(of, (tokens, width), place), embedded(of, (pooled,), place)

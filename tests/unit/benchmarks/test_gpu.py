@@ -17,7 +17,7 @@ from gerl.preflight.sizing.hardware import GPUS
 
 ABOUT = {"device": "a CPU", "dry_run": True, "command": "", "software": {"packages": {"torch": "0"}}}
 ON_CPU = gpu.Setting("cpu", True, 1, 0, None, None, ABOUT)
-SD3, FLUX = gpu_cases.TINY_CASES.values()
+SD3, FLUX, QWEN = gpu_cases.TINY_CASES.values()
 TESTED = Path(__file__).resolve().parents[3] / "docs" / "tested.md"
 LEVELS = ("never run", "random weights on a GPU", "published weights")
 
@@ -56,6 +56,15 @@ def test_in_half_precision_as_on_a_gpu() -> None:
     case = replace(SD3, keys=(*SD3.keys, "model.dtype=bfloat16"))
     (row,) = measured(case, "plain")
     assert row["refused"] is None and row["figures"]["ratio_deviation"] < 1e-3
+
+
+def test_operations_are_those_that_the_sizing_counts() -> None:
+    (row,) = measured(QWEN, "profile")
+    assert row["refused"] is None
+    figures = row["figures"]
+    for phase, told in figures["predicted"].items():
+        assert figures["profile"][phase]["flops"] == pytest.approx(told * figures["images"], rel=1e-6)
+    assert "qwen_image_tiny, 2 images" in gpu.table([row])
 
 
 def test_a_case_that_cannot_be_sized_and_a_device_that_fails_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,8 +198,7 @@ def test_values_of_quantised_weights_are_those_that_a_layer_uses() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nf4"])
 def test_a_gpu_trains_on_a_quantised_base(kind: str) -> None:
-    if kind == "nf4":
-        pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes" if kind == "nf4" else "torchao")
     plain, policy = (policy_of(device="cuda", quantize=q, quantize_encoders=q) for q in ("none", kind))
     blocks = [p.pipe.transformer.transformer_blocks for p in (policy, plain)]
     assert size(blocks[0]) < (0.4 if kind == "nf4" else 0.65) * size(blocks[1])  # of bfloat16
