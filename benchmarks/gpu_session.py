@@ -152,6 +152,7 @@ class Session:
         say(f"{step.name}: at most {limit:.0f} s")
         start, log = time.monotonic(), self.out / "logs" / f"{step.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.figures_of(step).unlink(missing_ok=True)  # of an earlier attempt
         state, code = STOPPED, None
         try:
             with log.open("ab") as file:
@@ -169,9 +170,12 @@ class Session:
             self.write({"step": step.name, "state": state, "code": code, "seconds": round(seconds, 1)}, step)
             say(f"{step.name}: {state} after {seconds:.0f} s{'' if state == DONE else f', see {log}'}")
 
+    def figures_of(self, step: Step) -> Path:
+        return self.out / "steps" / f"{step.name}.json"
+
     def write(self, row: Row, step: Step) -> None:
         """Append a line, on the disk when this returns."""
-        found = self.out / "steps" / f"{step.name}.json"
+        found = self.figures_of(step)
         figures = json.loads(found.read_text(encoding="utf-8")) if step.case is None and found.exists() else None
         words = last_line(self.out / "logs" / f"{step.name}.log") if row["state"] == FAILED else None
         line = json.dumps({**row, "date": now(), "why": words, "figures": figures})
