@@ -57,6 +57,10 @@ class GuardError(GerlError):
     """Held-out images speak for reward hacking or collapse, and `guard.action` is to end the run."""
 
 
+class VersionError(GerlError):
+    """A feature needs a newer version of a package than the installed one."""
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ended a command after a checkpoint. No `Exception`: libraries catch those, and Ray holds them back."""
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +89,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     spread = {id(c[round(i * (len(c) - 1) / (CASES - 1))]) for c in cases.values() for i in range(CASES)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in spread])
     items[:] = [item for item in items if id(item) in spread]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skip a test of what the installed packages are too old for, with that reason."""
+    try:
+        return (yield)
+    except Exception as error:
+        from newer import why_skipped
+
+        if reason := why_skipped(error):
+            pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    """The same for what a test is given."""
+    return (yield from pytest_runtest_call())

@@ -148,7 +148,7 @@ def qwen_image() -> Any:
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16)
     text = LANGUAGE | {"num_key_value_heads": 2, "rope_scaling": rope}
     encoder = transformers.Qwen2_5_VLForConditionalGeneration(
-        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, vision_start_token_id=VOCAB)
     )
     return pipeline(diffusers.QwenImagePipeline, transformer, *parts, encoder, words=lambda: tokenizer(512))
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pretended
 import tiny
 import torch
 
@@ -56,6 +55,8 @@ def new_policy(name: str = "sd3", perturbed: bool = True, blocks: int = 1) -> Po
 
 def on_device(policy: Policy) -> Policy:
     """The same policy with all its modules on the pretended device."""
+    import pretended  # only here: it needs a newer torch than gerl
+
     (name, denoiser), *_ = policy.denoisers.items()
     for component in policy.pipe.components.values():
         if isinstance(component, torch.nn.Module):

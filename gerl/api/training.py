@@ -33,6 +33,7 @@ from gerl.objects import PREFIX, offered
 from gerl.trainer.launch import launched
 from gerl.trainer.run_folder import open_run
 from gerl.utils.files import write_file, writing
+from gerl.utils.versions import DTYPE
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -402,7 +403,7 @@ def _is_as_stored(name: str, part: Any, source: Path) -> bool:
         return True
     kind, module = type(part), isinstance(part, torch.nn.Module)
     try:
-        read = kind.from_pretrained(str(source), subfolder=name, **({"dtype": part.dtype} if module else {}))
+        read = kind.from_pretrained(str(source), subfolder=name, **({DTYPE: part.dtype} if module else {}))
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError):
         return False  # files of another class, or none
     if not module:

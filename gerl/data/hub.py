@@ -22,7 +22,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import httpx
 from PIL import Image
 
 from gerl.config.blocks import HubParts, hub_parts
@@ -32,6 +31,7 @@ from gerl.progress import waiting
 from gerl.protocol import Prompt
 from gerl.utils.condition_images import BROKEN
 from gerl.utils.files import reason, write_file
+from gerl.utils.hub_errors import UNREACHED
 
 if TYPE_CHECKING:
     import pyarrow
@@ -78,7 +78,7 @@ def _read(source: str, parts: HubParts, prompt_key: str, columns: Columns, strea
     try:
         if not parts.local:  # one request, since `datasets` retries for long
             HfApi().dataset_info(parts.path, revision=parts.revision, timeout=PATIENCE)
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (OfflineModeIsEnabled, *UNREACHED) as error:
         unreached = error
     except HfHubHTTPError as error:
         raise DataError(_explain(parts, error)) from error
@@ -228,7 +228,7 @@ def _explain(parts: HubParts, first: Exception, last: Exception | None = None) -
         return f"{hub} has no such data set, or a private one: correct the name, or log in with 'hf auth login'"
     if isinstance(first, OfflineModeIsEnabled):
         return "it is not in this machine's cache, and HF_HUB_OFFLINE is set: unset it, or use a file"
-    if isinstance(first, httpx.TransportError):
+    if isinstance(first, UNREACHED):
         return (
             f"it is not in this machine's cache, and {hub} cannot be reached ({reason(first):.200}): connect this "
             "machine to it, or use a file"

@@ -960,16 +960,15 @@ def noise_from(scheduler: SchedulerMixin, generator: torch.Generator | Sequence[
 @contextlib.contextmanager
 def unguided(pipe: DiffusionPipeline) -> Iterator[None]:
     """Let the guiders of `pipe` return the conditional output; some would divide by a distance of 0."""
-    # imported lazily: the driver of a run does not need diffusers
-    from diffusers.guiders import BaseGuidance
-    from diffusers.guiders.guider_utils import GuiderOutput
 
     def hand_on(pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None, **_: torch.Tensor) -> GuiderOutput:
+        from diffusers.guiders.guider_utils import GuiderOutput  # imported lazily: only newer pipelines have guiders
+
         return GuiderOutput(pred=pred_cond, pred_cond=pred_cond, pred_uncond=pred_uncond)
 
     with contextlib.ExitStack() as undo:
         for component in pipe.components.values():
-            if isinstance(component, BaseGuidance):
+            if any(kind.__name__ == "BaseGuidance" for kind in type(component).__mro__):
                 put(undo, component, "forward", hand_on)
         yield
 

@@ -775,7 +775,8 @@ def family(scheduler: SchedulerMixin) -> str | None:
     """Return the family of `scheduler`, None without transition kernel; "flow": flow matching of another class."""
     import diffusers  # imported lazily: the driver of a run does not need diffusers
 
-    found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind))), None)
+    # older versions lack some of them
+    found = next((name for kind, name in FAMILIES.items() if isinstance(scheduler, getattr(diffusers, kind, ()))), None)
     if found not in FLOW and scheduler.config.get("prediction_type") == "flow_prediction":
         return "flow"
     return found

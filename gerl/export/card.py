@@ -14,7 +14,6 @@ import numpy as np
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, model_info
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import httpx
 
 from gerl.config import Source, sources
 from gerl.errors import ConfigError, GerlError, ModelError
@@ -35,6 +34,7 @@ from gerl.run.validation import (
     standard_error,
 )
 from gerl.utils.files import reason
+from gerl.utils.hub_errors import UNREACHED
 from gerl.web.pages import grid, render, still
 
 logger = logging.getLogger("gerl")
@@ -99,7 +99,7 @@ def without_paths(value: str) -> str:
 def _pipeline(path: str) -> str | None:
     try:
         return str(diffusers.DiffusionPipeline.load_config(resolve(path)).get("_class_name"))
-    except (ModelError, OSError, ValueError, httpx.TransportError) as error:
+    except (ModelError, OSError, ValueError, *UNREACHED) as error:
         logger.warning("the base model %s is not available: its card has fewer facts (%s)", path, reason(error))
         return None
 
@@ -114,7 +114,7 @@ def _licence_entry(path: str, hub_id: str | None) -> dict[str, str]:
             data = model_info(hub_id, timeout=PATIENCE).card_data
         elif (readme := Path(resolve(path)) / "README.md").is_file():
             data = ModelCard.load(readme, ignore_metadata_errors=True).data
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, ModelError) as error:
+    except (HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED, ModelError) as error:
         logger.warning("the licence of %s is unknown: its card cannot be read (%s)", path, reason(error))
     except (OSError, ValueError, yaml.YAMLError) as error:
         logger.warning("the licence of %s is unknown: its README.md cannot be read (%s)", path, reason(error))

@@ -31,6 +31,7 @@ from gerl.model.lora import (
 )
 from gerl.model.parts import left_out
 from gerl.model.paths import WEIGHTS, resolve
+from gerl.utils.versions import DTYPE
 
 logger = logging.getLogger(__name__)
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -103,7 +104,7 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
         check_files(folder)
         without = left_out(diffusers.DiffusionPipeline.load_config(str(folder)))
         with weights_checked():
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=stored_dtypes(folder), **without)
+            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **{DTYPE: stored_dtypes(folder)}, **without)
     if base.merged is not None:
         merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), pipe, find_denoisers(pipe))
     for name, lora in loras.items():

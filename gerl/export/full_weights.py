@@ -16,6 +16,7 @@ from gerl.model.components import weights_checked
 from gerl.model.lora import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
+from gerl.utils.versions import require
 
 logger = logging.getLogger("gerl")
 KINDS = {"ema": "ema/", "raw": "weights/"}  # prefixes of tensor names in a checkpoint
@@ -38,6 +39,7 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
                     (out / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(folder.parent / file, out / file)
             continue
+        require("diffusers", "0.42", f"weights={kind} of full fine-tuning")  # keeps the dtype of the files
         entry = read_json(folder / "config.json")["_class_name"]
         model_class = getattr(diffusers, entry, None)
         if model_class is None:

@@ -11,10 +11,11 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import httpx, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 
 from gerl.errors import ConfigError, GerlError
 from gerl.utils.files import reason
+from gerl.utils.hub_errors import UNREACHED
 
 PATIENCE = 10.0  # timeout of the Hub in seconds
 OWN = {".gitattributes"}  # files that the Hub creates in an empty repository
@@ -45,7 +46,7 @@ def check_upload(repository: str, private: bool, overwrite: bool) -> None:
         found = api.model_info(repository, timeout=PATIENCE)
     except RepositoryNotFoundError:
         return
-    except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (LocalTokenNotFoundError, HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED) as error:
         raise ConfigError(_explain(repository, error)) from error
     files = sorted({entry.rfilename for entry in found.siblings or []} - OWN)
     if files and not overwrite:
@@ -70,7 +71,7 @@ def upload(folder: Path, repository: str, private: bool, message: str) -> str:
     try:
         made = api.create_repo(repository, private=private or None, exist_ok=True)
         api.create_commit(repository, operations, commit_message=message)
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError, OSError, ValueError) as error:
+    except (HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED, OSError, ValueError) as error:
         raise GerlError(_explain(repository, error)) from error
     return str(made)
 
@@ -86,7 +87,7 @@ def _explain(repository: str, error: Exception) -> str:
         return f"{given}: {hub} rejects the token of this machine: run 'hf auth login' again"
     if status == 403:
         return f"{given}: {hub} denies write access there: correct the owner, or log in with a token that has it"
-    if isinstance(error, httpx.TransportError):
+    if isinstance(error, UNREACHED):
         return (
             f"{given}: {hub} cannot be reached ({reason(error):.200}): connect this machine to it, or remove push "
             "and give out=FOLDER, which 'hf upload' can upload later"

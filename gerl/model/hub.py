@@ -16,7 +16,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import httpx
 
 from gerl.config.bounded_text import read_json
 from gerl.errors import GerlError, ModelError, causes
@@ -24,6 +23,7 @@ from gerl.model.parts import NO_PARTS, Parts, arranged, check_names, variants_in
 from gerl.model.paths import INDEX, resolve
 from gerl.progress import waiting
 from gerl.utils.files import reason
+from gerl.utils.hub_errors import UNREACHED
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -148,7 +148,7 @@ def _unreached(path: str) -> Exception | None:
     """Return the error of a single request for `path`, if any: a download would retry for a long time."""
     try:
         model_info(path, timeout=PATIENCE)
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.TransportError) as error:
+    except (HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED) as error:
         return error
     return None
 
@@ -187,7 +187,7 @@ def _sentence(path: str, error: Exception, unreached: Exception | None, key: str
             f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
             "in diffusers format"
         )
-    if any(isinstance(cause, httpx.TransportError | HfHubHTTPError) for cause in chain):
+    if any(isinstance(cause, (*UNREACHED, HfHubHTTPError)) for cause in chain):
         return (
             f"{given}: the download from {hub} was interrupted ({_words(error)}): start again, completed files are kept"
         )

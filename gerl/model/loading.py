@@ -5,8 +5,10 @@ import copy
 import hashlib
 import inspect
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +54,12 @@ from gerl.model.prompts import check_arguments
 from gerl.model.quantization import check_quantisation, leading_values, quantisation_config, text_encoders
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import Unread, check_context, divide_context, fill, shard, sharded_components, unread_models
+from gerl.model.shards import TORCH
 from gerl.model.teachers import attach_teachers, in_teachers, read_teachers, teachers_parameters
 from gerl.objects import pipeline
 from gerl.utils.files import first_line
 from gerl.utils.seeding import derive_seed
+from gerl.utils.versions import DTYPE, require
 
 # --- Load a pipeline by Hub id or folder and prepare it for training
 
@@ -104,7 +108,7 @@ def read_pipeline(
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
         given = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
         with weights_checked():
-            pipe = kind.from_pretrained(folder, dtype=dtypes, trust_remote_code=bool(code), **given)
+            pipe = kind.from_pretrained(folder, trust_remote_code=bool(code), **{DTYPE: dtypes}, **given)
     for name, encoder in encoders.items():
         setattr(pipe, name, encoder)
     return pipe
@@ -125,8 +129,13 @@ def _loading(path: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise ModelError(refusal_of_code(path)) from None
-        given = f"model.path={path!r}"
-        raise ModelError(f"{given} cannot be loaded as a diffusers pipeline: {first_line(error)}") from error
+        given = f"model.path={path!r} cannot be loaded as a diffusers pipeline"
+        if lacking := re.fullmatch(r"module (diffusers|transformers) has no attribute (\w+)", str(error)):
+            package, name = lacking.groups()
+            raise ModelError(
+                f"{given}: {package} {version(package)} has no {name}, newer versions may: pip install -U {package}"
+            ) from error
+        raise ModelError(f"{given}: {first_line(error)}") from error
 
 
 def check_model(config: ModelConfig, sampling: SamplingConfig, context: int = 1) -> None:
@@ -329,6 +338,7 @@ def load_policy(
 
 def _load_whole(config: ModelConfig, ema_decay: float, device: str, mesh: DeviceMesh | None, late: bool) -> Policy:
     """Load the pipeline for training of its weights (full fine-tuning)."""
+    require("torch", TORCH, f"model.train={config.train}")
     dtype = precision(config, device)
     divided = mesh is not None or dtype != torch.float32
     pipe = load_pipeline(config, device, to_shard=mesh is not None, masters=divided, late=late)

@@ -181,6 +181,15 @@ def adapted_layers(models: Iterable[torch.nn.Module]) -> list[BaseTunerLayer]:
     return [module for model in models for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
+def activate(layer: BaseTunerLayer, adapter: str, trained: bool = False) -> None:
+    """Let `layer` compute with `adapter` alone, which gets gradients if it is `trained`."""
+    layer.set_adapter([adapter])
+    for names in () if trained else layer.adapter_layer_names:
+        matrices = getattr(layer, names)
+        if adapter in matrices:
+            matrices[adapter].requires_grad_(False)
+
+
 @contextlib.contextmanager
 def adapter_active(denoisers: Iterable[torch.nn.Module], adapter: str | None, trained: bool = False) -> Iterator[None]:
     """Compute with the LoRA `adapter` instead of the trained one in the block; None: with the base model.
@@ -192,7 +201,7 @@ def adapter_active(denoisers: Iterable[torch.nn.Module], adapter: str | None, tr
         if adapter is None:
             layer.enable_adapters(False)
         else:
-            layer.set_adapter([adapter], inference_mode=not trained)
+            activate(layer, adapter, trained)
     try:
         yield
     finally:
@@ -537,6 +546,7 @@ def diffusers_file(loras: Mapping[str, Lora], base: str | None = None, facts: Fa
         for layer, (a, b) in lora.layers.items():
             tensors |= {f"{prefix}.{layer}.lora_A.weight": a, f"{prefix}.{layer}.lora_B.weight": b}
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.layers)}
+        config["rank_pattern"] = {}  # diffusers 0.35 cannot read a file without it
         header |= {f"{prefix}.{key}": value for key, value in config.items()}
     note = {} if base is None else {"base_model": base}
     return pack_tensors(tensors, {"format": "pt", METADATA: json.dumps(header, indent=2), **note, **facts})

@@ -23,6 +23,7 @@ from gerl.model.components import weights_checked
 from gerl.model.latents import ImageLatents
 from gerl.model.lora import (
     ADAPTER,
+    activate,
     adapted_layers,
     adapter_active,
     check_components,
@@ -421,7 +422,7 @@ def switch(pipe: DiffusionPipeline, name: str | None) -> None:
     for layer in _layers(pipe):
         layer.enable_adapters(name is not None)
         if name is not None:  # a layer missing in this LoRA computes without one
-            layer.set_adapter([adapter_name(name)], inference_mode=True)
+            activate(layer, adapter_name(name))
 
 
 def adapter_name(name: str) -> str:

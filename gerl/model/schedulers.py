@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 
+import diffusers
 import numpy as np
 import torch
 from diffusers import (
@@ -14,7 +15,6 @@ from diffusers import (
     DDIMScheduler,
     EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
-    FlowMapEulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
     FlowMatchLCMScheduler,
@@ -36,7 +36,7 @@ from gerl.utils.files import first_line
 logger = logging.getLogger(__name__)
 KEPT = (
     FlowMatchEulerDiscreteScheduler, DDIMScheduler, SCMScheduler, LCMScheduler, TCDScheduler, EDMEulerScheduler,
-    FlowMapEulerDiscreteScheduler,
+    *(getattr(diffusers, name) for name in ["FlowMapEulerDiscreteScheduler"] if hasattr(diffusers, name)),
 )  # fmt: skip
 NOISE_SCHEDULE = (
     "num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",

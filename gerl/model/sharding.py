@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import accelerate
 import torch
-from diffusers import ContextParallelConfig, DiffusionPipeline, ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, MochiAttention
@@ -22,14 +22,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, rename_source_key
 
 from gerl.config.bounded_text import read_json, regular
 from gerl.engine.record import put
 from gerl.errors import ModelError
 from gerl.model.denoisers import component_class, default_dtype
 from gerl.model.quantization import leading_values
+from gerl.utils.versions import has, require
 
 # --- Lazy loading: a rank reads a block's weights from their files just before it shards them.
 #
@@ -38,6 +37,7 @@ from gerl.model.quantization import leading_values
 # not come from a single tensor of a file, the model is loaded completely by its class.
 
 logger = logging.getLogger(__name__)
+TRANSFORMERS = "5.12"  # the first with the functions that say which tensor of a file becomes which weight
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
 
 
@@ -179,6 +179,16 @@ def _of_diffusers(kind: type[ModelMixin], folder: Path, dtype: torch.dtype, keys
 
 def _of_transformers(kind: type[PreTrainedModel], folder: Path, dtype: torch.dtype, keys: list[str]) -> Built:
     """Build the model as `PreTrainedModel.from_pretrained` does before it reads the weights."""
+    if not has("transformers", TRANSFORMERS):
+        raise _NotLazy(f"transformers is older than {TRANSFORMERS}")
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        build_glob_alternation,
+        rename_source_key,
+    )
+
     with accelerate.init_empty_weights():
         model = kind._from_config(kind.config_class.from_pretrained(folder), dtype=dtype)
     model.tie_weights()  # tied weights get lost in the context above
@@ -309,6 +319,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")  # suffixes of the config
 def check_context(components: Iterable[str], denoisers: Mapping[str, ModelMixin], ranks: int) -> None:
     """Raise `ModelError` if `ranks` cannot split the tokens of a denoiser; `components`: all names."""
     given = f"cluster.context={ranks}"
+    require("diffusers", "0.36", given)
     if controlnet := next((name for name in components if "controlnet" in name), None):
         raise ModelError(f"{given}: the output of {controlnet} is not split among ranks; use cluster.context=1")
     for name, denoiser in denoisers.items():
@@ -336,6 +347,8 @@ def divide_context(denoisers: Mapping[str, ModelMixin], mesh: DeviceMesh) -> Non
 
     Raises `ModelError` for an attention that does not support it.
     """
+    from diffusers import ContextParallelConfig  # which older versions do not have, see `check_context`
+
     for name, denoiser in denoisers.items():
         with contextlib.ExitStack() as undo:
             if not torch.accelerator.device_count():  # diffusers numbers devices modulo their count

@@ -24,6 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from gerl.errors import CheckpointError
 from gerl.utils.files import reason
+from gerl.utils.versions import require
+
+TORCH = "2.9"  # the first whose `HuggingFaceStorageWriter` writes a file per process
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 def write_parts(folder: Path, number: int, parts: Mapping[str, Part]) -> None:
     """Write the shards of process `number` to a separate file in `folder`. Raises `OSError`."""
+    require("torch", TORCH, "a checkpoint of all weights")
     folder.mkdir(parents=True, exist_ok=True)
     items = [
         WriteItem(

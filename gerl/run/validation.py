@@ -316,7 +316,7 @@ def save_validation(
     else:
         arrays = {f"picture_{i}": image for i, image in enumerate(pixels)}
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=False, **arrays)
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]  # numpy 2.0 has no allow_pickle
     path = _path(run_dir, step)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

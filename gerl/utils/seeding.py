@@ -137,6 +137,13 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
         return [(partial(getattr, owner, name), partial(setattr, owner, name), defaults[name]) for name in defaults]
 
     cpu, b = torch.device("cpu"), cast(Any, torch.backends)  # whose stubs lack some names
+    precisions: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []
+    if hasattr(b.cudnn, "conv"):  # since torch 2.9
+        for owner in (b, b.cudnn, b.cuda.matmul, b.mkldnn.matmul, b.mkldnn.conv):
+            precisions += of(owner, fp32_precision="none")
+        precisions += [*of(b.cudnn.conv, fp32_precision="tf32"), *of(b.cudnn.rnn, fp32_precision="tf32")]
+    else:
+        precisions += of(b.cudnn, allow_tf32=True)
     return [
         (torch.is_grad_enabled, torch.set_grad_enabled, True),
         (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
@@ -145,14 +152,9 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),  # before its newer names
-        *of(b, fp32_precision="none"),
-        *of(b.cudnn, enabled=True, benchmark=False, deterministic=False, fp32_precision="none"),
-        *of(b.cudnn.conv, fp32_precision="tf32"),
-        *of(b.cudnn.rnn, fp32_precision="tf32"),
-        *of(b.cuda.matmul, fp32_precision="none", allow_fp16_reduced_precision_reduction=True),
-        *of(b.cuda.matmul, allow_bf16_reduced_precision_reduction=True),
-        *of(b.mkldnn.matmul, fp32_precision="none"),
-        *of(b.mkldnn.conv, fp32_precision="none"),
+        *precisions,
+        *of(b.cudnn, enabled=True, benchmark=False, deterministic=False),
+        *of(b.cuda.matmul, allow_fp16_reduced_precision_reduction=True, allow_bf16_reduced_precision_reduction=True),
         (b.cuda.flash_sdp_enabled, b.cuda.enable_flash_sdp, True),
         (b.cuda.mem_efficient_sdp_enabled, b.cuda.enable_mem_efficient_sdp, True),
         (b.cuda.math_sdp_enabled, b.cuda.enable_math_sdp, True),

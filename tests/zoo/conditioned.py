@@ -4,12 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import diffusers
 import numpy as np
 import tiny
 import torch
-import transformers
-from diffusers.pipelines.joyimage import image_processor
+from newer import diffusers, transformers
 from PIL import Image
 from tiny import euler, pipeline
 from zoo.base import SHORT, TWO_LAYERS, Entry, as_class, scale, true_cfg
@@ -127,6 +125,8 @@ def qwen_edit(cls: type) -> Any:
 
 
 def joy_image_edit() -> Any:
+    from diffusers.pipelines.joyimage import image_processor
+
     image_processor.BUCKETS[1024] = [(32, 32)]  # all images have this size
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "text_dim": 16, "num_layers": 2, "rope_dim_list": (4, 6, 6)}
     transformer = diffusers.JoyImageEditTransformer3DModel(in_channels=4, **sizes)

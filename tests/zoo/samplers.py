@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import diffusers
 import tiny
+from newer import diffusers
 from zoo.base import MEDIUM, T2I, Entry, as_class, scale
 from zoo.conditioned import given, pictures
 from zoo.text_to_image import Unchecked, sana, sdxl

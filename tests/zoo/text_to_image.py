@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import diffusers
 import tiny
 import torch
-import transformers
-from diffusers.guiders import AdaptiveProjectedMixGuidance
 from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
-from diffusers.pipelines.prx.pipeline_prx import TextPreprocessor
+from newer import diffusers, transformers
 from tiny import JOINT, LATENTS, NARROW, ONE_LAYER, dynamic, euler, image_vae, pipeline, vae, video_vae
 from zoo.base import LONG, MEDIUM, NEGATIVE, SHORT, T2I, TWO_LAYERS, Entry, as_class, scale, true_cfg
 
@@ -187,7 +184,7 @@ def hunyuan_image() -> Any:
     transformer = diffusers.HunyuanImageTransformer2DModel(**ONE_LAYER, **sizes, text_embed_dim=16, text_embed_2_dim=32)
     compression = dict(latent_channels=4, block_out_channels=(32, 32), spatial_compression_ratio=2, sample_size=16)
     image = diffusers.AutoencoderKLHunyuanImage(in_channels=3, out_channels=3, layers_per_block=1, **compression)
-    guider = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=0)
+    guider = diffusers.guiders.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=0)
     parts = euler(shift=3.0), image, qwen_2_5_vl(layers=2), tiny.t5()
     pipe = pipeline(diffusers.HunyuanImagePipeline, transformer, *parts, words=tokenizer, ocr_guider=guider)
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = 12
@@ -237,20 +234,13 @@ def glm_image() -> Any:
     return pipeline(diffusers.GlmImagePipeline, transformer, *parts, words=tokenizer, **more)
 
 
-class NoCleaning(TextPreprocessor):
-    """Without what PRX needs ftfy for."""
-
-    def clean_text(self, text: str) -> str:
-        return text
-
-
 def prx() -> Any:
     transformer = diffusers.PRXTransformer2DModel(
         in_channels=4, context_in_dim=32, hidden_size=16, mlp_ratio=2.0, num_heads=2, depth=1, axes_dim=[4, 4]
     )
     parts = drawn(transformer, "modulation"), euler(shift=3.0), tiny.image_vae(), tiny.t5()
     pipe = pipeline(diffusers.PRXPipeline, *parts, words=tokenizer)
-    pipe.text_preprocessor = NoCleaning()
+    pipe.text_preprocessor.clean_text = str  # its own needs ftfy
     return pipe
 
 

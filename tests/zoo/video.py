@@ -3,16 +3,11 @@
 from functools import partial
 from typing import Any
 
-import diffusers
 import tiny
 import torch
-import transformers
-from diffusers.guiders import AdaptiveProjectedGuidance, ClassifierFreeGuidance
-from diffusers.pipelines.helios import pipeline_helios
-from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
-from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 from diffusers.pipelines.skyreels_v2 import pipeline_skyreels_v2, pipeline_skyreels_v2_diffusion_forcing
 from diffusers.pipelines.wan import pipeline_wan_i2v, pipeline_wan_vace
+from newer import diffusers, transformers
 from tiny import LATENTS, NARROW, dynamic, euler, pipeline
 from zoo.base import MEDIUM, NEGATIVE, Entry, as_class, scale, true_cfg
 from zoo.conditioned import converted, given, one_picture, pictures
@@ -59,7 +54,7 @@ def hunyuan_video_1_5() -> Any:
     vae = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, **blocks)
     parts = euler(shift=7.0), vae, qwen_2_5_vl(layers=3).model.language_model, tiny.t5()
     words = partial(tokenizer, "{{ messages[1]['content'] }}")
-    guider = ClassifierFreeGuidance(guidance_scale=4.0)
+    guider = diffusers.guiders.ClassifierFreeGuidance(guidance_scale=4.0)
     pipe = pipeline(diffusers.HunyuanVideo15Pipeline, transformer, *parts, words=words, guider=guider)
     pipe.tokenizer_max_length = pipe.tokenizer_2_max_length = 12
     pipe.prompt_template_encode_start_idx, pipe.vision_num_semantic_tokens = 0, 4
@@ -85,6 +80,8 @@ def hunyuan_video_1_5_i2v() -> Any:
 
 def kandinsky_6() -> Any:
     """A video and its sound."""
+    from diffusers.pipelines.kandinsky6 import pipeline_kandinsky6_ti2va
+
     pipeline_kandinsky6_ti2va._PROMPT_TEMPLATE, pipeline_kandinsky6_ti2va._QWEN_CROP_START = "{}", 0
     sizes = dict(in_visual_dim=4, out_visual_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=16, model_dim=16)
     sizes |= {"in_audio_dim": 4, "out_audio_dim": 4, "ff_dim": 32, "num_text_blocks": 1, "num_visual_blocks": 2}
@@ -132,7 +129,7 @@ def ltx2() -> Any:
             "num_learnable_registers": None,
         }.items()
     }
-    connectors = LTX2TextConnectors(
+    connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
         caption_channels=16,
         text_proj_in_factor=2,
         **connected,
@@ -164,7 +161,7 @@ def ltx2() -> Any:
     audio_vae = diffusers.AutoencoderKLLTX2Audio(
         **sound, attn_resolutions=None, mid_block_add_attention=False, sample_rate=16000, mel_hop_length=160
     )
-    vocoder = LTX2Vocoder(
+    vocoder = diffusers.pipelines.ltx2.LTX2Vocoder(
         in_channels=16,
         hidden_channels=8,
         out_channels=2,
@@ -228,6 +225,8 @@ def ltx_condition() -> Any:
 
 
 def helios() -> Any:
+    from diffusers.pipelines.helios import pipeline_helios
+
     pipeline_helios.prompt_clean = str.strip  # its own needs ftfy
     sizes = LATENTS | {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
     transformer = diffusers.HeliosTransformer3DModel(
@@ -246,7 +245,7 @@ def motif_video() -> Any:
     )
     text = transformers.T5Gemma2TextConfig(**tiny.LANGUAGE, num_key_value_heads=2, head_dim=8, dropout_rate=0.0)
     encoder = transformers.T5Gemma2Encoder(transformers.T5Gemma2EncoderConfig(text_config=text))
-    guider = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=0.5)
+    guider = diffusers.guiders.AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=0.5)
     parts = euler(shift=7.0), tiny.video_vae(diffusers.AutoencoderKLWan), encoder
     return pipeline(diffusers.MotifVideoPipeline, transformer, *parts, feature_extractor=None, guider=guider)
 

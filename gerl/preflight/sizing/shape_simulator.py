@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 from transformers import BatchEncoding, Cache
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 # --- Sampling and training of a pipeline whose components have shapes but no values.
 #
@@ -446,6 +445,11 @@ class Picture:
 
     def grid(self, picture: Image.Image) -> tuple[int, int]:
         """Return the rows and columns of patches."""
+        try:
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        except ImportError:  # before transformers 5.4
+            from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
         factor = self.patch_size * self.merge_size
         height, width = smart_resize(picture.height, picture.width, factor, self.min_pixels, self.max_pixels)
         return height // self.patch_size, width // self.patch_size

@@ -19,6 +19,7 @@ from gerl.api.training import Trainer, nested, path_of, plain, scorers_of, write
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, DataError, ModelError
 from gerl.model.denoisers import check_offered
+from gerl.utils.versions import DTYPE
 
 
 def read(folder: Path) -> Any:
@@ -43,7 +44,7 @@ def test_one_that_was_read_is_named(stored: Path, tmp_path: Path, monkeypatch: p
     assert path_of(pipe, tmp_path / "other") == str(stored)
     pipe("a", height=16, width=16, num_inference_steps=1, max_sequence_length=8)  # tokenizers keep how they padded
     assert path_of(pipe, tmp_path / "other") == str(stored)
-    half = diffusers.DiffusionPipeline.from_pretrained(str(stored), dtype=torch.bfloat16)
+    half = diffusers.DiffusionPipeline.from_pretrained(str(stored), **{DTYPE: torch.bfloat16})
     assert path_of(half, tmp_path / "other") == str(stored), "the weights in the precision in which they were read"
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     assert path_of(pipe, tmp_path / "other") == str(stored), "a LoRA is no part of the base model"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from newer import pinned
 from training import config
 from zoo.checks import call_for
 from zoo.entries import ENTRIES
@@ -161,6 +162,7 @@ def test_the_rows_that_are_left() -> None:
         unwritten(values, written)
 
 
+@pinned("torch", "rounds more in half precision on CPUs")
 def test_rows_in_half_precision_count_for_themselves() -> None:
     """Overwritten latents that stay the same by chance: log-probability, KL and gradient of rows alone and together."""
     entry = next(e for e in ENTRIES if e.name == "FluxInpaintPipeline")

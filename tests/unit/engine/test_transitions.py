@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import diffusers
 import pytest
 import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from newer import diffusers
 from replaying import EACH, GUIDED, Recorded, after_each_step, counted_rows, gradients, own, recorded, replayed
 from schedules import sd3_sigmas, velocity
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-import diffusers
 import pytest
+from newer import diffusers
 
 from gerl.config import SamplingConfig
 from gerl.errors import ModelError

@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import pytest
 import tiny
 import torch
 import transformers
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from newer import diffusers, pinned
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 
 from gerl.engine import record
@@ -97,21 +97,20 @@ def test_an_ip_adapter_is_refused_and_the_way_out_works() -> None:
     check_offered(pipe)
 
 
+SKIPS = {"spatial_attention_block_skip_range": 2, "current_timestep_callback": lambda: 500}
 CACHES = [
-    diffusers.FirstBlockCacheConfig(),
-    diffusers.MagCacheConfig(num_inference_steps=4, calibrate=True),
-    diffusers.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-    ),
-    diffusers.TaylorSeerCacheConfig(),
-    diffusers.FasterCacheConfig(spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500),
+    (diffusers.FirstBlockCacheConfig, {}),
+    (diffusers.MagCacheConfig, {"num_inference_steps": 4, "calibrate": True}),
+    (diffusers.PyramidAttentionBroadcastConfig, SKIPS),
+    (diffusers.TaylorSeerCacheConfig, {}),
+    (diffusers.FasterCacheConfig, SKIPS),
 ]
 
 
-@pytest.mark.parametrize("config", CACHES, ids=lambda config: type(config).__name__)
-def test_caches_of_diffusers_are_refused_and_the_way_out_works(config: Any) -> None:
+@pytest.mark.parametrize(("kind", "settings"), CACHES)
+def test_caches_of_diffusers_are_refused_and_the_way_out_works(kind: Any, settings: dict[str, Any]) -> None:
     pipe = tiny.flux()
-    pipe.transformer.enable_cache(config)
+    pipe.transformer.enable_cache(kind(**settings))
     with pytest.raises(ModelError, match=r"pipe\.transformer\.disable_cache\(\).*sampling\.cache"):
         check_offered(pipe)
     with pytest.raises(ModelError, match=r"pipe\.transformer\.disable_cache\(\)"):  # the engine without a run
@@ -134,6 +133,7 @@ def test_hooks_of_the_program_are_said(caplog: pytest.LogCaptureFixture) -> None
     assert "transformer_blocks.0.attn.to_q" in caplog.text and "state between calls" in caplog.text
 
 
+@pinned("diffusers", "cannot build it without a model")
 def test_a_modular_pipeline_is_refused_with_what_to_give() -> None:
     with pytest.raises(ModelError, match=r"ModularPipeline is not a diffusers pipeline.*\*\*pipe\.components"):
         check_offered(diffusers.FluxModularPipeline())

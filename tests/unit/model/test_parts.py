@@ -16,6 +16,7 @@ from gerl.export.files import stored_dtypes
 from gerl.model.hub import model_folder
 from gerl.model.loading import check_model, load_pipeline
 from gerl.model.parts import variants_in
+from gerl.utils.versions import DTYPE
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,8 @@ def test_a_variant_is_read_where_there_is_nothing_else(
     sd3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gerl")
-    half = DiffusionPipeline.from_pretrained(sd3, dtype=torch.float16)
-    expected = drawn(DiffusionPipeline.from_pretrained(sd3, dtype=torch.float16).to(torch.float32))
+    half = DiffusionPipeline.from_pretrained(sd3, **{DTYPE: torch.float16})
+    expected = drawn(DiffusionPipeline.from_pretrained(sd3, **{DTYPE: torch.float16}).to(torch.float32))
     for name, size in (("whole", "1GB"), ("shards", "20KB")):
         half.save_pretrained(tmp_path / name, variant="fp16", max_shard_size=size)
         assert not list((tmp_path / name).glob("*/*model.safetensors"))

@@ -1,0 +1,86 @@
+"""What the tests need of newer packages than gerl does: with older ones, such tests are skipped with that reason.
+
+`from newer import diffusers, transformers` names classes, such as in a list of cases, that the installed version lacks.
+"""
+
+import re
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import diffusers as installed_diffusers
+import pytest
+import transformers as installed_transformers
+
+from gerl.errors import VersionError, causes
+from gerl.utils.versions import has
+
+TESTS = Path(__file__).parent
+PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (TESTS.parent / "constraints.txt").read_text(), re.MULTILINE))
+LACKING = re.compile(
+    r"(?:module |cannot import name '\w+' from |No module named )'?(diffusers|transformers|peft|torch)\b"
+)
+
+
+def why_skipped(error: BaseException) -> str | None:
+    """Return why the installed packages are too old for a test, or None if it failed for another reason.
+
+    Too old is what gerl says so of, and a module or class that a test names and a package older than pinned lacks.
+    """
+    for cause in causes(error):
+        if isinstance(cause, VersionError):
+            return str(cause)
+        match = LACKING.match(str(cause)) if isinstance(cause, AttributeError | ImportError) else None
+        if match is None or has(match[1], PINS[match[1]]):
+            continue
+        frames = [Path(frame.filename) for frame in traceback.extract_tb(cause.__traceback__)]
+        ours = [file for file in frames if file.is_relative_to(TESTS.parent) and "site-packages" not in file.parts]
+        if ours and ours[-1].is_relative_to(TESTS):
+            return f"{match[1]} {version(match[1])}: {cause}"
+    return None
+
+
+def pinned(package: str, why: str) -> pytest.MarkDecorator:
+    """Skip a test with an older version of `package` than the pinned one, because of `why`."""
+    return pytest.mark.skipif(not has(package, PINS[package]), reason=f"{package} {version(package)} {why}")
+
+
+class Absent(type):
+    """What the installed version lacks: it can be named, but not called."""
+
+    def __call__(cls, *_: Any, **__: Any) -> None:
+        package = cls.__module__
+        pytest.skip(f"{package} {version(package)} has no {cls.__name__}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return absent(cls.__module__, name)
+
+
+def absent(package: str, name: str) -> Any:
+    return Absent(name, (), {"__module__": package})
+
+
+class _Module:
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value = getattr(self._module, name)
+        except (AttributeError, ImportError):
+            if name.startswith("__"):
+                raise
+            return absent(self._module.__name__.partition(".")[0], name)
+        return _Module(value) if isinstance(value, ModuleType) else value
+
+
+def known(module: ModuleType) -> Any:
+    """Return `module`, or one that has every name if it is older than the pinned version."""
+    return module if has(module.__name__, PINS[module.__name__]) else _Module(module)
+
+
+diffusers, transformers = known(installed_diffusers), known(installed_transformers)
