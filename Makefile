@@ -1,6 +1,6 @@
 # make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (about three minutes on two cores)
 # make test    the test suite; with GERL_DRILLS=all also the rest of the signals and kills, which CI sends
-# make test-lowest  some unit tests with the lowest versions that pyproject.toml allows, in an environment of their own
+# make test-versions  the tests with the oldest and newest versions that pyproject.toml allows, in environments of their own
 # make check   lint, formatting, types, the links of the documentation
 # make docs    the documentation as a site, in site/
 # make clean   remove the environment and everything built; outputs/ stays
@@ -11,7 +11,6 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LOWEST := $(VENV)-lowest
 ARGS ?=
 # packages of the trackers and those of what they need that the environment has not, as tests/apart.py says
 TRACKERS := wandb xxhash trackio brotli gradio-client httpcore httpx orjson python-multipart mlflow-skinny alembic \
@@ -22,7 +21,7 @@ APART := --upgrade --no-deps --target $(VENV)
 DOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs# whose theme would advertise a successor of it
 CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that change must be read again, folders stay clean
 
-.PHONY: help demo test test-lowest check docs clean
+.PHONY: help demo test test-versions check docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,11 +33,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(GERL_DRILLS),--durations=40) $(ARGS)
 
-test-lowest: $(STAMP)
-	$(PYTHON) -m venv $(LOWEST)
-	$(BIN)/python tests/lowest.py parquet quantize hub > $(LOWEST)/lowest.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOWEST)/lowest.txt pytest hypothesis
-	PYTHONPATH=$(CURDIR) $(LOWEST)/bin/python -m pytest -p no:cacheprovider $(if $(ARGS),$(ARGS),$(shell sed -n 's/^# tests: //p' tests/lowest.py))
+test-versions:
+	$(PYTHON) tests/versions.py oldest $(ARGS)
+	$(PYTHON) tests/versions.py newest $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -75,5 +72,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	find gerl reward_models tests -name __pycache__ -type d -prune -exec rm -rf {} +

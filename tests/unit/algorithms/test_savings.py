@@ -188,6 +188,7 @@ def test_policy(name: str) -> None:
         assert algorithm_config(name).needs.trajectory and not algorithm_config(name).needs.ratio, error
         assert str(error).startswith("rollout.quantize=int8: ") and "ratio" in str(error)
         return
+    pytest.importorskip("torchao")
     policy = training.new_policy()
     policy.quantized = QuantizedRollout(policy.denoisers, "int8")
     drawn = Drawn(quantised, policy)

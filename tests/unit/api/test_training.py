@@ -180,7 +180,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "forward": ("said", lambda pipe: doubled(pipe.vae.decoder)),
     "OwnLinear": ("said", lambda pipe: setattr(first_linear(pipe), "__class__", OwnLinear)),
     "forward hooks": ("said", lambda pipe: pipe.text_encoder.register_forward_hook(lambda *_: None)),
-    "text_encoder of": ("said", lambda pipe: pipe.text_encoder.encoder.layers.pop(-1)),
+    "text_encoder of": (
+        "said",
+        lambda pipe: getattr(pipe.text_encoder, "text_model", pipe.text_encoder).encoder.layers.pop(-1),
+    ),
     "scheduler of": ("said", lambda pipe: setattr(pipe.scheduler, "alphas_cumprod", pipe.scheduler.alphas_cumprod**2)),
     "attention slicing": ("nothing", lambda pipe: pipe.enable_attention_slicing()),
     "tiling": ("nothing", lambda pipe: pipe.vae.enable_tiling()),

@@ -608,6 +608,7 @@ def test_a_part_of_the_samples_has_its_part_of_the_gradient() -> None:
     assert distance([a + b for a, b in zip(*parts, strict=True)], whole) < 1e-5
 
 
+@pinned("transformers", "draws other weights, for which differences in fp32 are noise")
 def test_what_the_pipeline_writes_into_its_latents_gets_no_gradient() -> None:
     r = own("sd3")
     randomise(r.parameters, 0.05)

@@ -3,6 +3,7 @@
 import builtins
 import shutil
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -262,6 +263,10 @@ def layers(denoiser: torch.nn.Module) -> list[torch.nn.Linear]:
     return [m for m in inside if isinstance(m, torch.nn.Linear) and not m.weight.requires_grad]
 
 
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the package torchao")
+
+
+@needs_torchao
 def test_a_copy_computes_nearly_the_same() -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(64, 32), torch.randn(5, 7, 32)
@@ -271,6 +276,7 @@ def test_a_copy_computes_nearly_the_same() -> None:
     assert torch.equal(torch.nn.functional.linear(x[:1], quantised(weight, "int8")), found[:1])  # each row by itself
 
 
+@needs_torchao
 def test_the_frozen_layers_of_the_blocks_are_swapped_and_put_back() -> None:
     denoiser = denoiser_of()
     before = {id(m): m.weight for m in layers(denoiser)}
@@ -287,6 +293,7 @@ def test_the_frozen_layers_of_the_blocks_are_swapped_and_put_back() -> None:
     assert all(m.weight is before[id(m)] for m in layers(denoiser))
 
 
+@needs_torchao
 def test_a_policy_draws_with_them_and_only_then() -> None:
     sampling = SamplingConfig(height=32, width=96, guidance_scale=1.0)
     config = Config(model=ModelConfig(lora_rank=4), sampling=sampling, rollout=RolloutConfig(quantize="int8"))
@@ -299,6 +306,7 @@ def test_a_policy_draws_with_them_and_only_then() -> None:
     assert layer.weight is own
 
 
+@needs_torchao
 def test_what_cannot_be_done_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"rollout\.quantize=int8: .*use none"):
         QuantizedRollout({"unet": torch.nn.Linear(4, 4)}, "int8")  # type: ignore[dict-item]
