@@ -289,8 +289,6 @@ def _described(argument: object) -> str:
             return argument if len(argument) <= MAX_TEXT else f"{argument[:MAX_TEXT]}..."
         case int() | float():
             return f"{argument:g}" if isinstance(argument, float) else f"{argument}"
-        case Pending():
-            return "..."
     return ""
 
 
