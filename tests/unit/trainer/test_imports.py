@@ -21,5 +21,5 @@ WITHOUT = "diffusers transformers peft accelerate torch._dynamo torch.distribute
 def test_the_driver_imports_torch_and_no_library_of_models() -> None:
     done = subprocess.run([sys.executable, "-c", DRIVER], cwd=ROOT, capture_output=True, text=True, check=True)
     found = set(done.stdout.split())
-    assert {"torch", "ray", "gerl.workers.worker"} <= found
+    assert {"torch", "gerl.workers.worker"} <= found and "ray" not in found  # which a run without it imports never
     assert [name for name in WITHOUT if name in found] == []
