@@ -1,4 +1,4 @@
-"""Import this before gerl: it is then that of the checkout which this file lies in, installed or not."""
+"""Put this checkout first on `sys.path`; import before gerl, which need not be installed."""
 
 import sys
 from pathlib import Path

@@ -27,7 +27,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import gpu_session
 
-    gpu_session.enter(sys.argv[1:])  # before torch is imported, and before diffusers has to be there
+    gpu_session.enter(sys.argv[1:])  # before the imports of torch and of packages that may be missing
 
 import checkout  # noqa: F401 - which finds gerl
 import torch

@@ -24,11 +24,11 @@ GLIBC = range(39, 16, -1)  # minor versions, of tags manylinux_2_N
 
 
 class BundleError(Exception):
-    """One sentence about a bundle that cannot be made or installed."""
+    """A bundle cannot be made or installed."""
 
 
 def pinned(names: Sequence[str], constraints: Path = CHECKOUT / "constraints.txt") -> list[str]:
-    """`name==version` of each of `names`; raises `BundleError` for one that is not pinned."""
+    """Return `name==version` of `names`; raises `BundleError` for a package that is not pinned."""
     lines = constraints.read_text(encoding="utf-8").splitlines()
     pins = {canonical(line.partition("==")[0]): line for line in lines if "==" in line and not line.startswith("#")}
     for name in names:
@@ -64,11 +64,11 @@ def call(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
-        raise BundleError(f"pip cannot get the wheels: {said[-1]}")
+        raise BundleError(f"pip cannot get the wheels ({said[-1]}): check --python and the network")
 
 
 def lacking(bundle: Path) -> list[str]:
-    """Packages of the wheels in `bundle` that are not here, or here in an older version."""
+    """Return the packages of `bundle` that this environment lacks or has in an older version."""
     found: list[str] = []
     for wheel in sorted(bundle.glob("*.whl")):
         name, number = wheel.name.split("-")[:2]
@@ -85,7 +85,7 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 def install(bundle: Path, site: Path) -> list[str]:
-    """Unpack `bundle` into the folder `site` if something of it lacks here; returns what lacked.
+    """Unpack `bundle` into the folder `site` if a package is missing; return the missing packages.
 
     All of it, since its packages fit each other. Raises `BundleError` for a bundle made for another Python.
     """
@@ -112,6 +112,6 @@ def check_python(wheel: Path) -> None:
 
 
 def described(folder: Path) -> Iterator[str]:
-    """A line for each wheel, the largest first."""
+    """Return a line per wheel, largest first."""
     for wheel in sorted(folder.glob("*.whl"), key=lambda wheel: -wheel.stat().st_size):
         yield f"{wheel.stat().st_size / 1e6:6.2f} MB  {wheel.name}"

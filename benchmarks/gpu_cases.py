@@ -111,7 +111,7 @@ TINY_CASES = {
     name: Case(name, recipe, 64, TINY_KEYS, {"transformer": transformer, "vae": vae})
     for name, (recipe, transformer, vae) in TINY.items()
 }
-IMAGES = (16, 32, 64)  # micro-batches that grow up to the memory
+IMAGES = (16, 32, 64)  # sizes of growing micro-batches
 # of diffusers' attention backends those with a gradient that come with torch or a package, not from the hub
 BACKENDS = ("_native_flash", "_native_cudnn", "_native_efficient", "flash", "_flash_3", "xformers", "flex")
 

@@ -1,4 +1,4 @@
-"""What a GPU is asked for in a rollout and in an update: launches, copies, waits, operations."""
+"""Count the kernel launches, copies, waits and operations of a rollout and of an update."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,13 +25,13 @@ Row = dict[str, Any]
 
 
 def counted(names: Iterable[str]) -> dict[str, int]:
-    """How many of the calls `names` are launches, copies and waits."""
+    """Count launches, copies and waits among the calls `names`."""
     calls = Counter(names)
     return {what: sum(calls[name] for name in among) for what, among in CALLS.items()}
 
 
 def looked_at(work: Callable[[], object], on_gpu: bool) -> Row:
-    """Figures of `work`: its calls, the microseconds of kernels, and the operations that torch counts.
+    """Profile `work`: number of calls, microseconds of kernels, and operations counted by torch.
 
     It is done twice, since the counter of operations keeps tensors and takes time.
     """
@@ -49,7 +49,7 @@ def looked_at(work: Callable[[], object], on_gpu: bool) -> Row:
 
 
 def profiled(worker: PolicyWorker, device: str) -> Row:
-    """`looked_at` a rollout and an update of a micro-batch, after one that is not looked at; of all of its images."""
+    """Profile a rollout and an update of a micro-batch, with all of its images, after one as warm-up."""
     on_gpu = device.startswith("cuda")
     task = Bench(worker, Prompt(0, TEXT)).task(worker.algorithm)
     credit = torch.ones(len(task.samples), worker.config.sampling.num_inference_steps)

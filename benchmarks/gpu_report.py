@@ -1,4 +1,4 @@
-"""What a session of benchmarks/gpu.py --minutes measured, as Markdown for the pages, beside every prediction."""
+"""Report of a session of `benchmarks/gpu.py --minutes`: Markdown tables, and predictions beside measurements."""
 
 import json
 import re
@@ -19,15 +19,15 @@ MEASURED = (
 NOTHING = "There is no session on record."
 NEVER, RANDOM = "never run", "random weights on a GPU"
 WIDTH = 120
-LARGEST = 5  # metrics that are named with their difference
+LARGEST = 5  # metrics whose differences are reported
 
 
 class ReportError(Exception):
-    """One sentence about results that are not for the pages."""
+    """The results cannot be written into the pages."""
 
 
 def lines_of(path: Path) -> dict[str, Row]:
-    """The last line of each step; one that was cut off is left out."""
+    """Return the last line of each step; truncated lines are skipped."""
     found: dict[str, Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -39,7 +39,7 @@ def lines_of(path: Path) -> dict[str, Row]:
 
 
 def report(out: Path, dry: bool) -> str:
-    """All tables of a session."""
+    """Return all tables of a session."""
     steps, rows = lines_of(out / "results.jsonl"), read_rows(out / "cases.json")
     parts = [
         "# A session on a GPU" if not dry else "# A dry run: no number below is a measurement",
@@ -55,14 +55,14 @@ def report(out: Path, dry: bool) -> str:
 
 
 def told(steps: dict[str, Row]) -> str:
-    """A line for each step but those of cases."""
+    """Return a line per step, except for the cases."""
     if not steps:
         return NOTHING
     return "\n".join(f"* {name}: {step_line(row)}" for name, row in steps.items() if row["figures"] or row["why"])
 
 
 def step_line(row: Row) -> str:
-    """What a step found, and how it ended if it is not done."""
+    """Return the result of a step, or how it ended."""
     words = WORDS[row["step"]](row["figures"]) if row["figures"] and row["step"] in WORDS else ""
     ended = (
         "" if row["state"] == "done" else f"{row['state']} after {row['seconds']:.0f} s ({row['why'] or 'see its log'})"
@@ -76,7 +76,7 @@ def tests_line(found: Row) -> str:
 
 
 def signs_line(found: Row) -> str:
-    """The largest differences of metrics, of each pair of runs."""
+    """Return the largest differences of metrics per pair of runs."""
     parts = [f"reward {found['reward']}"]
     for name, pair in found.items():
         if isinstance(pair, dict) and "by_metric" in pair:
@@ -98,7 +98,7 @@ def model_line(found: Row) -> str:
 
 
 def train_line(found: Row) -> str:
-    """Times of the steps, memory, checkpoint."""
+    """Describe the times per step, the memory and the checkpoint."""
     steps = ", ".join(f"{times['timing/step_s']:.3g}" for times in found["times"])
     return (
         f"{found['steps']} steps of {found['images'][0]:.0f} images in {steps} s, {found['seconds']:.0f} s in all; "
@@ -120,7 +120,7 @@ WORDS = {
 
 
 def compared(steps: dict[str, Row], rows: Sequence[Row]) -> Iterator[tuple[str, str, float, float | None]]:
-    """Every prediction: of what, unit, predicted, and measured where something was."""
+    """Return (quantity, unit, prediction, measurement or None) of all predictions."""
     for row in rows:
         figures, name = row["figures"] or {}, f"{row['case']}, {row['variant']}"
         for phase in GOALS:
@@ -142,7 +142,7 @@ def difference(told: float, found: float | None) -> str:
 
 
 def predictions(steps: dict[str, Row], rows: Sequence[Row]) -> str:
-    """The table of all predictions."""
+    """Return the table of all predictions."""
     lines = ["| what | unit | predicted | measured | difference |", "|---|---|---|---|---|"]
     for what, unit, told, found in compared(steps, rows):
         cell = "-" if found is None else f"{found:.4g}"
@@ -151,7 +151,7 @@ def predictions(steps: dict[str, Row], rows: Sequence[Row]) -> str:
 
 
 def memory_table(steps: dict[str, Row], rows: Sequence[Row]) -> str:
-    """Predictions of memory that were measured."""
+    """Return the table of memory predictions that were measured."""
     found = [
         (what, told, peak) for what, unit, told, peak in compared(steps, rows) if unit == "GB" and peak is not None
     ]
@@ -165,14 +165,14 @@ def memory_table(steps: dict[str, Row], rows: Sequence[Row]) -> str:
 
 
 def verified(steps: dict[str, Row], rows: Sequence[Row]) -> set[str]:
-    """Recipes that ran on a GPU with random weights."""
+    """Return the recipes that ran on a GPU with random weights."""
     ran = {row["recipe"] for row in rows if not row["dry_run"] and "rollout" in (row["figures"] or {})}
     trained = steps.get("train", {}).get("state") == "done" and any(not row["dry_run"] for row in rows)
     return ran | ({"sd35_medium_ocr"} if trained else set())
 
 
 def levels(page: str, ran: set[str]) -> str:
-    """The lists of docs/tested.md, with `ran` among those with random weights on a GPU."""
+    """Return the lists of docs/tested.md, with `ran` listed as run with random weights on a GPU."""
     section = page.partition("## How far the recipes are verified")[2].replace("\n  ", " ")
     known = {level: set(re.findall(r"`(\w+)`", names)) for level, names in re.findall(LEVEL, section, re.MULTILINE)}
     moved = ran & known[NEVER]
@@ -190,7 +190,7 @@ def wrapped(level: str, names: set[str]) -> str:
 
 
 def with_levels(page: str, ran: set[str]) -> str:
-    """docs/tested.md with the lists of `levels`."""
+    """Return docs/tested.md with the lists of `levels`."""
     lists = re.search(r"^\* `never run`: .*?(?=\n\n|\Z)", page, re.MULTILINE | re.DOTALL)
     if lists is None:
         raise ReportError("docs/tested.md has no list of recipes that begins with `never run`")
@@ -201,7 +201,7 @@ def with_levels(page: str, ran: set[str]) -> str:
 
 
 def write_pages(out: Path) -> None:
-    """Put the results of a session on record, and their tables into the pages; raises `ReportError` for a dry run."""
+    """Store the results of a session and write their tables into the pages; raises `ReportError` for a dry run."""
     import gpu
     from sections import write_section
 

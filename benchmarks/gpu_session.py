@@ -1,4 +1,4 @@
-"""The first minutes on a GPU: what is worth most first, each result written as it comes. Standard library only.
+"""Time-limited benchmark session on a GPU: most valuable steps first, results written at once. Standard library only.
 
     python benchmarks/gpu.py --bundle FOLDER [--python 3.12] [--ocr]        # where there is a network
     python benchmarks/gpu.py --minutes 8 [--bundle FOLDER] [--out FOLDER]   # on the machine with the GPU
@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Step:
-    """A process. `least`: seconds without which it is not begun; `limit`: those it gets at most; `needs`: another step.
+    """A step, run as a process. `least`, `limit`: minimum and maximum seconds; `needs`: a step that comes before.
 
     `case`: the rows that it writes are those of a case, `variants` those it has to have.
     """
@@ -58,7 +58,7 @@ class Step:
 
 
 class Stop(BaseException):
-    """A signal came: raised in the main thread, so that results are written before the process ends."""
+    """Raised in the main thread by a signal, so that results are written before the process ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -73,7 +73,7 @@ COMPILE, SIZES = "model.compile=inductor", ("images=16", "images=32", "images=64
 
 
 def steps_of(out: Path, dry: bool) -> list[Step]:
-    """The steps, what is worth most first: does it compute the right thing, does it train, how fast, how large."""
+    """Return the steps, most valuable first: correctness, training, speed, size."""
 
     def run(name: str, least: float, limit: float, needs: str | None = None) -> Step:
         return Step(name, (str(HERE / "gpu_steps.py"), name, str(out), *(["--dry-run"] * dry)), least, limit, needs)
@@ -103,7 +103,7 @@ def steps_of(out: Path, dry: bool) -> list[Step]:
 
 
 WITHOUT_TINY = ("sd35_medium_1024", "sd35_medium_512, larger")
-TINY = {  # what stands for a variant or a case in a dry run
+TINY = {  # variants and cases of a dry run
     COMPILE: "model.compile=eager", SIZES[0]: "images=4", SIZES[1]: "images=4",
     "sd35_medium_512": "sd35_medium_tiny", "flux1_dev_512": "flux1_dev_tiny", "qwen_image_512": "qwen_image_tiny",
 }  # fmt: skip
@@ -113,7 +113,7 @@ TINY = {  # what stands for a variant or a case in a dry run
 
 
 class Session:
-    """A list of steps in a folder, within some seconds."""
+    """Runs steps within a time limit and records them in a folder."""
 
     def __init__(self, out: Path, steps: Sequence[Step], seconds: float, environment: Mapping[str, str]) -> None:
         self.out, self.steps, self.environment = out, steps, environment
@@ -121,7 +121,7 @@ class Session:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Run the steps that are not done yet; those without enough time left are named and left out."""
+        """Run the steps that are not done; log and skip those without enough time left."""
         for step in self.steps:
             command = self.left_of(step)
             remaining = self.deadline - time.monotonic()
@@ -135,11 +135,11 @@ class Session:
                 self.take(step, command, min(step.limit, remaining))
 
     def states(self) -> dict[str, str]:
-        """How each step ended the last time."""
+        """Return the latest status of each step."""
         return {row["step"]: row["state"] for row in results(self.out)}
 
     def left_of(self, step: Step) -> list[str] | None:
-        """The command of what is not measured yet of a step; None if all of it is."""
+        """Return the command for the rest of a step; None if all of it is measured."""
         if step.case is None:
             return None if self.states().get(step.name) == DONE else list(step.command)
         rows = [row for row in read_rows(self.out / "cases.json") if row["case"] == step.case]
@@ -148,7 +148,7 @@ class Session:
         return [*step.command, *wanted] if wanted else None
 
     def take(self, step: Step, command: Sequence[str], limit: float) -> None:
-        """Run a step for at most `limit` seconds and write down how it ended."""
+        """Run a step for at most `limit` seconds and record how it ended."""
         say(f"{step.name}: at most {limit:.0f} s")
         start, log = time.monotonic(), self.out / "logs" / f"{step.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ class Session:
         return self.out / "steps" / f"{step.name}.json"
 
     def write(self, row: Row, step: Step) -> None:
-        """Append a line, on the disk when this returns."""
+        """Append a line and flush it to disk."""
         found = self.figures_of(step)
         figures = json.loads(found.read_text(encoding="utf-8")) if step.case is None and found.exists() else None
         words = last_line(self.out / "logs" / f"{step.name}.log") if row["state"] == FAILED else None
@@ -186,13 +186,13 @@ class Session:
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the parent process ends, even if it is killed: called in a new process."""
+    """Let the kernel send SIGTERM to this new process when its parent ends, even by SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def started(command: Sequence[str], folder: Path, log: Any, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process in `folder`, in a group of its own, that ends with this one, even if this one is killed."""
+    """Start a process in `folder`, in its own group, that ends with this one, even after SIGKILL."""
     return subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(environment), cwd=folder,
         start_new_session=True, preexec_fn=end_with_parent,
@@ -200,7 +200,7 @@ def started(command: Sequence[str], folder: Path, log: Any, environment: Mapping
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started: by SIGTERM, and soon by SIGKILL."""
+    """End a process group by SIGTERM, then by SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,7 +210,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def results(out: Path) -> list[Row]:
-    """The lines of a session; one that was cut off is left out."""
+    """Return the lines of a session; truncated lines are skipped."""
     path, found = out / "results.jsonl", list[Row]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -235,7 +235,7 @@ def say(words: str) -> None:
 
 
 def environment_of(site: Path | None, out: Path) -> dict[str, str]:
-    """Of the steps: this checkout's gerl, what the bundle has, and no network."""
+    """Return the environment of the steps: gerl of this checkout, packages of the bundle, no network."""
     folders = [HERE.parent, HERE.parent / "tests", HERE, *([site] if site else [])]
     path = os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "GERL_DRILLS": "all"}
@@ -244,7 +244,7 @@ def environment_of(site: Path | None, out: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Stop`, once."""
+    """Let the first SIGINT, SIGTERM or SIGHUP raise `Stop`."""
 
     def raised(number: int, frame: FrameType | None) -> None:
         for again in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -275,7 +275,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def enter(arguments: Sequence[str]) -> None:
-    """Take over a command line of benchmarks/gpu.py that is one of a session, and exit."""
+    """Run a command line with one of `FLAGS` as a session, and exit."""
     names = {argument.partition("=")[0] for argument in arguments}
     folders = [Path(b) for a, b in pairwise(arguments) if a == "--out"]
     pages = "--table" in names and any(folder.is_dir() for folder in folders)
@@ -284,7 +284,7 @@ def enter(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line; 128 + N after signal N, 2 for a bundle that cannot be had."""
+    """Run a command line and return its exit code: 128 + N after signal N, 2 if the bundle cannot be made."""
     args = parsed(arguments)
     try:
         if args.minutes is not None:

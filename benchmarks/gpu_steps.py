@@ -46,13 +46,13 @@ TINY_ENCODER = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16,
 }  # fmt: skip
 SIMULATED = "simulated"
-UNTIMED = ("time", "timing/", "scorer/", "gpu/", "step")  # what is not the result of a computation
+UNTIMED = ("time", "timing/", "scorer/", "gpu/", "step")  # metrics that are not compared
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step works. `keep`: a JSON of what was measured so far."""
+    """Folder and device of a step. `keep` writes its measurements so far as JSON."""
 
     folder: Path
     name: str
@@ -97,7 +97,7 @@ def started(place: Place, run: str, keys: Sequence[str], device: str, beside: in
 
 
 def ended(place: Place, run: str, process: subprocess.Popen[bytes]) -> list[Row]:
-    """Rows of metrics of a run that ends now; raises `SystemExit` with the last line of its log where it failed."""
+    """Wait for a run and return its metrics; raises `SystemExit` with the last line of its log if it failed."""
     if process.wait():
         said = (place.folder / "runs" / f"{run}.log").read_text(encoding="utf-8", errors="replace").strip()
         raise SystemExit(f"{run}: {said.splitlines()[-1] if said else 'no reason given'}")
@@ -111,7 +111,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def simulated(keys: Sequence[str]) -> int:
-    """`gerl train` whose workers compute on the simulated accelerator."""
+    """Run `gerl train` on the simulated accelerator."""
     import pretended
 
     from gerl.cluster import Cluster
@@ -123,7 +123,7 @@ def simulated(keys: Sequence[str]) -> int:
 
 
 def apart(found: Sequence[Row], expected: Sequence[Row]) -> Row:
-    """The largest relative difference of each metric over all steps, and of all metrics by step.
+    """Return the largest relative difference per metric over all steps, and per step over all metrics.
 
     Relative to the larger of both, and to 1e-6 of nothing: differences of numbers that are nearly zero are rounding.
     """
@@ -141,7 +141,7 @@ def apart(found: Sequence[Row], expected: Sequence[Row]) -> Row:
 
 
 def last(keys: Sequence[str]) -> list[str]:
-    """`keys`, of those that are given twice the last."""
+    """Return `keys`, the last of each name."""
     return list({key.partition("=")[0]: key for key in keys}.values())
 
 
@@ -149,7 +149,7 @@ def last(keys: Sequence[str]) -> list[str]:
 
 
 def gpu_tests(place: Place) -> None:
-    """Tests marked gpu, of the files that have some; those of the cases are measured as cases."""
+    """Run the tests marked gpu, except those of the benchmark cases."""
     files = [
         str(path.relative_to(CHECKOUT))
         for path in sorted((CHECKOUT / "tests").rglob("test_*.py"))
@@ -189,7 +189,7 @@ def signs_rewards(place: Place) -> tuple[str, list[str]]:
 
 
 def signs(place: Place) -> None:
-    """The signs run on the GPU beside its runs on the CPU, in fp32 and in bf16, all at once."""
+    """Compare the signs run on the GPU with that on the CPU, in fp32 and bf16, all at once."""
     reward, keys = signs_rewards(place)
     common = last([*SIGNS, *keys, *(FEWER if place.dry else [])])
     gpu = SIMULATED if place.dry else "cuda"
@@ -226,12 +226,12 @@ PAIRS = {  # of the runs that are compared
 
 
 def deviation(rows: Sequence[Row]) -> float | None:
-    """The largest |ratio - 1| on policy of a run."""
+    """Return the largest |ratio - 1| of a run on policy."""
     return max((row["actor/ratio_deviation"] for row in rows if "actor/ratio_deviation" in row), default=None)
 
 
 def ratio(place: Place) -> None:
-    """On-policy ratio in bf16, with and without compiled blocks."""
+    """Measure the on-policy ratio in bf16, with and without compiled blocks."""
     reward, keys = signs_rewards(place)
     gpu, compiler = ("cpu", "eager") if place.dry else ("cuda", "inductor")  # what is simulated does not compile
     keys = last([*SIGNS, *keys, "model.dtype=bfloat16", "trainer.steps=1", *(FEWER if place.dry else [])])
@@ -261,7 +261,7 @@ def model(place: Place) -> None:
 
 
 def real_keys(place: Place) -> list[str]:
-    """Keys of the real run: brightness beside OCR, which reads nothing on noise, and equal rewards train nothing."""
+    """Return the keys of the real run; brightness is added because OCR scores all noise 0, which gives no gradient."""
     scorers = [f"+reward.scorers.brightness={{path: {place.scorer()}}}"]
     if not all(find_spec(name) for name in OCR):
         scorers = [f"reward.scorers={{brightness: {{path: {place.scorer()}}}}}"]
@@ -269,7 +269,7 @@ def real_keys(place: Place) -> list[str]:
 
 
 def train(place: Place) -> None:
-    """Three steps of sd35_medium_ocr at its real size, beside the prediction of gerl preflight."""
+    """Train sd35_medium_ocr for three steps at its real size, and compare with the prediction of gerl preflight."""
     keys, report = real_keys(place), place.folder / "steps" / "preflight.json"
     unplaced = [key for key in keys if not key.startswith(("cluster.launcher", "logger."))]
     start = time.time()
@@ -290,12 +290,12 @@ def train(place: Place) -> None:
 
 
 def prediction(report: Mapping[str, Any]) -> Row:
-    """What a report of gerl preflight says of the configured layout: bytes of each phase, seconds of an image."""
+    """Return bytes per phase and seconds per image that gerl preflight predicts for the configured layout."""
     return {"phases": report["memory"]["phases"], "seconds_per_image": report["seconds"], "share": report["share"]}
 
 
 def described(rows: Sequence[Row], seconds: float, folder: Path) -> Row:
-    """Figures of a run: its times by step, memory in bytes, passes of the denoiser, sizes of checkpoints."""
+    """Return times per step, memory in bytes, denoiser evaluations and checkpoint sizes of a run."""
     trained = [row for row in rows if "timing/step_s" in row]
     memory = [row["gpu/memory_gb"] for row in rows if "gpu/memory_gb" in row]
     sizes = [file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file()]
@@ -315,7 +315,7 @@ def described(rows: Sequence[Row], seconds: float, folder: Path) -> Row:
 
 
 def export(place: Place) -> None:
-    """Write the LoRA of the real run for diffusers."""
+    """Export the LoRA of the real run for diffusers."""
     start, out = time.perf_counter(), place.folder / "exported"
     command = [sys.executable, "-m", "gerl", "export", f"run={place.folder / 'runs' / 'real'}", f"out={out}"]
     done = subprocess.run(command, capture_output=True, text=True)

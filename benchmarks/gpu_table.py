@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 GOALS = {"rollout": 0.55, "update": 0.45}  # of the GPU's published peak
-UNUSABLE = "the device does not compute any more since an earlier variant failed; run this one alone with --variants"
+UNUSABLE = "an earlier variant left the device unusable; run this one alone with --variants"
 Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file, none where there is none."""
+    """Return the rows of a file; [] if it is missing."""
     rows: list[Row] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: the variants that ran, the all-reduces, and the reasons of the others."""
+    """Return a Markdown table of the measured variants and all-reduces, and the reasons of failed ones."""
     if not rows:
         return "There is no run on record."
     head = (
@@ -39,7 +39,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def goals(rows: Sequence[Row]) -> list[str]:
-    """For each phase, how many variants reach the goal of those whose share is known."""
+    """Return, per phase, how many of the variants with a known share reach its goal."""
     found: list[str] = []
     for phase, goal in GOALS.items():
         shares = [row["figures"][phase]["share"] for row in rows if phase in (row["figures"] or {})]
@@ -51,7 +51,7 @@ def goals(rows: Sequence[Row]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """A variant that ran."""
+    """Return the table row of a measured variant."""
     figures = row["figures"]
     phases = figures["rollout"], figures["update"]
     speed = [cell for work in phases for cell in (f"{work['images_s']:.3g}", percent(work["share"]))]
@@ -62,7 +62,7 @@ def line(row: Row) -> str:
 
 
 def profile_line(row: Row) -> str:
-    """Launches, copies and waits of a micro-batch."""
+    """Describe the launches, copies and waits of a micro-batch."""
     parts = [
         f"{phase} {of['launches']:,} launches, {of['copies']:,} copies, {of['waits']:,} waits"
         for phase, of in ((phase, row["figures"]["profile"][phase]) for phase in GOALS)
@@ -71,7 +71,7 @@ def profile_line(row: Row) -> str:
 
 
 def reduced(figures: Row) -> str:
-    """An all-reduce in words."""
+    """Describe an all-reduce."""
     return (
         f"an all-reduce ({figures['backend']}, one process) of {figures['bytes'] / 1e6:.3g} MB takes "
         f"{1e3 * figures['seconds']:.3g} ms, {figures['bytes_s'] / 1e9:.3g} GB/s; with the copies of gradients before "

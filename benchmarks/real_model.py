@@ -1,4 +1,4 @@
-"""A folder with the model of a recipe at its real size, with random weights: `python benchmarks/real_model.py FOLDER`.
+"""Write a recipe's model at its real size, with random weights: `python benchmarks/real_model.py FOLDER`.
 
 Classes and configurations are those of gerl's record of architectures; tokenizers are made here, one token a character.
 Nothing is downloaded. For Stable Diffusion 3 and FLUX, whose text encoders are CLIP and T5. A run takes it by
@@ -21,12 +21,12 @@ from gerl.commandline.composition import compose_run
 from gerl.preflight.sizing.facts import architectures, build_part
 
 DEVIATION = 0.02  # of the random weights
-SHARD = "2GB"  # of a file, as the published models have several
+SHARD = "2GB"  # per file: published models are sharded too
 LETTERS = [chr(code) for code in range(32, 127)]
 
 
 def tokenizer(tokens: int, begin: int | None, end: int, padding: int) -> PreTrainedTokenizerFast:
-    """One token a character, with the ids of the text encoder; `begin`: None for those that have no such token."""
+    """Build a tokenizer with one token per character and special ids of the text encoder; `begin`: None without one."""
     special = {"<pad>": padding, "</s>": end} | ({} if begin is None else {"<s>": begin})
     free = (number for number in range(2, 10_000) if number not in special.values())
     vocabulary = {letter: next(free) for letter in ["<unk>", *LETTERS]} | special

@@ -37,7 +37,7 @@ def bounds() -> dict[str, str]:
 
 
 def install(which: str) -> Path:
-    """Create the environment, or bring it up to date, and return its Python."""
+    """Create or update the environment and return the path of its Python."""
     sign = "==" if which == "oldest" else ">="
     folder = ROOT / f".venv-{which}"
     python = folder / "bin" / "python"

@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def note(self) -> str:
-        """What a run should say of its processes, as a sentence; empty if that is nothing."""
+        """Sentence about the processes for the start of a run; empty if there is nothing to say."""
         if self.remote or HAS_RAY:
             return ""
         turns = " and take turns" if self.num_workers > 1 else ""

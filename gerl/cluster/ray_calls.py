@@ -34,7 +34,7 @@ def wait(references: Sequence[Any], count: int, timeout: float | None) -> list[A
 
 
 def put(argument: object) -> Any:
-    """Put an argument of many calls into Ray's store. Raises `ClusterError` if it has no room, or Ray is gone."""
+    """Put an argument of several calls into Ray's store. Raises `ClusterError` if the store is full or Ray is lost."""
     try:
         return ray.put(argument)
     except ray.exceptions.RayError as error:

@@ -1,4 +1,4 @@
-"""The Ray of a command, embedded or joined, with the processes of workers in it."""
+"""Ray session of a command, embedded or joined, and its workers."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ W = TypeVar("W")  # the class of a worker
 
 
 class RaySession:
-    """Ray, started or joined unless this process already has it; ends only what it started."""
+    """Session of Ray, started or joined unless this process is connected; ends only what it started."""
 
     def __init__(self, config: ClusterConfig, joined: bool) -> None:
         self.config, self.joined = config, joined
@@ -29,7 +29,7 @@ class RaySession:
         self._places: list[Places] = []
 
     def start(self, ends: ExitStack) -> None:
-        """Start or join Ray; what ends it is added to `ends`. Raises `ClusterError` on failure."""
+        """Start or join Ray, and add its shutdown to `ends`. Raises `ClusterError` on failure."""
         if not self.alive:
             options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
             if self.joined:
@@ -79,7 +79,7 @@ class RaySession:
         environment: Mapping[str, object],
         processes: int,
     ) -> WorkerGroup[W]:
-        """Start workers as `Cluster.workers` does; `processes`: how many of all kinds share the CPU."""
+        """Start workers, see `Cluster.workers`; `processes`: total number of processes that share the CPUs."""
         # small enough for all processes to fit on the smallest machine, also after others died: the CPU is shared by
         # design, and Ray's accounting must not leave a process without room
         nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]

@@ -34,7 +34,7 @@ class Pending(Generic[R]):
         hang_after: float | None = None,
         description: str = "",
     ) -> None:
-        """`reference`: Ray's, of a call over Ray. `description`: of the call, for debug lines; empty without them."""
+        """`reference`: Ray's object reference of a remote call. `description`: of the call, for debug lines."""
         self.worker, self.reference, self.hang_after, self.description = worker, reference, hang_after, description
         self._value = value
         self._error: Exception | None = None

@@ -541,7 +541,7 @@ class CheckpointConfig(Block):
         Criterion.parse(self.best)
 
 
-HAS_RAY = (_ray := find_spec("ray")) is not None and _ray.origin is not None  # a folder of that name is no package
+HAS_RAY = (_ray := find_spec("ray")) is not None and _ray.origin is not None  # a namespace package is not Ray
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ def check_trusted(key: str, path: str, *files: Path) -> None:
         return
     digests = [f"{file} (SHA-256 {_digest(file)})" for file in files]
     raise TrustError(
-        f"{key}={path}: code that a run names runs, and servers that it names are asked, only if you trust it: read "
-        f"{' and '.join(digests) or 'it'}, then add trust=true, or give {key}={path} yourself"
+        f"{key}={path}: gerl runs code and contacts servers that a run names only if you trust them: read "
+        f"{' and '.join(digests) or 'it'}, then add trust=true, or pass {key}={path} yourself"
     )
 
 

@@ -38,21 +38,22 @@ def _yaml(text: str) -> str:
 READERS: dict[str, Callable[[str], str]] = {".json": _json, ".jsonl": _lines, ".yaml": _yaml}
 TEXTS = (".txt", ".log", ".html", ".md", ".csv", ".svg", ".py", *READERS)
 PLAIN = (".safetensors", ".npz", ".png", ".jpg", ".webp", ".parquet")  # numbers and pictures
-EVENTS = "events.out.tfevents"  # of TensorBoard, which is told no secrets
+EVENTS = "events.out.tfevents"  # of TensorBoard, written without secrets
+TOKENS = "tokens.json"  # of voters
 MANIFEST, REPORT = "manifest.json", "report.html"
 
 
 def copy_run(run_dir: Path, folder: Path) -> None:
     """Copy the files of `run_dir` into `folder` with secrets replaced; links and files of other kinds are left out.
 
-    The report is made anew from the copy.
+    Tokens of voters are left out as well, and the report is written again from the copy.
     """
     changed, others = list[Path](), list[Path]()
     for path in sorted(run_dir.rglob("*")):
         name = path.relative_to(run_dir)
         if any(part.startswith(".") for part in name.parts) or path.is_symlink() or not path.is_file():
             continue
-        if name == Path(REPORT):
+        if name == Path(REPORT) or name.name == TOKENS:
             continue
         if path.suffix not in (*TEXTS, *PLAIN) and not name.name.startswith(EVENTS):
             others.append(name)

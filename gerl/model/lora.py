@@ -182,7 +182,7 @@ def adapted_layers(models: Iterable[torch.nn.Module]) -> list[BaseTunerLayer]:
 
 
 def activate(layer: BaseTunerLayer, adapter: str, trained: bool = False) -> None:
-    """Let `layer` compute with `adapter` alone, which gets gradients if it is `trained`."""
+    """Make `adapter` the only active adapter of `layer`; it requires gradients only if `trained`."""
     layer.set_adapter([adapter])
     for names in () if trained else layer.adapter_layer_names:
         matrices = getattr(layer, names)

@@ -185,8 +185,7 @@ TOKEN = re.compile(
     r"\b(?:hf|sk|r8|gsk|gh[opsur]|github_pat|glpat|xox[a-z]|AKIA|ASIA|AIza|npm|pypi|nvapi|xai|dckr_pat)"
     r"[-_]?[A-Za-z0-9_-]{16,}\b"
     r"|\b(?:ya29|SG)\.[\w.-]{16,}"
-    r"|(?<=-----BEGIN PRIVATE KEY-----)[^-]+|(?<=-----BEGIN RSA PRIVATE KEY-----)[^-]+"
-    r"|(?<=-----BEGIN OPENSSH PRIVATE KEY-----)[^-]+|(?<=-----BEGIN EC PRIVATE KEY-----)[^-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
     r"|(?<=hooks\.slack\.com/services/)[\w/-]{16,}"
     r"|(?<=/api/webhooks/)\d+/[\w-]{16,}"  # Discord
     r"|(?i:(?<=wandb )|(?<=wandb: )|(?<=wandb login ))[0-9a-f]{40}\b"
@@ -211,7 +210,7 @@ NAMED = re.compile(
             rf"((?:^|[^\w\s])\s*['\"]?{WORD}['\"]?\s*:\s*)(?=['\"]?\S{{4}}){VALUE}(?=\s*(?:$|[,;&'\"(){{}}\[\]]))",
             rf"((?:^|[^a-z]){WORD}\s*:\s*)(?=\S*\d)[^\s,;&'\"]{{8,}}",
             rf"((?:^|\s)--(?:[\w-]*-)?{WORD}\s+){VALUE}",
-            r"((?:^|\s)-u\s+[^\s:]+:)\S+",
+            r"(\bcurl\b[^\n]*\s-u\s+[^\s:]+:)\S+",
         )
     ),
     re.IGNORECASE | re.MULTILINE,
@@ -239,7 +238,7 @@ def secrets(settings: Mapping[str, Any]) -> list[str]:
     """Return the keys of nested settings whose value contains a secret."""
     found, hidden = list[str](), redacted(settings)
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and hidden[name] != HIDDEN:
             found += [f"{name}.{key}" for key in secrets(value)]
         elif hidden[name] != (list(value) if isinstance(value, tuple) else value):
             found.append(name)

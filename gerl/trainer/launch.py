@@ -126,7 +126,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             if found := secrets(asdict(config)):
                 logger.warning(
                     "the secret in %s is stored in config.yaml and in the checkpoints' state.json, and nowhere "
-                    "else: share only the lora folders of %s; written as ${oc.env:NAME}, it is in no command line",
+                    "else: share only the lora folders of %s; ${oc.env:NAME} keeps it out of command lines",
                     *(" and ".join(found), run_dir),
                 )
             logger.info("run folder: %s", run_dir)

@@ -1,4 +1,4 @@
-"""Requests to services, which may answer anything: limited in bytes and in time."""
+"""HTTP requests with a limit on the bytes and the total time of the answer."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ CONNECT_S = 10.0  # a reachable machine answers at once, however long it then co
 
 
 class UnreadableAnswer(Exception):
-    """An answer that was not read to its end; the message continues "answered with"."""
+    """The answer exceeds a limit or is encoded; the message completes "answered with"."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a service; `headers`: whatever the case of their names."""
+    """Answer of a service; names of `headers` are case-insensitive."""
 
     status: int
     headers: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""What huggingface_hub raises if the Hub cannot be reached."""
+"""Exceptions of huggingface_hub for an unreachable Hub, by its version."""
 
 from importlib import import_module
 

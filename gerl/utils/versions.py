@@ -1,4 +1,4 @@
-"""Features that need a newer version of a package than `pip install gerl` does."""
+"""Features that need a newer version of a package than gerl itself."""
 
 import re
 from functools import cache

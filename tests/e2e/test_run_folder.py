@@ -139,6 +139,8 @@ def test_a_secret_in_the_settings_is_said_and_not_shown(train: Train, tmp_path: 
     assert {path.name for path in files} == {"config.yaml", "state.json"}
     copy = tmp_path / "copy"
     (run.folder / "Makefile").write_text(secret)
+    (run.folder / "votes").mkdir()
+    (run.folder / "votes" / "tokens.json").write_text(json.dumps({"run": secret, "voters": {"anna": secret}}))
     assert export([f"run={run.folder}", f"out={copy}", "format=run"]) == 0
     paths = [path for path in copy.rglob("*") if path.is_file()]
     assert len(paths) > 10 and not any(secret.encode() in path.read_bytes() for path in paths)

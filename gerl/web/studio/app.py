@@ -108,12 +108,12 @@ class Studio:
         return queued or (self.root / name).exists()
 
     def is_trained_here(self, path: str | Path) -> bool:
-        """Whether `path` is, or lies in, the folder of a run that a job of this studio trains: its code is trusted."""
+        """Whether `path` is in the folder of a run that a job of this studio trains, whose code is trusted."""
         name = next(iter(Path(os.path.relpath(Path(path), self.root)).parts), "")
         return any(job.run == name and job.command in ("train", "vote") for job in self.jobs.all)
 
     def compose(self, draft: Draft) -> Check:
-        """Compose a draft and read its prompts; code that only a run of somebody else names does not run."""
+        """Compose a draft and read its prompts; code that is named only by an untrusted run does not run."""
         return drafts.check(draft, self.root, self.is_trained_here(draft.keys.get("experiment", "")))
 
     def check(self, draft: Draft) -> Check:
@@ -180,7 +180,7 @@ def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
     with studio.store.lock:
         if studio.is_used(draft.name):  # by another page meanwhile
-            raise GerlError(f"the run {draft.name} was started already")
+            raise GerlError(f"the run {draft.name} has already been started")
         job = studio.jobs.add(draft.command, found.arguments, draft.name, gpus, run=draft.name)
     return {"job": job.id}
 

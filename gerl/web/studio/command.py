@@ -18,7 +18,7 @@ class Request(PageOptions):
     """Command-line options."""
 
     folder: Path = key("the folder of the runs, which is made if it is missing", Path("outputs"))
-    trust: bool = key("true: start the commands of a studio.json that was written elsewhere", False)
+    trust: bool = key("true: accept a studio.json of another user or folder, with its commands and code", False)
 
 
 PARSER = Parser(

@@ -33,7 +33,7 @@ from gerl.utils.files import reason, write_file
 logger = logging.getLogger("gerl")
 State = Literal["waiting", "running", "finished", "failed", "stopped", "killed"]
 FILE, FOLDER = "studio.json", "studio"  # in the folder of the runs
-SIGNATURE = "signature"  # of the other values of the file
+SIGNATURE, KEY = "signature", 32  # of the other values of the file; bytes of the key
 LOG, EXIT, PID = "log.txt", "exit", "pid"  # in the folder of a job
 LOOK = 0.3  # seconds between polls
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -112,14 +112,14 @@ class Content:
 class Store:
     """State of the studio: a small JSON file, rewritten at each change and locked by the server that uses it.
 
-    It holds commands that the studio starts, so it is signed with a key of the user and the path of its folder.
+    The file lists commands to start, so an HMAC with the user's key binds it to this user and this folder.
     """
 
     def __init__(self, root: Path, trust: bool = False) -> None:
         """Open the file in `root`.
 
-        Raises `GerlError` if another studio has it, or it cannot be read or written, and `TrustError` if somebody
-        else, or this user elsewhere, wrote it, unless `trust`.
+        Raises `GerlError` if another studio uses it, or if it cannot be read or written, and `TrustError` if another
+        user wrote it or it was written in another folder, unless `trust`.
         """
         self.root, self.path, self.lock = root, root / FILE, threading.RLock()
         try:
@@ -149,8 +149,8 @@ class Store:
             if not trust:
                 self.close()
                 raise TrustError(
-                    f"{self.path} was not written by you in this folder: it holds commands that the studio starts, and "
-                    "drafts with code. Read it, then add trust=true, or move it away"
+                    f"{self.path} was not written by you in this folder, and the studio would start its commands and "
+                    "import the code of its drafts: read it, then add trust=true, or move it away"
                 )
             with self.changing():
                 logger.warning("%s is trusted from now on", self.path)
@@ -179,24 +179,27 @@ class Store:
 
 @cache
 def user_key() -> bytes:
-    """Return the key of this user, which the first call writes into their folder of states."""
+    """Return the key with which this user's files are signed; created on first use in `$XDG_STATE_HOME/gerl`."""
     path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "gerl" / "studio.key"
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_file(part, secrets.token_bytes(32), private=True)
-            with contextlib.suppress(FileExistsError):  # of another studio that has just started
+            write_file(part, secrets.token_bytes(KEY), private=True)
+            with contextlib.suppress(FileExistsError):  # another studio has just created it
                 os.link(part, path)
             part.unlink()
-        return path.read_bytes()
+        key = path.read_bytes()
+        if len(key) != KEY:
+            raise GerlError(f"it has {len(key)} bytes, not {KEY}; remove it")
+        return key
     except (GerlError, OSError) as error:
         logger.warning(
-            "%s cannot be written (%s): a studio started again asks for trust=true; set XDG_STATE_HOME to a folder of "
-            "yours",
+            "%s cannot be used (%s): the studio will ask for trust=true at its next start; remove the file, or set "
+            "XDG_STATE_HOME to a folder that you can write",
             *(path, reason(error)),
         )
-        return secrets.token_bytes(32)
+        return secrets.token_bytes(KEY)
 
 
 def damaged(path: Path, why: str) -> GerlError:

@@ -28,7 +28,7 @@ MOST = 16  # images per request
 ROWS = "prompts.jsonl"  # rows of sampled images
 LOADING, ANSWER, LOOK = 1800.0, 1800.0, 0.2  # seconds
 IMAGE_BYTES = 2**27  # most of an image or video in an answer
-SERVING = re.compile(r"serving .* at (http://127\.0\.0\.1:\d+)$", re.MULTILINE)  # in the log of the service
+SERVING = re.compile(r"^(?:INFO gerl: )?serving .* at (http://127\.0\.0\.1:\d+)$", re.MULTILINE)  # in its log
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Sampler:
                 )
         end = time.monotonic() + LOADING
         while job.state == "running" and time.monotonic() < end:
-            # its log names the port that it has: on another one, somebody else's program could get the token
+            # the port is read from the service's log: on a port chosen here, another user's program could listen first
             if serving := SERVING.search(self.jobs.log(job)):
                 return serving[1]
             time.sleep(LOOK)

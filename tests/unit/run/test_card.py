@@ -163,6 +163,7 @@ def test_tokens_are_known_by_their_looks(token: str) -> None:
         'a sign that reads "token: 5"',
         "sort_key=3 monkey=a key: b",
         "actor.one_pass=true sampling.seed=1 --out x -u",
+        "python -u my.py:rows MAX_TOKENS=5",
     ],
 )
 def test_the_rest_stays(text: str) -> None:
@@ -207,5 +208,6 @@ def test_usual_forms_of_secrets_are_hidden() -> None:
 def test_the_keys_of_secrets_are_named() -> None:
     kwargs = {"api_key": "abc", "url": "https://me:word@host/v1", "tokens": [1, 2], "accessToken": ["a"], "n": (1, 2)}
     settings = {"reward": {"kwargs": kwargs}, "model": {"token": ""}}
+    assert secrets({"a": {"token": {"value": "abc"}}}) == ["a.token"]
     assert secrets(settings) == ["reward.kwargs.api_key", "reward.kwargs.url", "reward.kwargs.accessToken"]
     assert redacted(settings)["reward"]["kwargs"]["accessToken"] == "***"

@@ -130,8 +130,8 @@ def test_a_queue_that_somebody_else_wrote_is_not_started_unless_trusted(store: S
     Store(store.root).close()  # signed
 
 
-def test_a_folder_of_states_that_cannot_be_written_is_said(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_key_that_cannot_be_kept_is_said(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
     user_key.cache_clear()
@@ -139,6 +139,11 @@ def test_a_folder_of_states_that_cannot_be_written_is_said(
         with store.changing() as values:
             values["drafts"] = {}
         assert "XDG_STATE_HOME" in caplog.text and store.path.is_file()
+        (tmp_path / "gerl").mkdir()
+        (tmp_path / "gerl" / "studio.key").touch()  # a key that everybody could guess
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        user_key.cache_clear()
+        assert len(user_key()) == 32 and "studio.key" in caplog.text
     finally:
         user_key.cache_clear()
 
