@@ -17,8 +17,8 @@ from gerl.export.base import Base
 from gerl.model import denoisers as skeletons
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import find_denoisers
-from gerl.model.hub import model_folder
-from gerl.model.loading import merge_start
+from gerl.model.hub import code_refused, model_folder
+from gerl.model.loading import merge_start, own_code
 from gerl.model.lora import (
     Lora,
     check_fit,
@@ -102,9 +102,11 @@ def merged_pipeline(loras: Mapping[str, Lora], base: Base) -> diffusers.Diffusio
     with loading(base.path):
         folder = model_folder(base.path, base.parts)
         check_files(folder)
-        without = left_out(diffusers.DiffusionPipeline.load_config(str(folder)))
-        with weights_checked():
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **{DTYPE: stored_dtypes(folder)}, **without)
+        index = diffusers.DiffusionPipeline.load_config(str(folder))
+        own_code(base.path, folder, index)
+        given = {DTYPE: stored_dtypes(folder), **left_out(index)}
+        with weights_checked(), code_refused():
+            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
     if base.merged is not None:
         merge_start(ModelConfig(path=base.path, lora=base.merged, merge_lora=True), pipe, find_denoisers(pipe))
     for name, lora in loras.items():

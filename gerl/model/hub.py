@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import (
@@ -24,6 +27,7 @@ from gerl.model.paths import INDEX, resolve
 from gerl.progress import waiting
 from gerl.utils.files import reason
 from gerl.utils.hub_errors import UNREACHED
+from gerl.utils.versions import has
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -92,7 +96,7 @@ def fetch(path: str, parts: Parts = NO_PARTS) -> str:
     from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
     unreached, without = _unreached(path), dict.fromkeys(with_tokenizers(parts))
-    with _readable(path, unreached, "model.path"):
+    with _readable(path, unreached, "model.path"), code_refused():
         if unreached is None:
             if parts:
                 check_names(parts, DiffusionPipeline.load_config(path))
@@ -134,6 +138,36 @@ def _readable(path: str, unreached: Exception | None, key: str) -> Iterator[None
     except Exception as error:  # errors of the network, the disk, the Hub and diffusers have no common base class
         code = "trust_remote_code" in str(error)
         raise ModelError(refusal_of_code(path) if code else _sentence(path, error, unreached, key)) from error
+
+
+_refusing: ContextVar[bool] = ContextVar("_refusing", default=False)
+
+
+@contextlib.contextmanager
+def code_refused() -> Iterator[None]:
+    """Run no code of a model within the block; diffusers before 0.38 would, even of a repository that it names."""
+    _guard_diffusers()
+    token = _refusing.set(True)
+    try:
+        yield
+    finally:
+        _refusing.reset(token)
+
+
+@functools.cache
+def _guard_diffusers() -> None:
+    if has("diffusers", "0.38"):
+        return
+    from diffusers.pipelines import pipeline_loading_utils
+
+    load = pipeline_loading_utils.get_class_from_dynamic_module
+
+    def get_class(*args: Any, **kwargs: Any) -> Any:
+        if _refusing.get():
+            raise ValueError("the model contains custom code, which needs trust_remote_code")
+        return load(*args, **kwargs)
+
+    pipeline_loading_utils.get_class_from_dynamic_module = get_class
 
 
 def refusal_of_code(path: str) -> str:

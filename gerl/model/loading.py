@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,6 +17,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
+from diffusers.pipelines.pipeline_loading_utils import LOADABLE_CLASSES
 from torch.distributed.device_mesh import DeviceMesh
 
 from gerl.config import ModelConfig, SamplingConfig
@@ -25,7 +27,7 @@ from gerl.errors import ModelError
 from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
-from gerl.model.hub import model_folder, part_folder, refusal_of_code
+from gerl.model.hub import code_refused, model_folder, part_folder, refusal_of_code
 from gerl.model.lora import (
     TEXT_ENCODER,
     add_lora,
@@ -59,7 +61,7 @@ from gerl.model.teachers import attach_teachers, in_teachers, read_teachers, tea
 from gerl.objects import pipeline
 from gerl.utils.files import first_line
 from gerl.utils.seeding import derive_seed
-from gerl.utils.versions import DTYPE, require
+from gerl.utils.versions import DTYPE, has, require
 
 # --- Load a pipeline by Hub id or folder and prepare it for training
 
@@ -83,16 +85,13 @@ def read_pipeline(
     if isinstance(offered := pipeline(path), DiffusionPipeline):
         return offered
     parts = NO_PARTS if config is None else config.parts
-    own = Path(resolve(path)).is_dir()
     with _loading(path):
         folder = str(model_folder(path, parts))
         check_files(Path(folder))
         index = DiffusionPipeline.load_config(folder)
-        code = own_code(path, Path(folder), index) if own else []
+        code = own_code(path, Path(folder), index)
         if code:
             logger.info("model.path=%r: running the code in %s", path, ", ".join(code))
-        elif isinstance(index["_class_name"], list):
-            raise ModelError(refusal_of_code(path))
         quantised = quantisation_config(config, folder, dtype, denoisers_among) if config is not None else None
         models: dict[str, torch.nn.Module] = {}
         if config is not None and unread is not None and quantised is None and not code:
@@ -107,8 +106,9 @@ def read_pipeline(
             names = DENOISERS if known is None else denoisers_among(known)
             dtypes = {"default": dtype} | {name: torch.float32 for name in names if name in index}
         given = {**left_out(index), **models, **dict.fromkeys(encoders), "quantization_config": quantised}
-        with weights_checked():
-            pipe = kind.from_pretrained(folder, trust_remote_code=bool(code), **{DTYPE: dtypes}, **given)
+        trust = {"trust_remote_code": True} if code and has("diffusers", "0.38") else {}
+        with weights_checked(), contextlib.nullcontext() if code else code_refused():
+            pipe = kind.from_pretrained(folder, **trust, **{DTYPE: dtypes}, **given)
     for name, encoder in encoders.items():
         setattr(pipe, name, encoder)
     return pipe
@@ -182,17 +182,29 @@ def check_code(path: str, parts: dict[str, Any]) -> None:
 def own_code(path: str, folder: Path, index: dict[str, object]) -> list[str]:
     """Return a pipeline's Python files, `MODULE.py` and `COMPONENT/MODULE.py`, that its model_index.json names.
 
-    Raises `TrustError` if it has some, and the user does not trust `path`.
+    Raises `ModelError` for those from the Hub and for other modules, `TrustError` if the user does not trust `path`.
     """
     modules = {name: value[0] for name, value in index.items() if isinstance(value, list) and value}
     main = [f"{modules.pop('_class_name')}.py"] if "_class_name" in modules else []
+    files = {name: f"{name}/{module}.py" for name, module in modules.items() if isinstance(module, str)}
+    code = main + [file for file in files.values() if (folder / file).is_file()]
+    if code and not Path(resolve(path)).is_dir():
+        raise ModelError(refusal_of_code(path))
     if main and not (folder / main[0]).is_file():
         raise ModelError(f"{folder}/model_index.json: the pipeline's class must be in {main[0]}, which is missing")
-    files = [f"{name}/{module}.py" for name, module in modules.items()]
-    code = main + [file for file in files if (folder / file).is_file()]
+    for name in (name for name, file in files.items() if file not in code and not _is_library(modules[name])):
+        raise ModelError(
+            f"{folder}/model_index.json: {name} is of the module {modules[name]}, which is not one of diffusers or "
+            f"transformers, and {files[name]} is missing"
+        )
     if code:
         check_trusted("model.path", path, *(folder / file for file in code))
     return code
+
+
+def _is_library(module: str) -> bool:
+    """Whether a component may be of this module: diffusers before 0.42.1 would import any, and so run it."""
+    return module in LOADABLE_CLASSES or hasattr(diffusers.pipelines, module) or module in sys.modules
 
 
 def precision(config: ModelConfig, device: str) -> torch.dtype:

@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import tiny
 import torch
 from diffusers.utils import dynamic_modules_utils
 from huggingface_hub import constants
-from newer import pinned
 from replaying import Recorded, gradients, randomise, rolled_out
 from safetensors.torch import save_file
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.config.user_files import only_typed
 from gerl.errors import ModelError, TrustError
+from gerl.export.base import Base
+from gerl.export.files import merged_pipeline
 from gerl.model.loading import check_code, load_pipeline, load_policy, read_pipeline
 from gerl.model.lora import load_lora
 from gerl.model.paths import WEIGHTS
@@ -145,12 +146,31 @@ def test_checkpointing_that_it_cannot_do_is_refused(folder: Path) -> None:
 def test_code_that_is_not_trusted_does_not_run(folder: Path) -> None:
     (folder / "my_pipeline.py").write_text("raise AssertionError\n")
     digest = hashlib.sha256((folder / "my_pipeline.py").read_bytes()).hexdigest()
-    for load in (lambda: read_pipeline(str(folder), torch.float32), lambda: check_code(str(folder), {})):
+    loads: list[Callable[[], object]] = [
+        lambda: read_pipeline(str(folder), torch.float32),
+        lambda: check_code(str(folder), {}),
+        lambda: merged_pipeline({}, Base(str(folder), 1.0)),
+    ]
+    for load in loads:
         with only_typed(()), pytest.raises(TrustError, match=rf"{digest}.*trust=true") as error:
             load()
         assert "transformer/my_transformer.py" in str(error.value)
     with only_typed({str(folder)}):
         check_code(str(folder), {})
+
+
+def test_no_other_module_is_imported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unasked.py").write_text("raise AssertionError('it was run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "SanaPipeline"}
+    (folder / "model_index.json").write_text(json.dumps(index | {"transformer": ["unasked", "MyTransformer"]}))
+    loads: list[Callable[[], object]] = [
+        lambda: read_pipeline(str(folder), torch.float32),
+        lambda: merged_pipeline({}, Base(str(folder), 1.0)),
+    ]
+    for load in loads:
+        with pytest.raises(ModelError, match=r"transformer is of the module unasked.* transformer/unasked\.py is miss"):
+            load()
 
 
 def test_missing_code_is_named(folder: Path) -> None:
@@ -167,7 +187,6 @@ def test_a_pipeline_without_scheduler_is_refused(folder: Path) -> None:
         load_pipeline(ModelConfig(path=str(folder)), "cpu")
 
 
-@pinned("diffusers", "asks for all components before it looks at their code")
 @pytest.mark.parametrize("part", ["pipeline", "component"])
 def test_no_code_from_the_hub_is_run(folder: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = folder.parent / "hub"

@@ -101,11 +101,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadingHTTPServe
     pipe.save_pretrained(Hub.root / "owner" / "tiny")
     pipe.save_pretrained(Hub.root / "owner" / "half", variant="fp16")
     pipe.vae.save_pretrained(Hub.root / "owner" / "vae")
-    for name, index in {"gated": {}, "code": {"_class_name": ["mine", "Mine"]}, "other": None}.items():
+    code = {"code": {"_class_name": ["mine", "Mine"]}, "elsewhere": {"_class_name": ["owner/code", "Mine"]}}
+    for name, index in {"gated": {}, **code, "other": None}.items():
         (Hub.root / "owner" / name).mkdir()
         file = "readme.md" if index is None else "model_index.json"
         (Hub.root / "owner" / name / file).write_text(json.dumps(index))
-    (Hub.root / "owner" / "code" / "mine.py").write_text("raise RuntimeError('it was run')\n")
+    for file in ("mine.py", "pipeline.py"):
+        (Hub.root / "owner" / "code" / file).write_text("raise RuntimeError('it was run')\n")
     lora = Hub.root / "owner" / "lora"
     lora.mkdir()
     for file in ("a.safetensors", "b.safetensors", "notes.md"):
@@ -144,18 +146,19 @@ def test_parts_are_fetched_and_those_left_out_are_not(hub: ThreadingHTTPServer, 
 def test_pipelines_and_loras_are_fetched_with_bars_and_read_again_without_the_hub(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    names = ["owner/tiny", "owner/gated", "owner/none", "owner/code", "owner/other"]
+    names = ["owner/tiny", "owner/gated", "owner/none", "owner/code", "owner/elsewhere", "owner/other"]
     loras = ["lora:owner/lora/b.safetensors", "lora:owner/lora", "lora:owner/tiny", "lora:owner/none"]
     (file, folder, pipeline, none, *of_names), shown = read(tmp_path, hub, *loras, *names)
     assert file == "b.safetensors file" and folder.endswith("['a.safetensors', 'b.safetensors']")
     assert "model.lora='owner/tiny' is a pipeline" in pipeline and "model.path" in pipeline
     assert "model.lora='owner/none'" in none and "no such model" in none
-    whole, gated, none, code, other = of_names
+    whole, gated, none, code, elsewhere, other = of_names
     assert whole == "read StableDiffusion3Pipeline" and "Fetching" in shown
     address = f"http://127.0.0.1:{hub.server_port}"
     assert "'owner/gated' is gated" in gated and f"{address}/owner/gated" in gated and "hf auth login" in gated
     assert "'owner/none'" in none and "no such model" in none and "hf auth login" in none
     assert "'owner/code' contains custom code" in code and "--local-dir" in code
+    assert "'owner/elsewhere' contains custom code" in elsewhere
     assert "'owner/other' cannot be loaded as a diffusers pipeline" in other and "model_index.json" in other
 
     Hub.requests.clear()
