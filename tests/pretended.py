@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import gerl
 
 if not hasattr(registration, "_DummyBackendModule"):
-    pytest.skip("the simulated accelerator needs a newer torch than gerl", allow_module_level=True)
+    pytest.skip("the simulated accelerator needs torch 2.10", allow_module_level=True)
 PACKAGE = f"{Path(gerl.__file__).parent}/"
 NAME = "pretended"
 HOST = torch.device("cpu")

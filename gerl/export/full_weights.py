@@ -11,12 +11,12 @@ import torch
 from gerl.config.bounded_text import read_json
 from gerl.errors import ModelError
 from gerl.export.base import Base
-from gerl.export.files import merged_pipeline
+from gerl.export.files import merged_pipeline, stored_dtypes
 from gerl.model.components import weights_checked
 from gerl.model.lora import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
-from gerl.utils.versions import require
+from gerl.utils.versions import DTYPE
 
 logger = logging.getLogger("gerl")
 KINDS = {"ema": "ema/", "raw": "weights/"}  # prefixes of tensor names in a checkpoint
@@ -39,13 +39,12 @@ def write_denoisers(checkpoint: Checkpoint, kind: str, out: Path) -> None:
                     (out / file).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(folder.parent / file, out / file)
             continue
-        require("diffusers", "0.42", f"weights={kind} of full fine-tuning")  # keeps the dtype of the files
         entry = read_json(folder / "config.json")["_class_name"]
         model_class = getattr(diffusers, entry, None)
         if model_class is None:
             raise ModelError(f"{name} is of the class {entry}, which diffusers does not have: use weights=ema")
         with weights_checked():
-            model = model_class.from_pretrained(folder, dtype="auto")
+            model = model_class.from_pretrained(folder, **{DTYPE: stored_dtypes(folder.parent)[name]})
         _copy_weights(checkpoint, kind, {name: model})
         model.save_pretrained(out / name)
 

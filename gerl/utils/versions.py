@@ -31,4 +31,4 @@ def _numbers(text: str) -> list[int]:
 
 
 # argument of diffusers' `from_pretrained` for the dtype, which older versions would ignore under its new name
-DTYPE = "dtype" if has("diffusers", "0.42") else "torch_dtype"
+DTYPE = "dtype" if has("diffusers", "0.40") else "torch_dtype"
