@@ -15,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-NEEDED = """diffusers hydra-core omegaconf antlr4-python3-runtime pydantic pydantic_core annotated-types
-typing-inspection rapidfuzz""".split()
+IMAGE = "torch transformers peft accelerate".split()  # what the GPU's machine has, with all that they require
+NEEDED = """diffusers requests urllib3 certifi charset-normalizer idna importlib-metadata zipp pillow hydra-core
+omegaconf antlr4-python3-runtime lazy-importer pydantic pydantic_core annotated-types typing-inspection rapidfuzz pytest
+pluggy iniconfig pygments hypothesis sortedcontainers""".split()
 OCR = "rapidocr shapely pyclipper colorlog".split()  # for images that have opencv and onnxruntime
 SOURCES = ("antlr4-python3-runtime",)  # published without a wheel
 LARGEST = 30e6  # bytes of a bundle without --ocr

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import gpu_bundle
@@ -15,6 +17,7 @@ import gpu_steps
 import pytest
 from gpu_session import DONE, FAILED, TIME_OUT, Session, Step, results, steps_of
 from gpu_table import UNUSABLE
+from packaging.requirements import Requirement
 from thin_environment import tiny_package
 
 BENCHMARKS = Path(gpu_bundle.__file__).parent
@@ -141,6 +144,23 @@ def test_what_is_here_in_this_or_a_newer_version_does_not_lack(tmp_path: Path) -
     for name in ("diffusers-0.1.0-py3-none-any.whl", "hydra_core-999.0-py3-none-any.whl"):
         (tmp_path / name).touch()
     assert gpu_bundle.lacking(tmp_path) == ["hydra_core"]
+
+
+def required(names: Iterable[str]) -> set[str]:
+    """Return `names` and what they require, and so on, in this environment."""
+    found: set[str] = set()
+    left = [gpu_bundle.canonical(name) for name in names]
+    while left:
+        if (name := left.pop()) not in found:
+            found.add(name)
+            lines = [Requirement(line) for line in metadata.requires(name) or []]
+            left += [gpu_bundle.canonical(r.name) for r in lines if not r.marker or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_a_bundle_completes_what_an_image_has() -> None:
+    image, bundle = required(gpu_bundle.IMAGE), {gpu_bundle.canonical(name) for name in gpu_bundle.NEEDED}
+    assert required([*bundle, "jinja2", "numpy", "pyyaml", "safetensors", "tqdm"]) - image <= bundle
 
 
 def test_all_of_a_bundle_is_pinned() -> None:
