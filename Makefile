@@ -72,5 +72,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VENV)-* build dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache *.egg-info
 	find gerl reward_models tests -name __pycache__ -type d -prune -exec rm -rf {} +

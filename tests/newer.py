@@ -43,9 +43,9 @@ def why_skipped(error: BaseException) -> str | None:
     return None
 
 
-def pinned(package: str, why: str) -> pytest.MarkDecorator:
-    """Skip a test with an older version of `package` than the pinned one, because of `why`."""
-    return pytest.mark.skipif(not has(package, PINS[package]), reason=f"{package} {version(package)} {why}")
+def needs(package: str, lowest: str, why: str) -> pytest.MarkDecorator:
+    """Skip a test with an older `package` than `lowest`, because of `why`, which ends its sentence."""
+    return pytest.mark.skipif(not has(package, lowest), reason=f"{package} before {lowest} {why}")
 
 
 class Absent(type):

@@ -1,13 +1,16 @@
 """Run tests with the oldest and the newest versions that pyproject.toml allows, each in an environment of its own.
 
-    python tests/versions.py oldest|newest [ARGUMENTS OF PYTEST]
+    PYTHON tests/versions.py oldest|newest|pinned [ARGUMENTS OF PYTEST]
+    .venv/bin/python tests/versions.py libraries
 
-The environment is `.venv-oldest` or `.venv-newest` with the Python that runs this file; it takes some GB, since PyPI's
-torch is a CUDA build. The results go to the table in docs/install.md. `make test-versions` runs both.
+`oldest` and `newest` are new environments of PYTHON, `.venv-oldest` and `.venv-newest`; some GB, since PyPI's torch is
+a CUDA build. `pinned` is the environment of PYTHON itself. The results go to the table in docs/install.md. `libraries`,
+for CI: `PART` of the tests with the oldest `LIBRARIES`, and torch and Ray of `.venv`.
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,9 +24,18 @@ REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?>=([\w.]+)")
 # what the tests import besides gerl's dependencies; packages that only check, build or document are left out
 EXTRAS = ("parquet", "hub", "compbench")
 TOOLS = (
-    "fastapi", "httpx", "hypothesis", "ipykernel", "markdown-it-py", "nbclient", "nbformat", "prometheus-client",
-    "pytest", "pytest-xdist", "starlette", "uvicorn",
+    "fastapi", "ftfy", "httpx", "hypothesis", "ipykernel", "markdown-it-py", "nbclient", "nbformat",
+    "prometheus-client", "pytest", "pytest-xdist", "starlette", "uvicorn",
 )  # fmt: skip
+
+
+# of CI: libraries of one file for all Pythons or of one per platform, and what they need of certain versions
+LIBRARIES = (
+    "accelerate", "diffusers", "hydra-core", "jinja2", "peft", "pydantic", "requests", "safetensors", "tqdm",
+    "transformers",
+)  # fmt: skip
+COMPANIONS = ("ftfy", "huggingface-hub==0.34.0", "pydantic-core==2.27.0", "tokenizers==0.22.0")
+PART = ("tests/unit/engine", "tests/unit/model", "tests/unit/workers", "tests/unit/api", "tests/e2e/test_python.py")
 
 
 def bounds() -> dict[str, str]:
@@ -36,31 +48,54 @@ def bounds() -> dict[str, str]:
     return {match[1].lower(): match[2] for match in matches.values() if match is not None}
 
 
+def pip(python: str | Path, *arguments: str) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
+    # a bound in the user's settings of pip would make other versions the newest
+    subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": os.devnull}, check=True)
+
+
 def install(which: str) -> Path:
     """Create or update the environment and return the path of its Python."""
-    sign = "==" if which == "oldest" else ">="
+    if which == "pinned":
+        return Path(sys.executable)
     folder = ROOT / f".venv-{which}"
     python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    wanted = [f"{name}{sign}{bound}" for name, bound in bounds().items()]
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted, *TOOLS]
-    subprocess.run(pip if which == "oldest" else [*pip, "--upgrade"], check=True)
+    if not python.exists() or run(python, "--version") != run(sys.executable, "--version"):
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+    sign, options = ("==", []) if which == "oldest" else (">=", ["--upgrade"])
+    pip(python, *options, *(f"{name}{sign}{bound}" for name, bound in bounds().items()), *TOOLS)
     return python
 
 
-def test(python: Path, arguments: list[str]) -> str:
-    """Run pytest, and return the numbers of tests by result."""
+def install_libraries() -> Path:
+    """Install the oldest `LIBRARIES` into a folder without what they need, which `.venv` has."""
+    folder = ROOT / ".venv-libraries" / "site-packages"
+    wanted = [*(f"{name}=={bounds()[name]}" for name in LIBRARIES), *COMPANIONS]
+    stamp = folder / "installed.txt"
+    if not stamp.is_file() or stamp.read_text().splitlines() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        pip(sys.executable, "--no-deps", "--target", str(folder), *wanted)
+        stamp.write_text("\n".join(wanted))
+    return folder
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.check_output(command, text=True).strip()
+
+
+def test(python: Path, arguments: list[str], *paths: Path) -> tuple[str, bool]:
+    """Run pytest with `paths` first on PYTHONPATH; return the numbers of tests by result, and whether none failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        subprocess.run([*command, f"--junitxml={report}", *arguments], cwd=ROOT, env=environ, check=False)
+        environ = {**os.environ, "PYTHONPATH": ":".join(map(str, [*paths, ROOT, ROOT / "tests"]))}
+        environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as on most machines: the libraries are imported many times
+        done = subprocess.run([*command, f"--junitxml={report}", *arguments], cwd=ROOT, env=environ, check=False)
         suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     total, skipped, *bad = (
         sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "skipped", "failures", "errors")
     )
-    return f"{total - skipped - sum(bad)} passed, {skipped} skipped, {sum(bad)} failed"
+    return f"{total - skipped - sum(bad)} passed, {skipped} skipped, {sum(bad)} failed", done.returncode == 0
 
 
 def read_table(text: str) -> dict[str, list[str]]:
@@ -83,19 +118,23 @@ def write_column(which: str, values: dict[str, str]) -> None:
     PAGE.write_text(text, encoding="utf-8")
 
 
-def main(which: str, *arguments: str) -> None:
+def main(which: str, *arguments: str) -> int:
     """Install, test and write the column; part of the tests leaves the column as it is."""
-    python = install(which)
-    names = list(read_table(PAGE.read_text(encoding="utf-8")))[2:-1]
-    code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    versions = subprocess.check_output([python, "-c", code, *names], text=True).split()
-    numbers = subprocess.check_output([python, "-c", "import platform; print(platform.python_version())"], text=True)
-    result = test(python, [*arguments])
+    if which == "libraries":
+        os.environ.pop("GERL_DRILLS", None)  # two cases of each test
+        result, passed = test(Path(sys.executable), [*(arguments or PART)], install_libraries())
+    else:
+        python = install(which)
+        result, passed = test(python, [*arguments])
     sys.stdout.write(f"{which}: {result}\n")
-    if not any(not argument.startswith("-") for argument in arguments):
-        values = dict(zip(names, (version.split("+")[0] for version in versions), strict=True))
-        write_column(which, {"Python": numbers.strip(), **values, "tests": result})
+    if which != "libraries" and not any(not argument.startswith("-") for argument in arguments):
+        names = list(read_table(PAGE.read_text(encoding="utf-8")))[2:-1]
+        code = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+        values = dict(zip(names, (v.split("+")[0] for v in run(python, "-c", code, *names).split()), strict=True))
+        number = run(python, "-c", "import platform; print(platform.python_version())")
+        write_column(which, {"Python": number, **values, "tests": result})
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -270,6 +270,8 @@ def merge_start(
 
 def prepare(pipe: DiffusionPipeline, half: bool) -> None:
     """Freeze `pipe` and give it a scheduler with a transition kernel; `half`: its weights are in half precision."""
+    if type(pipe).__name__.startswith("QwenImage"):  # older ones cannot compute some rows of a batch
+        require("diffusers", "0.37", type(pipe).__name__)
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
     leave_out_safety_checker(pipe)

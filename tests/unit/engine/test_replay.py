@@ -15,7 +15,7 @@ import tiny
 import torch
 from drills import more
 from hypothesis import given
-from newer import pinned
+from newer import needs
 from replaying import (
     EACH,
     GUIDED,
@@ -91,7 +91,7 @@ def test_a_deterministic_step_has_neither_a_recorded_mean_nor_a_log_prob() -> No
     assert step.recorded_mean is None and step.recorded_log_prob is None
 
 
-@pinned("diffusers", "counts the tokens of Qwen-Image otherwise")
+@needs("diffusers", "0.37", "takes the length of Qwen-Image's texts from the rows that are replayed")
 def test_a_probe_of_an_earlier_call_serves_again() -> None:
     r = recorded("qwen_image", True)
     call = {**r.call, "prompt": ["much longer words", "b", "c c c", "dd"]}
@@ -608,7 +608,6 @@ def test_a_part_of_the_samples_has_its_part_of_the_gradient() -> None:
     assert distance([a + b for a, b in zip(*parts, strict=True)], whole) < 1e-5
 
 
-@pinned("transformers", "draws other weights, for which differences in fp32 are noise")
 def test_what_the_pipeline_writes_into_its_latents_gets_no_gradient() -> None:
     r = own("sd3")
     randomise(r.parameters, 0.05)
@@ -628,7 +627,7 @@ def test_what_the_pipeline_writes_into_its_latents_gets_no_gradient() -> None:
     assert found is not None
     assert all(part[..., :4].abs().max() == 0 for part in (found.direct, found.through))
     measured, exact = slope(r, lambda: float(seen(drawn(r, ())[0]).double().sum()), chained(r, tape, 3))
-    assert exact == pytest.approx(measured, rel=0.02)
+    assert exact == pytest.approx(measured, rel=0.02, abs=0.05)  # of sums in fp32
 
 
 def test_two_steps_that_share_a_denoiser_call_are_refused() -> None:
@@ -668,6 +667,8 @@ def pipeline_of_loss_scale(dtype: torch.dtype) -> tuple[Any, list[torch.nn.Param
 @pytest.fixture(scope="module")
 def tape() -> Tape:
     call = tiny.call_for(tiny.CASES["sd3"], guided=True)
+    # older torch, such as 2.11, draws other numbers in half precision than in fp32 on CPUs
+    call["latents"] = torch.randn(len(call["prompt"]), 4, 8, 8, generator=torch.Generator().manual_seed(5))
     return record(pipeline_of_loss_scale(torch.float32)[0], call, window=[1, 2], generators=tiny.generators())[1]
 
 
@@ -701,7 +702,6 @@ WAYS = {
 }
 
 
-@pinned("torch", "rounds more in half precision on CPUs")
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_is_that_of_fp32(tape: Tape, way: str, dtype: torch.dtype) -> None:
@@ -723,7 +723,6 @@ def in_precision(tape: Tape, pipe: Any) -> Tape:
     return record(pipe, copy.deepcopy(tape.call), window=[1, 2], generators=tiny.generators())[1]
 
 
-@pinned("torch", "rounds more in half precision on CPUs")
 def test_gradients_add_up_to_those_that_were_there(tape: Tape) -> None:
     pipe, parameters = pipeline_of_loss_scale(torch.float16)
     again = in_precision(tape, pipe)
@@ -731,7 +730,7 @@ def test_gradients_add_up_to_those_that_were_there(tape: Tape) -> None:
     once = [p.grad.clone() for p in parameters if p.grad is not None]
     policy_gradient(pipe, again)
     for p, first in zip((p for p in parameters if p.grad is not None), once, strict=True):
-        torch.testing.assert_close(p.grad, 2 * first, rtol=1e-6, atol=0)
+        torch.testing.assert_close(p.grad, 2 * first, rtol=1e-5, atol=0)
 
 
 def test_the_scale_is_a_power_of_two_that_brings_the_largest_below_one() -> None:

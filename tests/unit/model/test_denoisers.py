@@ -9,7 +9,7 @@ import tiny
 import torch
 import transformers
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
-from newer import diffusers, pinned
+from newer import diffusers, needs
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, inject_adapter_in_model
 
 from gerl.engine import record
@@ -133,7 +133,7 @@ def test_hooks_of_the_program_are_said(caplog: pytest.LogCaptureFixture) -> None
     assert "transformer_blocks.0.attn.to_q" in caplog.text and "state between calls" in caplog.text
 
 
-@pinned("diffusers", "cannot build it without a model")
+@needs("diffusers", "0.37", "cannot build it without a model")
 def test_a_modular_pipeline_is_refused_with_what_to_give() -> None:
     with pytest.raises(ModelError, match=r"ModularPipeline is not a diffusers pipeline.*\*\*pipe\.components"):
         check_offered(diffusers.FluxModularPipeline())

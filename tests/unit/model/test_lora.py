@@ -13,7 +13,7 @@ import tiny
 import torch
 import zoo.video
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from newer import pinned
+from newer import needs
 from peft import get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from replaying import EACH, Recorded, randomise, replayed, rolled_out
@@ -1023,7 +1023,7 @@ def test_a_tensor_that_would_be_left_out_is_refused(
         read_layers(tmp_path / "a.safetensors", {"transformer": pipe.transformer})
 
 
-@pinned("diffusers", "renames layers that no model has")
+@needs("diffusers", "0.36", "renames layers that no model has")
 def test_what_is_of_another_model_or_has_one_matrix_is_refused(tmp_path: Path) -> None:
     transformer = tiny.qwen_image().transformer
     tensors = lora(tiny.qwen_image(), JOINT, "diffusion_model.{}".format, PEFT, None)

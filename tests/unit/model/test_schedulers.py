@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import tiny
 import torch
-from newer import pinned
+from newer import needs
 
 from gerl.commandline.composition import compose_run, experiments
 from gerl.config import Config, ModelConfig, SamplingConfig, algorithm_config
@@ -71,7 +71,7 @@ def test_heuns_two_evaluations_become_one_step() -> None:
     assert torch.equal(euler.timesteps, stock.timesteps)
 
 
-@pinned("diffusers", "has other sigmas of UniPC")
+@needs("diffusers", "0.37", "has other sigmas of UniPC")
 def test_the_log_says_what_was_replaced_and_what_differs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
         trainable_scheduler(UniPC(**FLOW))
