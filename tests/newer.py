@@ -3,7 +3,10 @@
 `from newer import diffusers, transformers` names classes, such as in a list of cases, that the installed version lacks.
 """
 
+import inspect
+import json
 import re
+import tempfile
 import traceback
 from importlib.metadata import version
 from pathlib import Path
@@ -65,6 +68,20 @@ def absent(package: str, name: str) -> Any:
     return Absent(name, (), {"__module__": package})
 
 
+def tokenizer(kind: type, vocabulary: dict[str, int], **options: Any) -> Any:
+    """Return a tokenizer without merges; before transformers 5 its class reads the vocabulary from files."""
+    if has("transformers", "5.0"):
+        return kind(vocab=vocabulary, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        words, merges = Path(folder) / "vocabulary", Path(folder) / "merges"
+        merges.write_text("#version: 0.2\n")
+        if "merges_file" not in inspect.signature(kind).parameters:
+            words.write_text("\n".join(vocabulary))
+            return kind(str(words), **options)
+        words.write_text(json.dumps(vocabulary))
+        return kind(str(words), str(merges), **options)
+
+
 class _Module:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -75,6 +92,8 @@ class _Module:
         except (AttributeError, ImportError):
             if name.startswith("__"):
                 raise
+            if name.endswith("Pil"):  # the only one of older versions, unless it is called Fast
+                return getattr(self, name.removesuffix("Pil"))
             return absent(self._module.__name__.partition(".")[0], name)
         return _Module(value) if isinstance(value, ModuleType) else value
 

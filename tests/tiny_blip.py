@@ -4,7 +4,7 @@ from pathlib import Path
 
 import spacy
 import torch
-import transformers
+from newer import tokenizer, transformers
 from spacy.language import Language
 from spacy.tokens import Doc
 
@@ -26,7 +26,7 @@ def blip_folder(folder: Path, seed: int = 0) -> str:
         vision_config=sizes | dict(image_size=SIZE, patch_size=8, initializer_range=0.3, layer_norm_eps=1e-6),
     )
     transformers.BlipForQuestionAnswering(config).save_pretrained(folder)
-    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(folder)
+    tokenizer(transformers.BertTokenizer, {word: i for i, word in enumerate(WORDS)}).save_pretrained(folder)
     return str(folder)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from newer import tokenizer, transformers
 from PIL import Image
 from tokenizers import pre_tokenizers
 
@@ -29,7 +29,7 @@ def clip_folder(folder: Path) -> str:
     # Without merges: one token a byte; the highest id ends a text, as in the published one.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokens = transformers.CLIPTokenizer({name: i for i, name in enumerate(names)}, [], model_max_length=77)
+    tokens = tokenizer(transformers.CLIPTokenizer, {name: i for i, name in enumerate(names)}, model_max_length=77)
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     special = {name: getattr(tokens, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = transformers.CLIPConfig(

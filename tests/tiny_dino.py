@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from newer import transformers
 from tiny_clip import SIZE, save
 
 KINDS = ("vit", "dinov2", "dinov2_with_registers", "dinov3_vit", "dinov3_convnext")

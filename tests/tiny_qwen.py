@@ -5,9 +5,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
+from newer import tokenizer, transformers
 from tokenizers import pre_tokenizers
 from torch import nn
+
+from reward_models.scorers.networks import pooled
 
 WIDTH, PIXELS = 16, 4 * 28 * 28
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -23,14 +25,15 @@ TEMPLATE = (
 def qwen_folder(folder: Path, kind: str = "qwen2_vl") -> str:
     """Save the configuration, tokenizer and image processor that a reward model is based on, without weights."""
     vocabulary = {name: i for i, name in enumerate(["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokens = transformers.Qwen2Tokenizer(vocabulary, [], additional_special_tokens=MARKS[1:], chat_template=TEMPLATE)
+    options = dict(additional_special_tokens=MARKS[1:], chat_template=TEMPLATE)
+    tokens = tokenizer(transformers.Qwen2Tokenizer, vocabulary, **options)
     images = transformers.Qwen2VLImageProcessorPil()
     marks = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     marks["vision_start_token_id"] = "<|vision_start|>"
     ids: dict[str, Any] = {name: tokens.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     sizes: dict[str, Any] = dict(hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1, vocab_size=len(tokens) + 7)  # rows that no token uses, as published
-    sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    sizes["rope_scaling"] = {"type": "default", "rope_type": "default", "mrope_section": [2, 1, 1]}
     vision: dict[str, Any] = dict(depth=1, num_heads=2)
     config: Any
     if kind == "qwen2_vl":
@@ -92,7 +95,7 @@ def hidden_of_token(model: Any, tokens: Any, pictures: list[Any], text: str, tok
     chat = f"<|im_start|>user\n{content}{text}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokens(chat, return_tensors="pt")["input_ids"]
     embeddings = model.get_input_embeddings()(ids)
-    patches = model.model.visual(seen["pixel_values"], grid_thw=seen["image_grid_thw"]).pooler_output
+    patches = pooled(model.model.visual(seen["pixel_values"], grid_thw=seen["image_grid_thw"]))
     embeddings[ids == tokens.convert_tokens_to_ids("<|image_pad|>")] = patches
     hidden = model.model.language_model(inputs_embeds=embeddings).last_hidden_state
     return hidden[ids == tokens.convert_tokens_to_ids(token)]

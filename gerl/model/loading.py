@@ -409,7 +409,7 @@ def component_arguments(pipe: DiffusionPipeline, config: ModelConfig) -> list[st
             folder, kind = part_folder(name, source), type(component)
             place = repr(str(folder)) if Path(source).expanduser().exists() else repr(source)
             inside = f", subfolder={name!r}" if folder.name == name and not Path(source).expanduser().exists() else ""
-            dtype = ", dtype=torch.DTYPE" if isinstance(component, torch.nn.Module) else ""
+            dtype = f", {DTYPE}=torch.DTYPE" if isinstance(component, torch.nn.Module) else ""
             library = kind.__module__.partition(".")[0]
             found.append(f"{name}={library}.{kind.__name__}.from_pretrained({place}{inside}{dtype})")
     return found

@@ -6,6 +6,7 @@ from typing import Any
 
 from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.validation import SamplingRecord, Validation
+from gerl.utils.versions import DTYPE
 from gerl.web.pages import render
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -44,7 +45,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     if dtype == "auto":
         dtype = "bfloat16" if drawing.device.startswith("cuda") else "float32"
     whole = [
-        f"pipe.{name} = type(pipe.{name}).from_pretrained(FOLDER, subfolder={name!r}, dtype=torch.{dtype})"
+        f"pipe.{name} = type(pipe.{name}).from_pretrained(FOLDER, subfolder={name!r}, {DTYPE}=torch.{dtype})"
         for name in models_in(lora)
     ]
     loads = [line.replace("FOLDER", repr(str(lora))) for line in whole or drawing.lora_lines or [LOAD]]
@@ -58,7 +59,7 @@ def program(config: Mapping[str, Any], lora: Path, validation: Validation | None
     libraries = [name for name in ("diffusers", "transformers") if any(f"={name}." in line for line in components)]
     own = any(line.startswith("load_lora(") for line in loads)
     shown = {"base": base_path(config), "dtype": dtype, "loads": loads, "given": given, "call": call, "prompt": prompt}
-    shown |= {"components": components, "libraries": libraries, "own_loader": own}
+    shown |= {"components": components, "libraries": libraries, "own_loader": own, "key": DTYPE}
     return render("program.py.j2", drawing=drawing, **shown)
 
 

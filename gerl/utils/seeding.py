@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from gerl.utils.lazy import lazy
+from gerl.utils.versions import has
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,11 @@ def _value(read: Callable[[], Any]) -> Any:
         return None
 
 
+def _set_default_device(device: torch.device) -> None:
+    # before torch 2.10 the default could not be read after it had been set to None
+    torch.set_default_device(None if device.type == "cpu" and has("torch", "2.10") else device)
+
+
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
     """Return how torch's global settings are read and written, and their defaults (None: left as it is)."""
 
@@ -147,7 +153,7 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], object], Any]]:
     return [
         (torch.is_grad_enabled, torch.set_grad_enabled, True),
         (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-        (torch.get_default_device, lambda device: torch.set_default_device(None if device == cpu else device), cpu),
+        (torch.get_default_device, _set_default_device, cpu),
         (torch.get_num_threads, torch.set_num_threads, None),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),

@@ -27,6 +27,7 @@ from reward_models.scorers.networks import (
     loading,
     longer_side,
     normalised,
+    pooled,
     pretrained,
     read_tensors,
     resized,
@@ -86,7 +87,7 @@ class ClipTower:
 
     def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
         output = self.model.get_image_features(pixels.to(self.model.device, self.dtype))
-        return F.normalize(output.pooler_output.float(), dim=-1)
+        return F.normalize(pooled(output).float(), dim=-1)
 
     def text_features(self, texts: list[str], batch_size: int) -> torch.Tensor:
         """Return unit-norm features `[B, dim]`, fp32 on the CPU; texts are truncated to the model's 77 tokens."""
@@ -99,7 +100,7 @@ class ClipTower:
                 batch, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
             ).to(self.model.device)
             output = self.model.get_text_features(inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            return F.normalize(output.pooler_output.float(), dim=-1)
+            return F.normalize(pooled(output).float(), dim=-1)
 
         unique = list(dict.fromkeys(texts))  # the images of a group share their prompt
         rows = {text: row for row, text in enumerate(unique)}

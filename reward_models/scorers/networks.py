@@ -18,10 +18,12 @@ from safetensors import SafetensorError
 from gerl.config.blocks import Dtype
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Scorer
+from gerl.utils.versions import has
 
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Channels: TypeAlias = Sequence[float] | np.ndarray  # one number per channel
 
+PIL = {"backend": "pil"} if has("transformers", "5.4") else {"use_fast": False}
 # mean and standard deviation per channel, with which CLIP and BLIP normalise pixels
 PIXEL_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], dtype=np.float32)
 PIXEL_STD = np.array([0.26862954, 0.26130258, 0.27577711], dtype=np.float32)
@@ -119,7 +121,7 @@ def image_processor(source: str) -> Any:
     """
     import transformers
 
-    return transformers.AutoImageProcessor.from_pretrained(expanded(source), backend="pil")
+    return transformers.AutoImageProcessor.from_pretrained(expanded(source), **PIL)
 
 
 def hub_file(kwarg: str, source: str, file: str) -> str:
@@ -180,6 +182,12 @@ def linear_head(tensors: dict[str, torch.Tensor], width: int, source: str) -> to
         }
     )
     return head.eval().requires_grad_(False)
+
+
+def pooled(output: Any) -> torch.Tensor:
+    """Return the pooled features of a transformers model's output, which before transformers 5 is these features."""
+    features: torch.Tensor = output if isinstance(output, torch.Tensor) else output.pooler_output
+    return features
 
 
 # --- Batching, and differentiable image preprocessing on tensors

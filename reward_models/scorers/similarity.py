@@ -10,6 +10,7 @@ from PIL import Image
 
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import Metadata, Scorer, features_of, reference_of
+from gerl.utils.versions import has
 from reward_models.scorers.clip import ClipScorer
 from reward_models.scorers.networks import NetworkScorer, expanded, image_processor, in_batches, loading, pretrained
 
@@ -101,7 +102,8 @@ def _network(model: str, device: torch.device, dtype: torch.dtype) -> DinoNetwor
     network = pretrained(transformers.AutoModel, model, what, unused="pooler.")
     with loading("model", model, what):
         if kind.startswith("dinov3"):  # its class requires torchvision; the ViT processor is equivalent
-            processor = transformers.ViTImageProcessorPil.from_pretrained(expanded(model))
+            name = "ViTImageProcessorPil" if has("transformers", "5.4") else "ViTImageProcessor"
+            processor = getattr(transformers, name).from_pretrained(expanded(model))
         else:
             processor = image_processor(model)
     return DinoNetwork(network.to(device, dtype), processor, dtype)

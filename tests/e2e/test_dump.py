@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_numbers_that_differ_are_named(copied: Path, tmp_path: Path, capsys: pyt
     found = json.loads(out.read_text())
     (wrong,) = [n for n in found["numbers"] if n["difference"]]
     assert wrong["name"] == "actor/grad_norm" and wrong["difference"] == pytest.approx(0.1 / 1.1)
-    assert found["weights"] is True and found["environment"] == [f"torch: {torch.__version__}, 1.0"]
+    assert found["weights"] is True and found["environment"] == [f"torch: {version('torch')}, 1.0"]
     assert replay_main([str(copied), "tolerance=0.2"]) == 0
     (copied.with_suffix(".safetensors")).rename(tmp_path / "moved.safetensors")
     with pytest.raises(DumpError, match="belongs beside"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from newer import needs
 from safetensors.torch import load_file
 from zoo.video import wan_2_2
 
@@ -16,6 +17,7 @@ from gerl.engine import record, replay
 from gerl.errors import ModelError
 from gerl.model.loading import load_policy
 from gerl.model.lora import targets_of, with_lora
+from gerl.model.shards import TORCH
 from gerl.trainer.main_flowgrpo import main
 
 CALL = {"prompt": ["a red fox", "blue"], "height": 16, "width": 16, "num_inference_steps": 4, "output_type": "np"}
@@ -96,6 +98,7 @@ def test_a_window_of_the_frozen_expert_alone_is_warned_of(
     assert (run.folder / "log.txt").read_text().count("those of transformer, which is not trained") == 1
 
 
+@needs("torch", TORCH, "writes no checkpoint of all weights")
 def test_the_weights_of_one_expert_are_trained(train: Callable[..., Any], experts: Path, tmp_path: Path) -> None:
     keys = [*SETTINGS, "algorithm=flow_grpo", r"model.train='^transformer_2\..*attn1'", f"model.path={experts}"]
     run = train(tmp_path / "run", *keys, "trainer.steps=1")

@@ -215,6 +215,7 @@ def test_workers_are_divided_among_those_that_train_and_those_that_draw(
 
 def test_a_layout_for_which_there_are_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ClusterError, match=r"cluster\.layout=split: 1 worker\(s\) on cuda .*cluster\.layout=hybrid"):
         Cluster(ClusterConfig(layout="split"))
     with pytest.raises(ClusterError, match=r"cluster\.layout=split: on GPUs .*cluster\.launcher=ray"):

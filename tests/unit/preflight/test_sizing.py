@@ -9,9 +9,9 @@ import pytest
 import sizing
 import tiny
 import torch
-import transformers
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 from drills import more
+from newer import transformers
 from PIL import Image
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile

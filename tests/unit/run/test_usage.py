@@ -5,6 +5,7 @@ import numpy as np
 
 from gerl.run.usage import usage
 from gerl.run.validation import SamplingRecord, Validation
+from gerl.utils.versions import DTYPE
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "owner/model", "dtype": "auto"},
@@ -41,7 +42,7 @@ def test_the_call_is_that_of_the_validation(tmp_path: Path) -> None:
         {"height": "64", "num_inference_steps": "40", "guidance_scale": "4.5", "negative_prompt": repr("it's"),
          "generator": "torch.Generator().manual_seed(3)"},
     )  # fmt: skip
-    assert "dtype=torch.bfloat16" in code and 'pipe.to("cuda")' in code and "'owner/model'" in code
+    assert f"{DTYPE}=torch.bfloat16" in code and 'pipe.to("cuda")' in code and "'owner/model'" in code
     assert f"pipe.load_lora_weights({str(tmp_path / 'checkpoints/step_8/lora')!r})" in code
 
 

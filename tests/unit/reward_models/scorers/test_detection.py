@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import transformers
+from newer import transformers
 from PIL import Image
 from tiny_clip import pictures
 from tiny_detectors import LABELS

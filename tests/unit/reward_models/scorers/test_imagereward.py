@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
+from newer import tokenizer, transformers
 from PIL import Image
 from tensor_scores import assert_differentiable
 from tiny_clip import assert_scored_alone, pictures
@@ -67,7 +67,7 @@ def checkpoint() -> Tensors:
 
 
 def tokens() -> Any:
-    return transformers.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)})
+    return tokenizer(transformers.BertTokenizer, {word: i for i, word in enumerate(WORDS)})
 
 
 def save(folder: Path, tensors: Tensors) -> str:

@@ -11,6 +11,7 @@ from tiny_qwen import WIDTH, qwen_folder, whole_model
 
 from gerl.errors import DataError, RewardError
 from gerl.protocol import Prompt
+from reward_models.scorers.networks import pooled
 from reward_models.scorers.videoalign import TOKENS, VideoAlign, chosen_frames
 
 PROMPTS = ["a cat runs", "rain {text_prompt} & wind"]
@@ -90,7 +91,7 @@ def expected(made: Any, frames: list[Image.Image], prompt: str) -> torch.Tensor:
     model = wrapped.base_model.model
     embeddings = model.get_input_embeddings()(ids)
     grid = torch.tensor([[len(frames) // 2, 20, 28]])
-    embeddings[ids == tokens.convert_tokens_to_ids("<|video_pad|>")] = model.model.visual(patches, grid).pooler_output
+    embeddings[ids == tokens.convert_tokens_to_ids("<|video_pad|>")] = pooled(model.model.visual(patches, grid))
     hidden = model.model.language_model(inputs_embeds=embeddings).last_hidden_state[0]
     return torch.cat([hidden[ids[0] == tokens.convert_tokens_to_ids(token)] for token in TOKENS])
 
