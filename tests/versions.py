@@ -25,7 +25,7 @@ REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?>=([\w.]+)")
 EXTRAS = ("parquet", "hub", "compbench")
 TOOLS = (
     "fastapi", "ftfy", "httpx", "hypothesis", "ipykernel", "markdown-it-py", "nbclient", "nbformat",
-    "prometheus-client", "pytest", "pytest-xdist", "starlette", "uvicorn",
+    "prometheus-client", "pytest", "pytest-xdist", "ray[serve]", "starlette", "uv", "uvicorn", "virtualenv",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -270,8 +271,11 @@ def merge_start(
 
 def prepare(pipe: DiffusionPipeline, half: bool) -> None:
     """Freeze `pipe` and give it a scheduler with a transition kernel; `half`: its weights are in half precision."""
-    if type(pipe).__name__.startswith("QwenImage"):  # older ones cannot compute some rows of a batch
-        require("diffusers", "0.37", type(pipe).__name__)
+    name = type(pipe).__name__
+    if name.startswith("QwenImage"):  # older ones cannot compute some rows of a batch
+        require("diffusers", "0.37", name)
+    if name.startswith(("SkyReels", "Wan")) and find_spec("ftfy") is None:
+        require("diffusers", "0.37", f"{name} without the package ftfy")
     pipe.scheduler = trainable_scheduler(pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
     leave_out_safety_checker(pipe)

@@ -9,6 +9,7 @@ from typing import Any
 import net
 import pytest
 from drills import ALL
+from newer import needs
 
 TRACING = Path(net.__file__).with_name("tracing.py")
 GOLDEN: dict[str, Any] = json.loads(net.GOLDEN.read_text())
@@ -21,6 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return net.workplace(tmp_path_factory.mktemp("golden"))
 
 
+@needs("transformers", "5.20", "draws other weights of text encoders than these runs had")
 @pytest.mark.parametrize(("preset", "way"), SHOWN)
 def test_a_run_has_the_recorded_numbers(
     preset: str, way: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

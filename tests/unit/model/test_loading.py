@@ -16,11 +16,13 @@ from zoo import text_to_image
 
 from gerl.config import ModelConfig, SamplingConfig
 from gerl.engine import record
-from gerl.errors import ConfigError, ModelError
+from gerl.errors import ConfigError, ModelError, VersionError
 from gerl.model import loading
 from gerl.model.denoisers import find_denoisers
-from gerl.model.loading import leave_out_safety_checker, load_pipeline, load_policy, weights_fingerprint
+from gerl.model.loading import leave_out_safety_checker, load_pipeline, load_policy, prepare, weights_fingerprint
 from gerl.model.prompts import pipeline_call
+from gerl.utils import versions
+from gerl.utils.versions import has
 
 Folders = dict[str, Path]
 
@@ -263,3 +265,22 @@ def test_a_pipeline_that_takes_no_prompt_says_of_what_it_is_made() -> None:
         ModelError, match=r"generation_pipe, upsampling_pipe: train one of these, .*pipe\.generation_pipe"
     ):
         record(pipe, {"prompt": ["a sign"]})
+
+
+@pytest.mark.parametrize(
+    ("case", "feature"), [("qwen_image", "QwenImagePipeline"), ("wan", "WanPipeline without the package ftfy")]
+)
+def test_what_an_older_diffusers_cannot_compute_is_refused(
+    case: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tiny.build(tiny.CASES[case])
+    monkeypatch.setattr(versions, "version", lambda package: "0.36.0")
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    has.cache_clear()
+    try:
+        with pytest.raises(
+            VersionError, match=rf"^{feature} needs diffusers 0\.37 or newer, and 0\.36\.0 is installed"
+        ):
+            prepare(pipe, half=False)
+    finally:
+        has.cache_clear()

@@ -61,6 +61,14 @@ def post(port: int) -> int:
     return requests.post(f"http://127.0.0.1:{port}/", json={}, timeout=20).status_code
 
 
+def answer(opened: socket.socket) -> bytes:
+    """What comes until the body of two bytes is there: head and body may arrive one after the other."""
+    found = b""
+    while not found.partition(b"\r\n\r\n")[2][1:] and (more := opened.recv(1000)):
+        found += more
+    return found
+
+
 def is_closed(opened: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return opened.recv(100) == b""
@@ -77,7 +85,7 @@ def test_a_head_that_does_not_arrive_ends_its_connection_and_no_other(
         assert session.get(f"http://127.0.0.1:{port}/", timeout=20).text == "ok"  # the connection is kept
         with socket.create_connection(("127.0.0.1", port), timeout=20) as second:
             second.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert second.recv(1000).endswith(b"ok")
+            assert answer(second).endswith(b"ok")
             second.sendall(b"GET / HTTP")  # of the next request
             assert is_closed(second)
 
@@ -126,7 +134,7 @@ def test_of_connections_that_came_at_once_the_last_is_answered(
         time.sleep(0.05)  # what follows is accepted at one time of the loop
         opened += [half_open(port) for _ in range(30)]
         opened.append(connected(port, "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
-        assert opened[-1].recv(1000).endswith(b"ok")
+        assert answer(opened[-1]).endswith(b"ok")
         assert is_closed(opened[1])
     finally:
         for one in opened:
