@@ -1,6 +1,7 @@
 """Tensors as bytes: named tensors as a safetensors file, and many small ones packed into one for transport."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -18,22 +19,28 @@ from gerl.errors import CheckpointError
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """Pack named tensors of any device and dtype as a safetensors file; equal input gives equal bytes."""
-    # clones: safetensors rejects tensors that share memory, such as tied weights
-    plain = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    return _in_order(safetensors.torch.save(plain, metadata))
+    """Pack named tensors of any device and dtype as a safetensors file; equal input gives equal bytes.
+
+    Takes the memory of the file and of one tensor: the library's `save` would hold several copies of a large state.
+    """
+    # the library puts large dtypes first, so that all are aligned
+    empty = safetensors.torch.save({name: torch.empty(0, dtype=t.dtype) for name, t in tensors.items()})
+    header, end = dict[str, Any](), 0
+    for name, entry in json.loads(empty[8:]).items():
+        start, end = end, end + tensors[name].nbytes
+        header[name] = entry | {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    noted = {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+    file = io.BytesIO()
+    file.write(_header({**noted, **header}))
+    for name in header:
+        file.write(_bytes(tensors[name]))
+    return file.getvalue()
 
 
-def _in_order(content: bytes) -> bytes:
-    """Sort the metadata of the file, which safetensors writes in hash-map order."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    metadata = header.pop("__metadata__", None)
-    if metadata is None:
-        return content
-    text = json.dumps({"__metadata__": dict(sorted(metadata.items())), **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
-    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+def _header(entries: Mapping[str, Any]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNED)
+    return len(text).to_bytes(8, "little") + text
 
 
 def unpack_tensors(data: bytes) -> dict[str, torch.Tensor]:
@@ -87,11 +94,9 @@ class TensorFile:
     def close(self) -> str:
         """Write the file and return its SHA-256; equal tensors in equal order give equal bytes. Raises `OSError`."""
         self._values.close()
-        text = json.dumps(self._header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGNED)
         whole = self._part.with_suffix(".whole")
         with whole.open("wb") as file, self._part.open("rb") as values:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(_header(self._header))
             shutil.copyfileobj(values, file, 2**24)
         with whole.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,14 +1,16 @@
 import hashlib
 import json
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
 from gerl.errors import CheckpointError
-from gerl.utils.tensors import PackedTensors, TensorFile, pack_tensors, unpack_tensors
+from gerl.utils.tensors import KINDS, PackedTensors, TensorFile, pack_tensors, unpack_tensors
 
 
 def test_tensors_round_trip_bitwise() -> None:
@@ -39,6 +41,17 @@ def test_equal_tensors_are_equal_bytes() -> None:
     size = int.from_bytes(content[:8], "little")
     assert size % 8 == 0 and json.loads(content[8 : 8 + size])["__metadata__"] == metadata
     assert unpack_tensors(pack_tensors({}, metadata)) == {}
+
+
+def test_a_packed_file_is_the_librarys_and_takes_its_memory_once() -> None:
+    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in KINDS} | {"empty": torch.empty(0, 2)}
+    assert pack_tensors(tensors) == safetensors.torch.save(tensors)
+    large = {"a": torch.zeros(2**22), "b": torch.zeros(2**22)}
+    tracemalloc.start()
+    size = len(pack_tensors(large))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 2**25 < size <= peak < 1.5 * size
 
 
 def test_rows_travel_as_one() -> None:
