@@ -308,7 +308,12 @@ class RayFleet(LocalFleet):
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         super().__init__(config, cluster, workers, timeline)
-        self.recovery = Recovery(config, self)
+        self.recovery: Recovery = Recovery(config, self)
+
+    def hold(self, step: int, process: int = 0) -> Held:
+        """Hold the state of `step`: the copy of the first process in this one, if there is one, else as `LocalFleet`."""
+        state = None if process else self.recovery.copy_of(step)
+        return super().hold(step, process) if state is None else Held.of(*state)
 
     def check_model(self, downloads: Downloads) -> None:
         """Check the model: on one machine in the first process, on a cluster in each process."""

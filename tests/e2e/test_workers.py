@@ -155,6 +155,7 @@ def over_ray(arguments: Callable[..., list[str]], start: Any, run_of: Any, keys:
 
     def begin(steps: int, **environment: str) -> tuple[Any, "subprocess.Popen[str]"]:
         more = keys | {"trainer__steps": steps, "cluster__num_workers": 2, "cluster__launcher": "ray"}
+        more["logger__level"] = "debug"
         log = f"reward.scorers.bright.kwargs.log={tmp_path / 'log'}"
         return run_of(tmp_path / "run"), start(arguments(tmp_path / "run", log, **more), **environment)
 
@@ -190,6 +191,9 @@ def test_a_ray_cluster_is_joined_and_left_running(
     # up to the report, the driver needs none of what loads and trains a model, which would take it seconds
     assert {"torch", "ray"} <= imported and not imported & {"diffusers", "transformers", "peft", "torch._dynamo"}
     assert_same_run(run, two)
+    # a worker sends the state of each step once: the checkpoint of the last one is written from the driver's copy
+    sent = re.findall(r"worker 0: checkpoint\((\d+)\) \.\.\.", (run.folder / "log.txt").read_text())
+    assert sent == [str(step) for step in range(STEPS + 1)] and run.checkpoint(STEPS).is_dir()
     # streaming: the first micro-batch is scored long before the last one is drawn
     times = [call["time"] for call in calls(run)][-10:-2]  # of the last rollout
     assert times[-1] - times[0] > 0.2 * run.metrics[-1]["timing/rollout_s"]
