@@ -126,6 +126,17 @@ def _unpacked(numbers: list[int], lengths: list[int], whole: np.ndarray) -> Pack
     return PackedTensors(zip(numbers, tensors, strict=True))
 
 
+class PackedFiles(dict[str, bytes]):
+    """Files by name, pickled as arrays, which go beside the stream: within it is one more copy of each file."""
+
+    def __reduce__(self) -> tuple[Callable[..., "PackedFiles"], tuple[object, ...]]:
+        return _files, (list(self), [np.frombuffer(content, np.uint8) for content in self.values()])
+
+
+def _files(names: list[str], contents: list[np.ndarray]) -> PackedFiles:
+    return PackedFiles({name: content.tobytes() for name, content in zip(names, contents, strict=True)})
+
+
 def tensors_of(images: Sequence[Image.Image]) -> torch.Tensor:
     """Convert PIL images of one size to `[B, 3, H, W]` fp32 in [0, 1]."""
     pixels = [torch.from_numpy(np.array(image.convert("RGB"))) for image in images]

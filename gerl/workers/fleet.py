@@ -311,7 +311,7 @@ class RayFleet(LocalFleet):
         self.recovery: Recovery = Recovery(config, self)
 
     def hold(self, step: int, process: int = 0) -> Held:
-        """Hold the state of `step`: the copy of the first process in this one, if there is one, else as `LocalFleet`."""
+        """Hold the state of `step`: of the first process the copy that is here, if any; else as `LocalFleet`."""
         state = None if process else self.recovery.copy_of(step)
         return super().hold(step, process) if state is None else Held.of(*state)
 

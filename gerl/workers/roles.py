@@ -26,7 +26,7 @@ from gerl.config.roles import role_config, signature
 from gerl.errors import CheckpointError, ConfigError
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample
 from gerl.utils.seeding import derive_seed, seed_everything
-from gerl.utils.tensors import pack_tensors, unpack_tensors
+from gerl.utils.tensors import PackedFiles, pack_tensors, unpack_tensors
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.worker import PolicyWorker, State
 
@@ -80,7 +80,7 @@ class RoleWorker(PolicyWorker):
             found, roles[name] = role.checkpoint(step)
             tensors |= {f"{FOLDER}/{name}/{key}": value for key, value in unpack_tensors(found.pop(STATE)).items()}
             files |= {f"{FOLDER}/{name}/{file}": content for file, content in found.items()}
-        return files | {STATE: pack_tensors(tensors)}, replace(numbers, roles=roles)
+        return PackedFiles(files | {STATE: pack_tensors(tensors)}), replace(numbers, roles=roles)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
         assert isinstance(source, bytes), "full fine-tuning has no roles"

@@ -20,7 +20,7 @@ from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy, class_of, kept_in_fp32, local
 from gerl.model.shards import Part, Shards, part_of, write_parts
 from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
-from gerl.utils.tensors import pack_tensors, unpack_tensors
+from gerl.utils.tensors import PackedFiles, pack_tensors, unpack_tensors
 from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of, snapshots_of
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def checkpoint_files(worker: PolicyWorker, step: int) -> State:
     tensors, numbers = worker.snapshots.take(step)
     average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
     lora = worker.policy.lora_file(average)
-    return {"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": lora}, numbers
+    return PackedFiles({"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": lora}), numbers
 
 
 def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState) -> None:

@@ -1,3 +1,4 @@
+import copy
 import hashlib
 import json
 import pickle
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gerl.errors import CheckpointError
-from gerl.utils.tensors import KINDS, PackedTensors, TensorFile, pack_tensors, unpack_tensors
+from gerl.utils.tensors import KINDS, PackedFiles, PackedTensors, TensorFile, pack_tensors, unpack_tensors
 
 
 def test_tensors_round_trip_bitwise() -> None:
@@ -64,6 +65,15 @@ def test_rows_travel_as_one() -> None:
     assert list(back) == list(rows) and all(torch.equal(back[i], values) for i, values in rows.items())
     back[5].add_(1)  # they may be written
     assert pickle.loads(pickle.dumps(PackedTensors())) == {}
+
+
+def test_files_travel_beside_the_pickle() -> None:
+    files, buffers = PackedFiles({"state": bytes(range(256)) * 1000, "empty": b""}), list[pickle.PickleBuffer]()
+    pickled = pickle.dumps(("others", files), protocol=5, buffer_callback=buffers.append)
+    assert len(pickled) < 400 and sum(buffer.raw().nbytes for buffer in buffers) == 256_000
+    back = pickle.loads(pickled, buffers=[memoryview(buffer.raw()) for buffer in buffers])
+    assert back == pickle.loads(pickle.dumps(("others", files))) == copy.deepcopy(("others", files)) == ("others", files)
+    assert all(type(content) is bytes for content in back[1].values())
 
 
 def test_a_file_is_written_tensor_by_tensor(tmp_path: Path) -> None:
