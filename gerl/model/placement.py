@@ -36,15 +36,18 @@ DECODER = ("post_quant_conv", "decoder")  # the parts of a VAE that decode laten
 class OffloadedComponents:
     """Offloading of pipeline components to the CPU while they are not used.
 
-    A component moves to `device` when it or a part of it is called, and back when another one or a denoiser runs: at
-    most one is on the device, and none while the denoiser needs the memory for its activations.
+    A component is copied to `device` when it or a part of it is called, and the copy is dropped when another one or a
+    denoiser runs: at most one is on the device, and none while the denoiser needs the memory for its activations.
+    Frozen weights stay mapped from their files, which the processes of a machine share.
     """
 
     def __init__(self, components: Modules, denoisers: Modules, device: str) -> None:
         self.device = torch.device(device)
         self.present: torch.nn.Module | None = None
+        self.homes: dict[torch.nn.Module, list[Home]] = {}
         for component in components:
             component.to("cpu")
+            self.homes[component] = homes_of(component)
             for part in component.modules():  # pipelines call `vae.decode` and `text_encoder.model` bypassing `forward`
                 part.register_forward_pre_hook(partial(self._enter, component), with_kwargs=True)
         for denoiser in denoisers:
@@ -64,9 +67,26 @@ class OffloadedComponents:
 
     @torch.compiler.disable
     def _leave(self, *_: object) -> None:
-        if self.present is not None:
+        if self.present is None:
+            return
+        for tensors, name, tensor, home in self.homes[self.present]:
+            if tensor.device != home.device:  # a parameter; a buffer was replaced
+                tensor.data = home
+            tensors[name] = tensor
+        if not self.homes[self.present]:
             self.present.to("cpu")
-            self.present = None
+        self.present = None
+
+
+Home = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+
+
+def homes_of(component: torch.nn.Module) -> list[Home]:
+    """Return the tensors of a component, with their places and values; [] if it is quantised, by special classes."""
+    places: list[dict[str, Any]] = [p for m in component.modules() for p in (m._parameters, m._buffers)]
+    found = [(place, name, t, t.data) for place in places for name, t in place.items() if t is not None]
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for _, _, tensor, _ in found)
+    return found if plain else []
 
 
 class OffloadedBlocks:

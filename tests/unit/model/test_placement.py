@@ -29,6 +29,7 @@ from gerl.model.placement import (
     check_quantized_rollout,
     compile_blocks,
     decode_in_fp32,
+    homes_of,
     place,
     quantised,
     set_attention,
@@ -58,19 +59,18 @@ def test_encoders_and_vae_are_on_the_device_only_while_they_run(monkeypatch: pyt
     offloaded = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
     assert moves == [("transformer", "cpu:0")] + [(name, "cpu") for name in offloaded]
 
-    def visit(name: str) -> list[tuple[str, str]]:
-        return [(name, "cpu:0"), (name, "cpu")]
-
     moves.clear()
     images, tape = record(pipe, call, generators=tiny.generators(), probe=False)
-    encoders = [move for name in offloaded[1:] for move in visit(name)]
-    # for the prompts and for the negative ones; the last one leaves for the denoiser, then the VAE comes and stays
-    assert moves == encoders * 2 + [("vae", "cpu:0")]
+    # for the prompts and for the negative ones, then the VAE comes and stays
+    assert moves == [(name, "cpu:0") for name in [*offloaded[1:] * 2, "vae"]]
     assert np.array_equal(images.images, plain.images)
 
-    moves.clear()
+    (components,) = {
+        hook.__self__ for hook in pipe.transformer._forward_pre_hooks.values() if hasattr(hook, "__self__")
+    }
+    assert components.present is pipe.vae
     replay(pipe, tape, lambda k, step: step.log_prob.mean())
-    assert moves == [("vae", "cpu")]  # no encoder runs, and the denoiser has the device for itself
+    assert components.present is None  # no encoder runs, and the denoiser has the device for itself
 
 
 def test_without_offload_everything_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +88,24 @@ def test_a_component_that_is_called_past_its_forward_is_fetched_with_its_inputs(
     assert offloaded.present is None
     assert inner(torch.ones(2)).is_meta and offloaded.present is component and inner.weight.is_meta
     assert component(torch.ones(2)).is_meta
-    offloaded.present = None  # what is on meta cannot come back
-    assert denoiser(torch.ones(2)).sum() == 2
+    assert denoiser(torch.ones(2)).sum() == 2 and offloaded.present is None and not inner.weight.is_meta
+
+
+def test_a_component_is_dropped_from_the_device_and_not_copied_back() -> None:
+    """Its weights stay mapped from their files, which the processes of a machine share."""
+    component, denoiser = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).eval(),
+        torch.nn.Identity(),
+    )
+    places = {name: tensor.data_ptr() for name, tensor in component.state_dict().items()}
+    OffloadedComponents([component], [denoiser], "meta")
+    for _ in range(2):
+        assert component(torch.ones(3, 2)).is_meta
+        assert all(tensor.is_meta for tensor in component.state_dict().values())
+        denoiser(torch.ones(2))
+        assert places == {name: tensor.data_ptr() for name, tensor in component.state_dict().items()}
+    component[0].weight = type("Quantised", (torch.nn.Parameter,), {})(component[0].weight)
+    assert homes_of(component) == []
 
 
 def test_a_compiled_denoiser_sends_offloaded_components_away() -> None:

@@ -72,7 +72,9 @@ def test_files_travel_beside_the_pickle() -> None:
     pickled = pickle.dumps(("others", files), protocol=5, buffer_callback=buffers.append)
     assert len(pickled) < 400 and sum(buffer.raw().nbytes for buffer in buffers) == 256_000
     back = pickle.loads(pickled, buffers=[memoryview(buffer.raw()) for buffer in buffers])
-    assert back == pickle.loads(pickle.dumps(("others", files))) == copy.deepcopy(("others", files)) == ("others", files)
+    assert (
+        back == pickle.loads(pickle.dumps(("others", files))) == copy.deepcopy(("others", files)) == ("others", files)
+    )
     assert all(type(content) is bytes for content in back[1].values())
 
 
