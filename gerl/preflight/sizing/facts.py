@@ -431,9 +431,9 @@ def _module(kind: Any, config: dict[str, Any], dtype: torch.dtype, device: str) 
             kept = getattr(module, "_keep_in_fp32_modules_strict", None) or []
             if dtype == torch.float16:
                 kept = [*kept, *(getattr(module, "_keep_in_fp32_modules", None) or [])]
-    for name, parameter in module.named_parameters():
-        if any(part in name.split(".") for part in kept):
-            parameter.data = parameter.data.float()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point():  # also tables of positions, which are computed in fp32
+            tensor.data = tensor.data.to(torch.float32 if any(part in name.split(".") for part in kept) else dtype)
     return module
 
 
