@@ -15,9 +15,10 @@ from gerl.preflight.findings import rendered, write_json
 from gerl.preflight.sizing import layouts
 from gerl.preflight.sizing.facts import Facts, find_facts, recorded
 from gerl.preflight.sizing.hardware import GPUS, Name
-from gerl.preflight.sizing.layouts import Batch, Choice, Layout, Memory
+from gerl.preflight.sizing.layouts import Batch, Choice, Layout, MainMemory, Memory
 from gerl.utils.files import finite
 
+CPU_WORKERS = 2  # by default
 logger = logging.getLogger("gerl")
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -33,6 +34,7 @@ class Sizing:
     layout: Layout
     batch: Batch
     memory: Memory
+    main: MainMemory
     seconds: float
     largest: tuple[int, int]
     images: int  # per trainer step
@@ -85,11 +87,19 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
         layout,
         batch,
         layouts.memory(facts, layout, batch),
+        main_memory(config, facts, layout, batch, min(gpus, gpu.together)),
         layouts.seconds(facts, layout, batch, gpu, share / 100),
         layouts.largest(facts, layout, batch, gpu),
         images,
         layouts.cheapest(facts, batch, smallest, gpu, gpus, share / 100),
     )
+
+
+def main_memory(config: Config, facts: Facts, layout: Layout, batch: Batch, gpus: int) -> MainMemory:
+    """Return the main memory of a machine with so many GPUs; with cluster.device=cpu, where all is in it."""
+    cpu = config.cluster.device == "cpu"
+    workers = (config.cluster.workers or CPU_WORKERS) if cpu else gpus
+    return layouts.main_memory(facts, layout, batch, workers, len(config.reward.gpu_shares), cpu)
 
 
 def configured(config: Config, facts: Facts) -> Layout:

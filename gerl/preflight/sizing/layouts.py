@@ -20,6 +20,7 @@ from gerl.model.quantization import quantised_bytes
 from gerl.preflight.findings import SPARE
 from gerl.preflight.sizing.facts import FP32, Facts, Part, Weights
 from gerl.preflight.sizing.hardware import Gpu
+from gerl.workers.recovery import BYTES, LARGEST
 
 SHARDS = ("none", "denoiser", "all")
 # (denoiser, encoders), in order of preference
@@ -165,6 +166,55 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
     return Memory(weights, lora, tape, {name: resident + value for name, value in phases.items()}, activations)
 
 
+# Main memory of processes without model, optimizer or images (RAY: all services), from benchmarks/real_size.py
+DRIVER, WORKER, SCORER, RAY = 0.3e9, 0.45e9, 0.3e9, 0.2e9
+KEPT = 2  # copies of a state in the driver: of a step, and of the one before until it has arrived
+
+
+@dataclass(frozen=True)
+class MainMemory:
+    """Main memory of a machine in bytes, without the models of scorers.
+
+    `first`: the worker that sends its state to the driver; `worker`, `scorer`: each of the others. `mapped`: pages of
+    the weights' files, which all workers share and the system can drop once they are on a GPU. `checkpoint`: on disk.
+    """
+
+    driver: float
+    workers: int
+    first: float
+    worker: float
+    scorers: int
+    scorer: float
+    ray: float  # its services
+    store: float
+    mapped: float
+    checkpoint: float
+    total: float
+
+
+def main_memory(
+    facts: Facts, layout: Layout, batch: Batch, workers: int, scorers: int, on_cpu: bool = False
+) -> MainMemory:
+    """Return the main memory of a machine with so many processes; `on_cpu`: they compute in it."""
+    ranks = layout.ranks if facts.whole and layout.shard != "none" else 1
+    state = facts.lora * FP32 * (3 + facts.averages) / ranks  # weights, two moments and averages
+    sent = 0.0 if facts.whole else state + facts.lora * FP32  # and a file of the LoRA
+    weights = sum(layout.size(part) for part in facts.parts)
+    own, working, taken = state, 0.0, memory(facts, layout, batch)  # a copy of the state after the last step
+    if on_cpu:
+        own, working = own + taken.lora + taken.tape, taken.peak - taken.weights - taken.lora - taken.tape
+    elif layout.offload == "blocks":
+        own += sum(layout.size(part) for part in facts.parts if part.kind == "denoiser")  # pinned
+    loading = sum(part.masters for part in facts.parts)  # in fp32, before they are divided
+    worker, first = (WORKER + max(own + max(working, more), loading) for more in (0.0, sent))
+    driver = DRIVER + sent * (1 + KEPT * (facts.lora * BYTES <= LARGEST))
+    processes = driver + first + (workers - 1) * worker + scorers * SCORER + RAY
+    total = processes + sent + (weights if on_cpu else 0.0)
+    return MainMemory(
+        driver, workers, first, worker, scorers, SCORER, RAY, sent, weights, sent or state * ranks, total
+    )  # fmt: skip
+
+
 def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) -> float:
     """Return the seconds per image at `share` of the peak; moves of blocks overlap with work, others do not."""
     computing = facts.flops(layout.checkpointing) / (share * gpu.peak)
@@ -179,8 +229,8 @@ def seconds(facts: Facts, layout: Layout, batch: Batch, gpu: Gpu, share: float) 
             travelling += times * gathered / gpu.link
         if layout.offload == "blocks" and (part.kind == "denoiser" or layout.is_sharded(part)):
             travelling += calls * layout.size(part) / (layout.ranks if layout.is_sharded(part) else 1) / gpu.bus
-        if layout.is_away(part):  # upload and download, once per micro-batch
-            waiting += 2 * layout.size(part) / gpu.bus
+        if layout.is_away(part):  # uploaded once per micro-batch, and downloaded if it is quantised
+            waiting += (1 + (layout.kind(part) != "none")) * layout.size(part) / gpu.bus
     images = facts.images * batch.rollout / facts.sampled  # images covered by the counted calls
     return max(computing, travelling / images) + waiting / images
 

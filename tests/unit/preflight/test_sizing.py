@@ -36,7 +36,18 @@ from gerl.preflight.sizing.facts import (
 )
 from gerl.preflight.sizing.facts import recorded as on_record
 from gerl.preflight.sizing.hardware import GPUS
-from gerl.preflight.sizing.layouts import Batch, Layout, cheapest, largest, memory, room, seconds
+from gerl.preflight.sizing.layouts import (
+    DRIVER,
+    WORKER,
+    Batch,
+    Layout,
+    cheapest,
+    largest,
+    main_memory,
+    memory,
+    room,
+    seconds,
+)
 from gerl.preflight.sizing.shape_simulator import PLACE, Ledger, Picture, Tally, Tokens
 
 ROOT = Path(__file__).parents[3]
@@ -180,6 +191,14 @@ def test_all_parts_on_record_have_their_published_size(weights_on_record: dict[s
     assert round(sum(whole) * 2 / BILLIONS, 1) == 57.7  # GB of the hub's Qwen/Qwen-Image
 
 
+def test_a_table_of_positions_is_loaded_like_weights() -> None:
+    """It is computed in fp32; in the file it has the precision of the rest."""
+    medium = architectures()["models"]["stabilityai/stable-diffusion-3.5-medium"]["components"]["transformer"]
+    transformer = build_part(medium, torch.bfloat16, "meta")
+    assert {tensor.dtype for tensor in transformer.state_dict().values()} == {torch.bfloat16}
+    assert part_of("transformer", transformer, True).weights.total == 4_939_327_872  # hub, transformer: 4.94 GB
+
+
 def test_the_folder_that_a_recipe_puts_together_is_on_record() -> None:
     assert named_on_record("./hidream-i1-full") == "HiDream-ai/HiDream-I1-Full"
     known = {*architectures()["models"], "./hidream-i1-full"}
@@ -202,6 +221,25 @@ def model(billions: float = 10.0) -> Facts:
     ]
     taken = Tally({"transformer": 10**15}, {"transformer": 10}, {"transformer": 8 * 10**9})
     return Facts("m", "P", "a", "bfloat16", "image", 8, 8, 8, parts, 10**7, 1, False, 1e6, taken, {True: taken})
+
+
+def test_main_memory_has_a_state_where_it_is_copied_and_sent() -> None:
+    facts, batch = model(), Batch(8, 8, 100)
+    found = main_memory(facts, Layout(), batch, workers=8, scorers=2)
+    # of 10 M parameters weight, two moments and an average, and a file of the LoRA
+    state, sent = 0.16e9, 0.2e9
+    assert (found.worker, found.first) == (WORKER + state, WORKER + state + sent)
+    assert found.driver == DRIVER + 3 * sent and found.store == found.checkpoint == sent and found.mapped == 22.2e9
+    processes = found.driver + found.first + 7 * found.worker + 2 * found.scorer + found.ray
+    assert found.total == processes + sent, "weights are on the GPUs"
+    blocks = main_memory(facts, Layout(offload="blocks"), batch, 1, 0)
+    assert blocks.worker == found.worker + 20e9, "pinned, by each worker"
+    here = main_memory(facts, Layout(), batch, 1, 0, on_cpu=True)
+    # gradient, state and average, 100 images and the activations of 8
+    assert here.worker == pytest.approx(WORKER + state + 0.2e9 + 1e8 + 8e9) and here.first == here.worker
+    assert here.total - here.mapped == here.driver + here.first + here.ray + here.store
+    large = main_memory(dataclasses.replace(facts, lora=10**8), Layout(), batch, 1, 0)
+    assert large.driver == DRIVER + 2e9, "it is not kept in the driver, which only writes checkpoints"
 
 
 def test_layouts_divide_what_they_should() -> None:
