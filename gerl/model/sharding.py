@@ -37,7 +37,7 @@ from gerl.utils.versions import has, require
 # not come from a single tensor of a file, the model is loaded completely by its class.
 
 logger = logging.getLogger(__name__)
-TRANSFORMERS = "5.12"  # the first with the functions that say which tensor of a file becomes which weight
+TRANSFORMERS = "5.12"  # the oldest tried whose weights by part are those of `from_pretrained`: with 5.8 they are not
 NAMES = {ModelMixin: "diffusion_pytorch_model.safetensors", PreTrainedModel: "model.safetensors"}
 
 
