@@ -1,6 +1,7 @@
 # make demo    fine-tune the small Stable Diffusion 3 of gerl until it can write (about three minutes on two cores)
 # make test    the test suite; with GERL_DRILLS=all also the rest of the signals and kills, which CI sends
-# make test-versions  the tests with the oldest and newest versions that pyproject.toml allows, in environments of their own
+# make test-versions  the tests with the oldest and newest versions that pyproject.toml allows, in environments of their own,
+#              of OLDEST=python3.11, for which the oldest have wheels, and of PYTHON
 # make check   lint, formatting, types, the links of the documentation
 # make docs    the documentation as a site, in site/
 # make clean   remove the environment and everything built; outputs/ stays
@@ -8,6 +9,7 @@
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 	$$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+OLDEST ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,7 +36,7 @@ test: $(STAMP)
 	$(CACHING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(GERL_DRILLS),--durations=40) $(ARGS)
 
 test-versions:
-	$(PYTHON) tests/versions.py oldest $(ARGS)
+	$(OLDEST) tests/versions.py oldest $(ARGS)
 	$(PYTHON) tests/versions.py newest $(ARGS)
 
 check: $(STAMP)
