@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -31,12 +30,15 @@ class Cluster:
     Joins the cluster at RAY_ADDRESS if set, whose resources are known once entered; otherwise starts an embedded Ray.
     """
 
-    def __init__(self, config: ClusterConfig, scorers: Sequence[float] = ()) -> None:
-        """Store the settings; `scorers`: the GPU share of each of their processes."""
+    def __init__(
+        self, config: ClusterConfig, scorers: Sequence[float] = (), ray: "RaySession | None" = None
+    ) -> None:
+        """Store the settings; `scorers`: the GPU share of each of their processes. `ray`: if it is entered already."""
         self.config = config
         self.scorers = list(scorers)
         self.remote = config.launcher == "ray"
-        self.joined = self.remote and bool(os.environ.get("RAY_ADDRESS"))
+        self.joined = self.remote and joins()
+        self._ray = ray
         self._ends = contextlib.ExitStack()
         self.gpus = 1.0  # GPU share of a rollout and actor worker: one, minus the shares of scorers beside it
         self.ranks = config.ranks_per_worker
@@ -112,7 +114,7 @@ class Cluster:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())  # workers in this process change it
                 self._warn_of_spinning()
             else:
-                self.ray.start(stack)
+                stack.enter_context(self.ray)
             if self.joined:
                 self._resources = self.ray.resources()
                 self._count()
@@ -126,23 +128,12 @@ class Cluster:
         with signals.deferred():  # no process may be left behind
             self._ends.__exit__(kind, error, trace)
 
-    @cached_property
+    @property
     def ray(self) -> "RaySession":
         """The Ray of this command, imported on first use. Raises `ClusterError` if it cannot be imported."""
-        try:
-            with importing():
-                from gerl.cluster.ray_session import RaySession
-        except ImportError as error:
-            raise ClusterError(
-                f"cluster.launcher=ray, or a scorer with an env of its own, needs Ray, which cannot be imported "
-                f"({error}): run pip install ray, or use cluster.launcher=local and no reward.scorers.NAME.env"
-            ) from error
-        return RaySession(self.config, self.joined)
-
-    def load(self) -> None:
-        """Import Ray if it is needed. Raises `ClusterError` if it cannot be imported."""
-        if self.remote:
-            _ = self.ray
+        if self._ray is None:
+            self._ray = ray_session(self.config)
+        return self._ray
 
     @property
     def own(self) -> bool:
@@ -246,7 +237,26 @@ class Cluster:
             together=together,
             environment=environment or {},
             processes=self.processes + len(self.scorers) + 1,
+            hide_gpus=self.joined or self._resources["GPU"] > 0,
         )
+
+
+def joins() -> bool:
+    """Whether this command joins a Ray cluster; otherwise it starts a Ray of its own if it needs one."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def ray_session(config: ClusterConfig) -> "RaySession":
+    """Import Ray and return the session of this command, not entered. Raises `ClusterError` if Ray is missing."""
+    try:
+        with importing():
+            from gerl.cluster.ray_session import RaySession
+    except ImportError as error:
+        raise ClusterError(
+            f"cluster.launcher=ray, or a scorer with an env of its own, needs Ray, which cannot be imported "
+            f"({error}): run pip install ray, or use cluster.launcher=local and no reward.scorers.NAME.env"
+        ) from error
+    return RaySession(config, joins())
 
 
 def worker_share(devices: int, workers: int, scorers: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TypeVar, cast
 
 import ray
@@ -14,6 +14,7 @@ from gerl.cluster import health, local_ray
 from gerl.cluster.environments import runtime_env
 from gerl.cluster.placement import Places
 from gerl.cluster.worker_group import WorkerGroup
+from gerl.commandline import signals
 from gerl.config import ClusterConfig
 from gerl.errors import ClusterError
 
@@ -21,24 +22,43 @@ W = TypeVar("W")  # the class of a worker
 
 
 class RaySession:
-    """Session of Ray, started or joined unless this process is connected; ends only what it started."""
+    """Session of Ray, started or joined unless this process is connected; ends only what it started.
+
+    It may be entered before the cluster that uses it, which enters it again: the first exit ends it.
+    """
 
     def __init__(self, config: ClusterConfig, joined: bool) -> None:
         self.config, self.joined = config, joined
         self._actors: list[object] = []
         self._places: list[Places] = []
+        self._ends: ExitStack | None = None  # None: not entered
+        self._started = False  # whether this session started Ray
 
-    def start(self, ends: ExitStack) -> None:
-        """Start or join Ray, and add its shutdown to `ends`. Raises `ClusterError` on failure."""
-        if not self.alive:
-            options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
-            if self.joined:
-                join(os.environ["RAY_ADDRESS"], options)
-                ends.callback(self._leave)
-            else:
-                local_ray.start(options, ends)
-            ends.enter_context(health.watched(_services(), own=not self.joined))
-        ends.callback(self._close)
+    def __enter__(self) -> "RaySession":
+        """Start or join Ray, unless that is done. Raises `ClusterError` on failure."""
+        if self._ends is not None:
+            return self
+        with ExitStack() as ends:
+            if not self.alive:
+                options: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
+                if self.joined:
+                    join(os.environ["RAY_ADDRESS"], options)
+                    ends.callback(self._leave)
+                else:
+                    local_ray.start(options, ends)
+                    self._started = True
+                ends.enter_context(health.watched(_services(), own=not self.joined))
+            ends.callback(self._close)
+            self._ends = ends.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            with signals.deferred():  # no process may be left behind
+                ends.__exit__(kind, error, trace)
 
     @property
     def alive(self) -> bool:
@@ -78,21 +98,27 @@ class RaySession:
         together: int,
         environment: Mapping[str, object],
         processes: int,
+        hide_gpus: bool,
     ) -> WorkerGroup[W]:
-        """Start workers, see `Cluster.workers`; `processes`: total number of processes that share the CPUs."""
+        """Start workers, see `Cluster.workers`.
+
+        `processes`: total number of processes that share the CPUs. `hide_gpus`: from workers without a share of one.
+        """
         # small enough for all processes to fit on the smallest machine, also after others died: the CPU is shared by
         # design, and Ray's accounting must not leave a process without room
         nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
         least = min((cpus for cpus in nodes if cpus), default=1.0)
         share = min(1.0, max(1, int(1000 * least / processes)) / 1000)
-        variables = {"OMP_NUM_THREADS": str(threads)}
-        python = runtime_env(environment, self.config.hang_after, self.joined)
-        options: dict[str, object] = {"num_cpus": share, "runtime_env": {"env_vars": variables, **python}}
-        needs = {"CPU": share}
+        needs, options = {"CPU": share}, dict[str, object](num_cpus=share)
         if gpus:
             options["num_gpus"] = needs["GPU"] = gpus
-        else:
+        # only what a process would not have anyway: with a `runtime_env` Ray starts Python twice
+        variables = {"OMP_NUM_THREADS": str(threads)} if self._threads() != str(threads) else {}
+        if hide_gpus and not gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray would not hide the GPUs
+        python = runtime_env(environment, self.config.hang_after, self.joined)
+        if variables or python:
+            options["runtime_env"] = {"env_vars": variables, **python}
         actor_class = ray.remote(**options)(local_ray.unshielded(cls))
         places: Places | None = None
         spread = together == 1 and "GPU" not in needs  # Ray would fill one node after another
@@ -114,6 +140,10 @@ class RaySession:
         give_back = places.give_back if places is not None and not spread else None
         has_room = places.has_room if places is not None else None
         return WorkerGroup(name, count, start, end, self.config.hang_after, needs, give_back, has_room)
+
+    def _threads(self) -> str | None:
+        """Return OMP_NUM_THREADS of Ray's processes: inherited, or 1 for at most one CPU; None if it is not known."""
+        return os.environ.get("OMP_NUM_THREADS", "1") if self._started else None
 
     def _close(self) -> None:
         for places in reversed(self._places):

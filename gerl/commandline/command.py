@@ -14,6 +14,7 @@ import shlex
 import shutil
 import socket
 import sys
+import threading
 import traceback
 import types
 from collections import UserDict
@@ -200,6 +201,22 @@ def importing() -> Iterator[None]:
         importlib.metadata.packages_distributions = find
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def imported_meanwhile(module: str) -> Iterator[None]:
+    """Import `module` in a thread during a block that waits for other processes; errors are left to a later import."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            import_module(module)
+
+    thread = threading.Thread(target=run, name=f"import {module}")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 class WhenRead(UserDict[str, list[str]]):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.algorithms.planning import plan_images, planned_steps, prompt_schedule
-from gerl.commandline.command import PAGE, importing, logged_at, watching
+from gerl.commandline.command import PAGE, imported_meanwhile, importing, logged_at, watching
 from gerl.commandline.composition import Composed
-from gerl.config import Config
+from gerl.config import ClusterConfig, Config
 from gerl.config.configuration import described
 from gerl.config.reading import typed
 from gerl.data.sources import check_images, count_trained, log_prompts
@@ -36,6 +36,7 @@ from gerl.trainer.turns import Turns
 
 if TYPE_CHECKING:
     from gerl.cluster import Cluster
+    from gerl.cluster.ray_session import RaySession
     from gerl.trainer.run import Run
     from gerl.trainer.step import Step
 
@@ -91,18 +92,19 @@ def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
     """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
-    with logged_at(config.logger.level), RunLog() as log:
+    with logged_at(config.logger.level), RunLog() as log, contextlib.ExitStack() as ends:
         inputs = read_inputs(folder.composed, folder.checkpoint is not None)
         config, prompts, held_out = inputs.config, inputs.prompts, inputs.held_out
         folder.composed = replace(folder.composed, config=config)
         # Here and not above: these import torch, which takes seconds, and the keys and files come first.
         with importing():
             from gerl.cluster import Cluster
+
+            ray = begin_ray(config.cluster, ends) if config.cluster.launcher == "ray" else None
             from gerl.trainer.recovery import interruption_logged
             from gerl.trainer.run import Run
 
-            machines = Cluster(config.cluster, config.reward.gpu_shares)
-            machines.load()
+            machines = Cluster(config.cluster, config.reward.gpu_shares, ray)
             if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
                 from gerl.workers.setup import check_start  # which imports them
 
@@ -186,6 +188,17 @@ def explained(why: str) -> Iterator[None]:
         if why:
             error.add_note(why)
         raise
+
+
+def begin_ray(config: ClusterConfig, ends: contextlib.ExitStack) -> "RaySession":
+    """Start or join Ray while the training loop and torch are imported; `ends` ends it if the run does not begin."""
+    from gerl.cluster import ray_session
+
+    ray = ray_session(config)
+    with waiting("starting Ray"), imported_meanwhile("gerl.trainer.run"):
+        ray.__enter__()
+    ends.callback(ray.__exit__, None, None, None)  # without the error, which is not Ray's
+    return ray
 
 
 @contextlib.contextmanager

@@ -251,8 +251,9 @@ class Run:
         self.notify("stepping")
         name = "/".join(self.run_dir.absolute().parts[-2:])
         logger.info("reward: %s", describe_reward(config.reward.scorers))
-        self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
+        # before the scorers, which share GPUs: Ray packs these, and would leave no room for a worker
         self.fleet = self.start_fleet(checkpoint)
+        self.rewards = RewardManager(config.reward, cluster, name, self.timeline)
         loading: list[Pending[ModelFacts]] = []
         try:
             self.fleet.check_model(self.downloads)
@@ -292,6 +293,7 @@ class Run:
         """Start the workers without loading the model."""
         config, cluster = self.config, self.cluster
         functions = functions_of(config.reward.scorers) if config.algorithm.needs.reward_gradient else {}
+        cluster.send_by_value(functions.values())
         whole = trainer = with_absolute_paths(
             replace(config, model=config.model.for_resume()) if checkpoint else config
         )
