@@ -30,9 +30,7 @@ class Cluster:
     Joins the cluster at RAY_ADDRESS if set, whose resources are known once entered; otherwise starts an embedded Ray.
     """
 
-    def __init__(
-        self, config: ClusterConfig, scorers: Sequence[float] = (), ray: "RaySession | None" = None
-    ) -> None:
+    def __init__(self, config: ClusterConfig, scorers: Sequence[float] = (), ray: "RaySession | None" = None) -> None:
         """Store the settings; `scorers`: the GPU share of each of their processes. `ray`: if it is entered already."""
         self.config = config
         self.scorers = list(scorers)

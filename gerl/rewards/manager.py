@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,10 +52,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Start:
-    """Starting process. `until`: deadline for getting resources; None: placed and building its scorers."""
+    """Starting process. `until`: deadline for getting resources; None: placed and building its scorers.
+
+    `build`: the call that builds them once it is placed, while the driver may wait for something else.
+    """
 
     process: int
     until: float | None = None
+    build: Pending[None] | None = None
 
 
 @dataclass(eq=False)
@@ -76,7 +80,8 @@ class Pool:
             self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
             return
         until = time.perf_counter() + self.patience if until is None else until
-        self.starting[self.workers.submit(process, RewardWorker.ping)] = Start(process, until)
+        placed = self.workers.submit(process, RewardWorker.ping)
+        self.starting[placed] = Start(process, until, self.workers.submit(process, RewardWorker.build))
 
     def start_all(self) -> None:
         """Start all processes again after a restart of Ray."""
@@ -108,8 +113,8 @@ class Pool:
             self.died.add(process)
             self.renew(process)
             return
-        if until is not None:
-            self.starting[self.workers.submit(process, RewardWorker.build)] = Start(process)
+        if start.build is not None:
+            self.starting[start.build] = Start(process)
             return
         self.died.discard(process)
         self.idle.append(process)
@@ -131,7 +136,7 @@ class Pool:
                 raise self._without_room()
             name, left = f"{self.workers.name} {start.process}", count - len(late)
             logger.warning("Ray has no room for %s: the run continues with %d of %d processes", name, left, count)
-            self.starting[pending] = Start(start.process, math.inf)
+            self.starting[pending] = replace(start, until=math.inf)
 
     def wait_until_ready(self, process: int) -> None:
         """Wait until a process has built its scorers; raises `RewardError` if it cannot, or Ray cannot place it."""
@@ -149,7 +154,7 @@ class Pool:
         if not self.workers.has_room(process):
             return False
         logger.info("%s %d has been scheduled but not started yet: waiting", self.workers.name, process)
-        self.starting[pending] = Start(process, time.perf_counter() + self.patience)
+        self.starting[pending] = replace(self.starting[pending], until=time.perf_counter() + self.patience)
         return True
 
     def _without_room(self) -> RewardError:

@@ -74,6 +74,23 @@ def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
         assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
 
 
+def test_workers_get_their_gpus_before_the_scorers_that_share_them(
+    arguments: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Ray packs the shares of two scorers on one of two GPUs, and the second worker would never find room."""
+    groups: list[str] = []
+
+    class Recorded(Cluster):
+        def workers(self, name: str, *rest: Any, **keys: Any) -> Any:
+            groups.append(name)
+            return super().workers(name, *rest, **keys)
+
+    config = compose_run(arguments(tmp_path / "run")).config
+    with Recorded(config.cluster) as cluster:
+        Run(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {}).start()
+    assert groups[0] == "worker" and all(name.startswith("scorer ") for name in groups[1:]) and len(groups) > 1
+
+
 @more
 def test_over_ray_workers_of_both_kinds_may_die(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

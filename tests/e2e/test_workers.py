@@ -14,6 +14,7 @@ import net
 import numpy as np
 import psutil
 import pytest
+import ray
 from drills import more
 
 from gerl.cluster import Cluster, Pending, wait_all
@@ -278,7 +279,9 @@ def test_an_embedded_ray_listens_on_the_loopback_and_asks_for_a_token() -> None:
 
 
 @more
-def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_death() -> None:
+def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     packed, downloaded = [], iter(["1 GB", "2 GB", "2 GB"])
 
     class Message:
@@ -290,11 +293,16 @@ def test_what_all_workers_get_is_packed_once_and_silence_without_progress_is_dea
         def take(self, message: Any, number: int) -> tuple[Any, int]:
             return message, number
 
+        def environment(self) -> tuple[str | None, dict[str, Any]]:
+            return os.environ.get("OMP_NUM_THREADS"), dict(ray.get_runtime_context().runtime_env)
+
         def load(self) -> None:
             time.sleep(60)
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with Cluster(ClusterConfig(num_workers=3, device="cpu")) as cluster:
         group = cluster.workers("taker", Taker, 3, lambda rank: ())
+        assert group.run(Taker.environment) == [("1", {})] * 3  # Ray starts Python twice for a runtime_env
         assert group.run(Taker.take, Message(), 7) == [({"is": "there"}, 7)] * 3
         assert len(packed) == 1
         with pytest.raises(WorkerDied, match=r"no answer from taker 1 for 0\.2 s; raise cluster\.hang_after"):
