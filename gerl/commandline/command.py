@@ -205,7 +205,10 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def imported_meanwhile(module: str) -> Iterator[None]:
-    """Import `module` in a thread during a block that waits for other processes; errors are left to a later import."""
+    """Import `module` in a thread during a block that waits for other processes; errors are left to a later import.
+
+    A block that fails does not wait for the thread.
+    """
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -213,10 +216,8 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
     thread = threading.Thread(target=run, name=f"import {module}")
     thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
+    yield
+    thread.join()
 
 
 class WhenRead(UserDict[str, list[str]]):
