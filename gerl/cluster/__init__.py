@@ -3,8 +3,8 @@
 from gerl.cluster.health import AGAIN as AGAIN
 from gerl.cluster.health import rescuing as rescuing
 from gerl.cluster.machines import Cluster as Cluster
+from gerl.cluster.machines import open_ray as open_ray
 from gerl.cluster.machines import own_host as own_host
-from gerl.cluster.machines import ray_session as ray_session
 from gerl.cluster.machines import worker_share as worker_share
 from gerl.cluster.worker_group import LAST_WORDS as LAST_WORDS
 from gerl.cluster.worker_group import Pending as Pending

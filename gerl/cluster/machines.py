@@ -130,7 +130,7 @@ class Cluster:
     def ray(self) -> "RaySession":
         """The Ray of this command, imported on first use. Raises `ClusterError` if it cannot be imported."""
         if self._ray is None:
-            self._ray = ray_session(self.config)
+            self._ray = open_ray(self.config)
         return self._ray
 
     @property
@@ -244,7 +244,7 @@ def joins() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def ray_session(config: ClusterConfig) -> "RaySession":
+def open_ray(config: ClusterConfig) -> "RaySession":
     """Import Ray and return the session of this command, not entered. Raises `ClusterError` if Ray is missing."""
     try:
         with importing():

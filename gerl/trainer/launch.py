@@ -192,9 +192,9 @@ def explained(why: str) -> Iterator[None]:
 
 def begin_ray(config: ClusterConfig, ends: contextlib.ExitStack) -> "RaySession":
     """Start or join Ray while the training loop and torch are imported; `ends` ends it if the run does not begin."""
-    from gerl.cluster import ray_session
+    from gerl.cluster import open_ray
 
-    ray = ray_session(config)
+    ray = open_ray(config)
     with waiting("starting Ray"), imported_meanwhile("gerl.trainer.run"):
         ray.__enter__()
     ends.callback(ray.__exit__, None, None, None)  # without the error, which is not Ray's
