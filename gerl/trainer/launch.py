@@ -195,10 +195,9 @@ def begin_ray(config: ClusterConfig, ends: contextlib.ExitStack) -> "RaySession"
     from gerl.cluster import open_ray
 
     ray = open_ray(config)
-    with waiting("starting Ray"), imported_meanwhile("gerl.trainer.run"):
-        ray.__enter__()
     ends.callback(ray.__exit__, None, None, None)  # without the error, which is not Ray's
-    return ray
+    with waiting("starting Ray"), imported_meanwhile("gerl.trainer.run"):
+        return ray.__enter__()
 
 
 @contextlib.contextmanager
