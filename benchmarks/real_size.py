@@ -37,6 +37,7 @@ def compute_score(images, prompts, metadata):
     return [float(np.asarray(image, np.float64).mean()) / 255 for image in images]
 """
 SMALL = """model.dtype=bfloat16 cluster.device=cpu cluster.launcher=ray sampling.height=64 sampling.width=64
+sampling.num_inference_steps=3 sampling.window_size=1 sampling.window_range=[0,2]
 rollout.prompts_per_step=2 rollout.n=2 rollout.micro_batch_size=2 trainer.steps=2 validation.max_prompts=2
 validation.num_inference_steps=2 validation.every=2 checkpoint.every=2 logger.progress=false""".split()
 HARDWARE = "h100-80gb"  # of the prediction: main memory does not depend on it

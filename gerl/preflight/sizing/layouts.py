@@ -168,7 +168,6 @@ def memory(facts: Facts, layout: Layout, batch: Batch) -> Memory:
 
 # Main memory of processes without model, optimizer or images (RAY: all services), from benchmarks/real_size.py
 DRIVER, WORKER, SCORER, RAY = 0.3e9, 0.45e9, 0.3e9, 0.2e9
-KEPT = 2  # copies of a state in the driver: of a step, and of the one before until it has arrived
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,8 @@ def main_memory(
         own += sum(layout.size(part) for part in facts.parts if part.kind == "denoiser")  # pinned
     loading = sum(part.masters for part in facts.parts)  # in fp32, before they are divided
     worker, first = (WORKER + max(own + max(working, more), loading) for more in (0.0, sent))
-    driver = DRIVER + sent * (1 + KEPT * (facts.lora * BYTES <= LARGEST))
+    # a state that arrives, to be written, or kept in place of the one before
+    driver = DRIVER + sent * (1 + (facts.lora * BYTES <= LARGEST))
     processes = driver + first + (workers - 1) * worker + scorers * SCORER + RAY
     total = processes + sent + (weights if on_cpu else 0.0)
     return MainMemory(

@@ -229,7 +229,7 @@ def test_main_memory_has_a_state_where_it_is_copied_and_sent() -> None:
     # of 10 M parameters weight, two moments and an average, and a file of the LoRA
     state, sent = 0.16e9, 0.2e9
     assert (found.worker, found.first) == (WORKER + state, WORKER + state + sent)
-    assert found.driver == DRIVER + 3 * sent and found.store == found.checkpoint == sent and found.mapped == 22.2e9
+    assert found.driver == DRIVER + 2 * sent and found.store == found.checkpoint == sent and found.mapped == 22.2e9
     processes = found.driver + found.first + 7 * found.worker + 2 * found.scorer + found.ray
     assert found.total == processes + sent, "weights are on the GPUs"
     blocks = main_memory(facts, Layout(offload="blocks"), batch, 1, 0)
