@@ -6,8 +6,8 @@
 # GPUs: 8, a step as published, for as many. One, with fewer images a step:
 #   GPUS=1 bash examples/recipes/sd35_large_pickscore.sh, or GPU=80gb or GPU=24gb with the keys that fit it there
 # Memory of a GPU, computed, not measured: with 8 GPUs (docs/memory.md) weights 27.7 GB, LoRA of 47.2 M parameters
-# with its optimizer 1.32 GB, trajectories 0.3 GB, about 36 GB at the peak, while images are decoded; scorers on the
-# same GPU come on top.
+#   with its optimizer 1.32 GB, trajectories 0.3 GB, about 36 GB at the peak, while images are decoded; scorers on the
+#   same GPU come on top.
 # Does it fit? This computes it for other GPUs, without weights:
 #   python -m gerl.preflight experiment=sd35_large_pickscore hardware=h100-80gb gpus=8
 # Further keys are passed on: trainer.steps=200 checkpoint.resume=auto. This project has not run it on a GPU.
