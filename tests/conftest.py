@@ -30,7 +30,9 @@ with importing():
 if "XDG_STATE_HOME" not in os.environ:  # where the studio keeps a key of the user
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gerl-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, as then by all processes that tests start
+# a shell's nohup and & ignore these, as then do all processes that tests start
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 gc.set_threshold(100_000)  # after every 700 objects, as is usual, the collector takes a fiftieth of the time
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from gerl.errors import CheckpointError
 from gerl.utils.tensors import KINDS, PackedFiles, PackedTensors, TensorFile, pack_tensors, unpack_tensors
+from gerl.utils.versions import has
 
 
 def test_tensors_round_trip_bitwise() -> None:
@@ -45,7 +46,8 @@ def test_equal_tensors_are_equal_bytes() -> None:
 
 
 def test_a_packed_file_is_the_librarys_and_takes_its_memory_once() -> None:
-    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in KINDS} | {"empty": torch.empty(0, 2)}
+    kinds = [dtype for dtype in KINDS if dtype != torch.complex64 or has("safetensors", "0.7")]
+    tensors = {str(dtype): torch.arange(3).to(dtype) for dtype in kinds} | {"empty": torch.empty(0, 2)}
     assert pack_tensors(tensors) == safetensors.torch.save(tensors)
     large = {"a": torch.zeros(2**22), "b": torch.zeros(2**22)}
     tracemalloc.start()
