@@ -37,10 +37,11 @@ torch.set_num_threads(1)
 gc.set_threshold(100_000)  # after every 700 objects, as is usual, the collector takes a fiftieth of the time
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
     """One thread again: a run in this process takes all cores, and where two processes do, every sum waits for both."""
     torch.set_num_threads(1)
+    return (yield from pytest_runtest_call())  # skips what is too old for a fixture
 
 
 @pytest.fixture
@@ -106,9 +107,3 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if reason := why_skipped(error):
             pytest.skip(reason)
         raise
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Generator[None, object, object]:
-    """The same for what a test is given."""
-    return (yield from pytest_runtest_call())

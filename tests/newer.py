@@ -33,7 +33,10 @@ def why_skipped(error: BaseException) -> str | None:
     Too old is what gerl says so of, and a module or class that a test names and a package older than pinned lacks.
     """
     for cause in causes(error):
-        too_old = "The version of PEFT you are using is not compatible"  # says transformers 5.24 of all released ones
+        too_old = (
+            "The version of PEFT you are using is not compatible",  # says transformers 5.24 of all released ones
+            "\nAutoImageProcessor requires the Torchvision library",  # say some before 5.9
+        )
         if isinstance(cause, VersionError) or str(cause).startswith(too_old):
             return str(cause)
         match = LACKING.match(str(cause)) if isinstance(cause, AttributeError | ImportError) else None

@@ -163,7 +163,7 @@ class _TaylorSeer:
     """TaylorSeer cache, by diffusers' hooks on the attention of a model's blocks."""
 
     def __init__(self, model: torch.nn.Module, cache: FeatureCache) -> None:
-        require("diffusers", "0.36", "sampling.cache=taylorseer")
+        require("diffusers", "0.41", "sampling.cache=taylorseer")
         from diffusers import TaylorSeerCacheConfig  # imported lazily: the driver of a run does not need it
         from diffusers.hooks import HookRegistry, apply_taylorseer_cache
 
