@@ -107,7 +107,7 @@ def test_one_that_was_changed_is_written(
     call = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8, "output_type": "np"}
     if change is not other_scheduler:  # whose draw is its own
         images = [p("a <style>", generator=torch.Generator().manual_seed(0), **call).images for p in (pipe, found)]
-        assert (images[0] == images[1]).all()
+        assert abs(images[0] - images[1]).max() < 1e-5  # weights at other addresses are rounded otherwise
     assert type(found.scheduler) is type(pipe.scheduler)
 
 

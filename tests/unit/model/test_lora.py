@@ -983,6 +983,7 @@ def test_the_part_of_a_text_encoder_is_merged(tmp_path: Path) -> None:
                 check_model(ModelConfig(**keys), SamplingConfig())
 
 
+@needs("diffusers", "0.41", "cannot read LoRAs of text encoders beside transformers 5, which has renamed their layers")
 def test_a_merged_text_encoder_draws_what_plain_diffusers_draws(tmp_path: Path) -> None:
     pipe = tiny.build(tiny.CASES["sd15"])
     pipe.save_pretrained(tmp_path / "sd15")
