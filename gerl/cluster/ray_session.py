@@ -22,9 +22,9 @@ W = TypeVar("W")  # the class of a worker
 
 
 class RaySession:
-    """Session of Ray, started or joined unless this process is connected; ends only what it started.
+    """Connection to an embedded or joined Ray; keeps one that the process has, and ends only what it started.
 
-    It may be entered before the cluster that uses it, which enters it again: the first exit ends it.
+    It is reentrant: `Cluster` enters a session that is already open, and the first exit closes it.
     """
 
     def __init__(self, config: ClusterConfig, joined: bool) -> None:

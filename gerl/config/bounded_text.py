@@ -19,13 +19,8 @@ DEPTH = 50  # levels of lists and mappings
 LARGEST = 500_000  # characters, also with aliases replaced by what they stand for
 LARGEST_JSON, LARGEST_LOG = 2**25, 2**28  # bytes; a log is read by lines
 LARGE = 1e100  # larger measurements count as damaged: their squares must be finite floats
-MALFORMED = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-)  # raised for values of unexpected types
+# raised for values of unexpected types
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 TOO_DEEP = f"lists and mappings are nested in more than {DEPTH} levels, the most that gerl reads"
 TOO_LARGE = f"it has more than {LARGEST} characters with its aliases expanded, the most that gerl reads"
 

@@ -145,7 +145,7 @@ _refusing: ContextVar[bool] = ContextVar("_refusing", default=False)
 
 @contextlib.contextmanager
 def code_refused() -> Iterator[None]:
-    """Run no code of a model within the block; diffusers before 0.38 would, even of a repository that it names."""
+    """Refuse code of a model within the block; diffusers before 0.38 ignores `trust_remote_code` and would run it."""
     _guard_diffusers()
     token = _refusing.set(True)
     try:

@@ -127,7 +127,7 @@ def _unpacked(numbers: list[int], lengths: list[int], whole: np.ndarray) -> Pack
 
 
 class PackedFiles(dict[str, bytes]):
-    """Files by name, pickled as arrays, which go beside the stream: within it is one more copy of each file."""
+    """Files by name, pickled out of band: bytes within the pickle would be another copy of each file."""
 
     def __reduce__(self) -> tuple[Callable[..., "PackedFiles"], tuple[object, ...]]:
         return _files, (list(self), [np.frombuffer(content, np.uint8) for content in self.values()])

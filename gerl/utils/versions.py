@@ -1,4 +1,4 @@
-"""Features that need a newer version of a package than gerl itself."""
+"""Checks for features that need a newer version of a package than gerl itself."""
 
 import re
 from functools import cache

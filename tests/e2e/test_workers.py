@@ -192,7 +192,7 @@ def test_a_ray_cluster_is_joined_and_left_running(
     # up to the report, the driver needs none of what loads and trains a model, which would take it seconds
     assert {"torch", "ray"} <= imported and not imported & {"diffusers", "transformers", "peft", "torch._dynamo"}
     assert_same_run(run, two)
-    # a worker sends the state of each step once: the checkpoint of the last one is written from the driver's copy
+    # the state of each step is sent once: the last checkpoint is written from the copy in the driver
     sent = re.findall(r"worker 0: checkpoint\((\d+)\) \.\.\.", (run.folder / "log.txt").read_text())
     assert sent == [str(step) for step in range(STEPS + 1)] and run.checkpoint(STEPS).is_dir()
     # streaming: the first micro-batch is scored long before the last one is drawn

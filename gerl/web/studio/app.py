@@ -108,7 +108,7 @@ class Studio:
         return queued or (self.root / name).exists()
 
     def is_trained_here(self, path: str | Path) -> bool:
-        """Whether `path` is in the folder of a run that a job of this studio trains, whose code is trusted."""
+        """Whether `path` is in the folder of a run trained by a job of this studio, whose code is trusted."""
         name = next(iter(Path(os.path.relpath(Path(path), self.root)).parts), "")
         return any(job.run == name and job.command in ("train", "vote") for job in self.jobs.all)
 
