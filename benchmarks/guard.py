@@ -9,7 +9,7 @@ honest one, at a small and a large rate, and honest runs of several algorithms, 
 FOLDER; finished ones, and those that benchmarks/results/guard.json has, are not repeated. The *damage* is measured by
 columns hidden from the guard: the largest relative drop, since the first validation, of OCR or the board's colour
 (signs), or of the score for the shapes (shapes). `--evaluate` applies the guard of this checkout to the stored
-validations in FOLDER and adds them to the results; `--table` writes the table into docs/guard.md.
+validations in FOLDER and adds them to the results; `--table` writes the table into benchmarks/README.md.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from gerl.run.validation import Validation, known, load_validation, mean, share_
 from gerl.utils.files import write_file
 
 HERE = Path(__file__).resolve().parent
-RESULTS, PAGE = HERE / "results" / "guard.json", HERE.parent / "docs" / "guard.md"
+RESULTS, PAGE = HERE / "results" / "guard.json", HERE / "README.md"
 BEGIN, END = "<!-- guard: begin, written by python benchmarks/guard.py --table -->", "<!-- guard: end -->"
 PLAIN = """
 checkpoint.every=0 validation.max_prompts=64 validation.images=null cluster.launcher=local
@@ -339,7 +339,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=5, help="of each reward that can be hacked")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of the runs to do")
     parser.add_argument("--evaluate", action="store_true", help="judge the runs in FOLDER and write the results")
-    parser.add_argument("--table", action="store_true", help="write the table of the results into docs/guard.md")
+    parser.add_argument("--table", action="store_true", help="write the table of the results into benchmarks/README.md")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     wanted = [job for job in jobs(args.seeds) if not args.only or any(part in job.name for part in args.only)]

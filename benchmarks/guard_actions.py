@@ -6,7 +6,7 @@
 The runs at the small rate in the results of benchmarks/guard.py are those of `off`, `warn` and `stop`: until the first
 signal all actions train alike, and then `stop` ends. `kl` and `rollback` are run here with the same seeds, with the
 measures of the damage hidden from the guard (`guard.ignored`). `--evaluate` adds the finished runs in FOLDER to
-benchmarks/results/guard_actions.json, whose runs are not repeated, and writes the table in docs/guard.md.
+benchmarks/results/guard_actions.json, whose runs are not repeated, and writes the table in benchmarks/README.md.
 """
 
 import json

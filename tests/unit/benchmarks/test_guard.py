@@ -1,4 +1,4 @@
-"""The runs and the table of benchmarks/guard.py, and that docs/guard.md has that of the results."""
+"""The runs and the table of benchmarks/guard.py, and that benchmarks/README.md has that of the results."""
 
 import json
 from pathlib import Path
