@@ -4,7 +4,7 @@
     python benchmarks/base_alignment.py FOLDER --evaluate
 
 Runs of the signs model for 24 steps at a constant learning rate of 1e-3, with the same seeds and each part of the
-reward divided by its groups' deviation. `--evaluate` writes the table in docs/rewards.md.
+reward divided by its groups' deviation. `--evaluate` writes the table in benchmarks/README.md.
 """
 
 import sys
@@ -18,7 +18,7 @@ from sections import write_section
 
 from gerl.run.validation import estimate, load_validation, mean, validation_steps
 
-PAGE = HERE.parent / "docs" / "rewards.md"
+PAGE = HERE / "README.md"
 BEGIN = "<!-- base_alignment: begin, written by python benchmarks/base_alignment.py FOLDER --evaluate -->"
 END = "<!-- base_alignment: end -->"
 REWARDS = {  # the scorers with a weight
