@@ -3,7 +3,7 @@
     python benchmarks/real_size.py RECIPE [--folder FOLDER] [--pages] [KEY=VALUE ...]
 
 Weights are random (real_model.py); images, prompts, groups and steps are few, everything else is the recipe's. Nothing
-starts if the prediction exceeds this machine's memory or disk. `--pages` writes the table into docs/memory.md. Linux.
+starts if the prediction exceeds this machine's memory or disk. `--pages` writes a table into benchmarks/README.md. Linux.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 from sections import write_section
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parent / "docs" / "memory.md"
+PAGE = HERE / "README.md"
 MARKS = ("<!-- real size: begin, written by python benchmarks/real_size.py -->", "<!-- real size: end -->")
 LEFT_OUT = ("text_encoder_3",)  # as real_model.py: T5 is larger than the denoiser
 SCORER = """import numpy as np

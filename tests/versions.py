@@ -4,7 +4,7 @@
     .venv/bin/python tests/versions.py libraries
 
 `oldest` and `newest` are new environments of PYTHON, `.venv-oldest` and `.venv-newest`; some GB, since PyPI's torch is
-a CUDA build. `pinned` is the environment of PYTHON itself. The results go to the table in docs/install.md. `libraries`,
+a CUDA build. `pinned` is the environment of PYTHON itself. The results go to a table in benchmarks/README.md. `libraries`,
 for CI: `PART` of the tests with the oldest `LIBRARIES`, and torch and Ray of `.venv`.
 """
 
@@ -19,7 +19,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "install.md"
+PAGE = ROOT / "benchmarks" / "README.md"
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?>=([\w.]+)")
 # what the tests import besides gerl's dependencies; packages that only check, build or document are left out
 EXTRAS = ("parquet", "hub", "compbench")

@@ -1,4 +1,4 @@
-"""Bounds of versions: their reasons, the table in docs/install.md, and what gerl refuses with older ones."""
+"""Bounds of versions: their reasons, the table in benchmarks/README.md, and what gerl refuses with older ones."""
 
 import re
 import tomllib
@@ -26,7 +26,7 @@ PINS = {name.lower(): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", rea
 def test_the_table_has_the_bounds_and_the_versions_that_the_tests_use() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     names = [line.split(">=")[0] for line in project["dependencies"]]
-    table = read_table(read("docs/install.md"))
+    table = read_table(read("benchmarks/README.md"))
     assert table.pop("") == ["oldest", "pinned", "newest"] and table.pop("tests")
     assert f">={'.'.join(table.pop('Python')[0].split('.')[:2])}" == project["requires-python"]
     assert list(table) == names
