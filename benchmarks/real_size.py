@@ -3,7 +3,7 @@
     python benchmarks/real_size.py RECIPE [--folder FOLDER] [--pages] [KEY=VALUE ...]
 
 Weights are random (real_model.py); images, prompts, groups and steps are few, everything else is the recipe's. Nothing
-starts if the prediction exceeds this machine's memory or disk. `--pages` writes a table into benchmarks/README.md. Linux.
+starts if the prediction exceeds this machine's memory or disk. `--pages` writes benchmarks/README.md. Linux.
 """
 
 import argparse

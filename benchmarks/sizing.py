@@ -162,15 +162,6 @@ def recipe_table() -> str:
     return "\n".join(lines)
 
 
-def key_table() -> str:
-    """The second one: keys to copy for one GPU."""
-    lines = header("recipe", *ONE)
-    for recipe in recorded():
-        cells = (copied(one_gpu_keys(recipe, machine)) for machine in ONE)
-        lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def header(*names: str) -> list[str]:
     """The first lines of a table."""
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
@@ -220,11 +211,6 @@ def short_cell(recipe: str, found: Sizing) -> str:
     return cell(keys, found) + (", smaller micro-batches" if smaller else "")
 
 
-def copied(keys: Sequence[str] | None) -> str:
-    """Keys to copy."""
-    return "does not fit" if keys is None else f"`{' '.join(keys)}`"
-
-
 def comment(recipe: str, facts: Facts) -> str:
     """What a recipe's head says of memory."""
     found = on(recipe, facts, CONFIGURED)
@@ -244,7 +230,7 @@ def comment(recipe: str, facts: Facts) -> str:
 
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
     "memory.md": (table, large_table),
-    "recipes.md": (recipe_table, key_table),
+    "recipes.md": (recipe_table,),
 }
 
 

@@ -4,7 +4,7 @@
     .venv/bin/python tests/versions.py libraries
 
 `oldest` and `newest` are new environments of PYTHON, `.venv-oldest` and `.venv-newest`; some GB, since PyPI's torch is
-a CUDA build. `pinned` is the environment of PYTHON itself. The results go to a table in benchmarks/README.md. `libraries`,
+a CUDA build. `pinned` is the environment of PYTHON itself. The results go to benchmarks/README.md. `libraries`,
 for CI: `PART` of the tests with the oldest `LIBRARIES`, and torch and Ray of `.venv`.
 """
 
