@@ -113,6 +113,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+def test_the_page_shows_this_pipeline() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"```python{PIPELINE}```" in page
+
+
 def test_it_is_trained_and_exported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gerl"):
         policy = load_policy(ModelConfig(path=str(folder), lora_rank=2), 0.0, "cpu", 0)
