@@ -1,7 +1,7 @@
 """What the recipes take, on shapes, and how near such predictions come to real runs.
 
 python benchmarks/sizing.py facts [RECIPE ...]   # of the recipes, into gerl/assets/sizing; minutes each
-python benchmarks/sizing.py pages                # from those files, tables in docs and comments in recipes
+python benchmarks/sizing.py pages                # from those: tables in docs, heads of recipes, the studio's cards
 python benchmarks/sizing.py check [WIDTH ...]    # real runs on a CPU beside the predictions; 100 M and 340 M weights
 """
 
@@ -19,6 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+import yaml
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,19 +48,13 @@ EIGHT: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24
     "8 x 80 GB": ("h100-80gb", 8),
 }
 CONFIGURED = EIGHT["8 x 80 GB"]  # what a recipe is for
-KEYS = {
-    "ranks": "cluster.ranks_per_worker",
-    "shard": "model.shard",
-    "quantize": "model.quantize",
-    "quantize_encoders": "model.quantize_encoders",
-    "offload": "model.offload",
-}
 # data.train -> its name in docs/recipes.md
 PROMPTS = {
     "hf:CarperAI/pickapic_v1_no_images_training_sfw[train]": "Pick-a-Pic",
     "signs_train": "signs",
     "my_prompts.jsonl": "your edits",
 }
+CARDS = Path(__file__).parent.parent / "gerl" / "web" / "assets" / "cards.yaml"
 SHARE = 40  # percent of the published peak
 DOCS = Path(__file__).parent.parent / "docs"
 logger = logging.getLogger("sizing")
@@ -131,7 +126,7 @@ def table() -> str:
             continue
         memory = on(recipe, facts, CONFIGURED).memory
         numbers = f"{memory.weights / 1e9:.1f} | {memory.lora / 1e9:.2f} | {memory.peak / 1e9:.0f}"
-        cells = " | ".join(short_cell(recipe, on(recipe, facts, machine)) for machine in ONE.values())
+        cells = " | ".join(short_cell(on(recipe, facts, machine)) for machine in ONE.values())
         lines.append(f"| `{recipe}` | {numbers} | {cells} |")
     return "\n".join(lines)
 
@@ -143,7 +138,7 @@ def large_table() -> str:
         weights = sum(part.weights.total for part in facts.parts) / 1e9
         if weights > 24:
             sizings = [on(recipe, facts, machine) for machine in EIGHT.values()]
-            cells = " | ".join(cell(changes(recipe, found), found) for found in sizings)
+            cells = " | ".join(cell(found.keys, found) for found in sizings)
             lines.append(f"| `{recipe}` | {weights:.0f} | {cells} |")
     return "\n".join(lines)
 
@@ -173,26 +168,29 @@ def on(recipe: str, facts: Facts, machine: tuple[Name, int]) -> Sizing:
     return sized(on_one_gpu(recipe) if gpus == 1 else config_of(recipe), facts, kind, gpus, SHARE)
 
 
-def changes(recipe: str, found: Sizing) -> list[str]:
-    """What to add to `experiment=RECIPE` for the layout and the micro-batches that were chosen."""
-    choice = found.choice
-    if choice is None:
-        return []
-    pairs = ((key, getattr(found.layout, name), getattr(choice.layout, name)) for name, key in KEYS.items())
-    keys = [f"{key}={new}" for key, old, new in pairs if old != new]
-    validated = config_of(recipe).validation.micro_batch_size
-    if (batch := choice.batch) != found.batch:
-        keys += [f"rollout.micro_batch_size={batch.rollout}", f"actor.micro_batch_size={batch.actor}"]
-        keys += [f"validation.micro_batch_size={batch.rollout}"] if batch.rollout < validated else []
-    return keys
-
-
 def one_gpu_keys(recipe: str, machine: str) -> list[str] | None:
     """The keys that fit a recipe on a GPU of `ONE`, with the images of a step; None: nothing fits."""
+    return keys_on(recipe, ONE[machine])
+
+
+def keys_on(recipe: str, machine: tuple[Name, int]) -> list[str] | None:
+    """The keys that fit a recipe on GPUs of a kind, on one with the images of a step for it; None: nothing fits."""
     facts = facts_of(recipe)
     assert isinstance(facts, Facts)
-    found = on(recipe, facts, ONE[machine])
-    return None if found.choice is None else [*one_gpu_images(recipe), *changes(recipe, found)]
+    found = on(recipe, facts, machine)
+    images = one_gpu_images(recipe) if machine[1] == 1 else []
+    return None if found.choice is None else images if found.fits else [*images, *found.keys]
+
+
+def card_keys() -> dict[str, dict[str, str | None]]:
+    """The keys of each recipe for the cards that the studio offers, for `CARDS`; null: nothing fits."""
+    cards = yaml.safe_load(CARDS.read_text(encoding="utf-8"))["cards"]
+    machines = {name: (card["hardware"], card["gpus"]) for name, card in cards.items()}
+    made: dict[str, dict[str, str | None]] = {}
+    for recipe in recorded():
+        found = {name: keys_on(recipe, machine) for name, machine in machines.items()}
+        made[recipe] = {name: None if keys is None else " ".join(keys) for name, keys in found.items()}
+    return made
 
 
 def cell(keys: Sequence[str], found: Sizing) -> str:
@@ -203,9 +201,9 @@ def cell(keys: Sequence[str], found: Sizing) -> str:
     return f"{layout}{found.choice.memory.peak / 1e9:.0f} GB, {found.choice.seconds:.2g} s"
 
 
-def short_cell(recipe: str, found: Sizing) -> str:
+def short_cell(found: Sizing) -> str:
     """The same of one GPU, on which nothing is sharded: keys without their block, smaller micro-batches in words."""
-    keys = [key.removeprefix("model.") for key in changes(recipe, found) if "micro_batch" not in key]
+    keys = [key.removeprefix("model.") for key in found.keys if "micro_batch" not in key]
     keys = [key for key in keys if not key.startswith(("cluster.", "shard="))]
     smaller = found.choice is not None and found.choice.batch != found.batch
     return cell(keys, found) + (", smaller micro-batches" if smaller else "")
@@ -245,6 +243,9 @@ def write_pages() -> None:
             end = text.find("\n\n", start)
             text = text[:start] + made + (text[end:] if end >= 0 else "\n")
         page.write_text(text, encoding="utf-8")
+    above, mark, _ = CARDS.read_text(encoding="utf-8").partition("recipes:\n")
+    made = yaml.safe_dump(card_keys(), sort_keys=False, width=1000)
+    CARDS.write_text(above + mark + textwrap.indent(made, "  "), encoding="utf-8")
     for recipe, facts in recorded().items():
         file = RECIPES / f"{recipe}.yaml"
         lines = textwrap.fill(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from gerl.config import Config
+from gerl.config.reading import flow
 from gerl.errors import TrainingError
 from gerl.model.denoisers import quiet_libraries
 from gerl.preflight.findings import rendered, write_json
@@ -20,6 +21,15 @@ from gerl.utils.files import finite
 
 CPU_WORKERS = 2  # by default
 logger = logging.getLogger("gerl")
+KEYS = {  # of a layout
+    "ranks": "cluster.ranks_per_worker",
+    "shard": "model.shard",
+    "quantize": "model.quantize",
+    "quantize_encoders": "model.quantize_encoders",
+    "offload": "model.offload",
+    "reshard": "model.reshard",
+    "checkpointing": "model.gradient_checkpointing",
+}
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -39,11 +49,12 @@ class Sizing:
     largest: tuple[int, int]
     images: int  # per trainer step
     choice: Choice | None
+    keys: tuple[str, ...]  # that turn the configured layout and micro-batches into those of `choice`
 
     @property
     def fits(self) -> bool:
         """Whether the configured layout fits."""
-        return self.memory.peak <= layouts.room(GPUS[self.hardware])
+        return self.gpus % self.layout.ranks == 0 and self.memory.peak <= layouts.room(GPUS[self.hardware])
 
     def as_json(self) -> dict[str, object]:
         """Return the fields, and whether any layout fits, for JSON."""
@@ -79,6 +90,7 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
     layout = configured(config, facts)
     batch = Batch(facts.sampled, facts.trained, math.ceil(images / gpus))
     smallest = config.algorithm.needs.sampled_images(config.rollout.n)
+    choice = layouts.cheapest(facts, batch, smallest, gpu, gpus, share / 100)
     return Sizing(
         hardware,
         gpus,
@@ -91,8 +103,20 @@ def sized(config: Config, facts: Facts, hardware: Name, gpus: int, share: int) -
         layouts.seconds(facts, layout, batch, gpu, share / 100),
         layouts.largest(facts, layout, batch, gpu),
         images,
-        layouts.cheapest(facts, batch, smallest, gpu, gpus, share / 100),
+        choice,
+        () if choice is None else changed_keys(config, layout, batch, choice),
     )
+
+
+def changed_keys(config: Config, layout: Layout, batch: Batch, choice: Choice) -> tuple[str, ...]:
+    """Return the keys to add for the layout and the micro-batches of `choice`."""
+    pairs = ((key, getattr(layout, name), getattr(choice.layout, name)) for name, key in KEYS.items())
+    keys = [f"{key}={flow(new)}" for key, old, new in pairs if old != new]
+    if choice.batch != batch:
+        sampled, trained = choice.batch.rollout, choice.batch.actor
+        keys += [f"rollout.micro_batch_size={sampled}", f"actor.micro_batch_size={trained}"]
+        keys += [f"validation.micro_batch_size={sampled}"] if sampled < config.validation.micro_batch_size else []
+    return tuple(keys)
 
 
 def main_memory(config: Config, facts: Facts, layout: Layout, batch: Batch, gpus: int) -> MainMemory:

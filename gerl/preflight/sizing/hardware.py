@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Name = Literal[
-    "rtx3090-24gb", "rtx4090-24gb", "l4-24gb", "a10-24gb", "rtx5090-32gb", "a100-40gb", "l40s-48gb", "a100-80gb",
-    "h100-80gb", "h200-141gb", "b200-180gb",
+    "rtx4070-12gb", "rtx3090-24gb", "rtx4090-24gb", "l4-24gb", "a10-24gb", "rtx5090-32gb", "a100-40gb", "l40s-48gb",
+    "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb",
 ]  # fmt: skip
 
 
@@ -32,6 +32,7 @@ PCIE4, PCIE5 = 32e9, 64e9  # 16 lanes
 # GPUs of a machine communicate over PCIe.
 GPUS: dict[Name, Gpu] = {
     # Ampere GA102 and Ada white papers, appendix A: bf16 with fp32 accumulation; RTX Blackwell white paper, the same
+    "rtx4070-12gb": Gpu(58.3e12, 12e9, 504e9, PCIE4, PCIE4),  # 46 of the units of which the RTX 4090 has 128, 2.475 GHz
     "rtx3090-24gb": Gpu(71e12, 24e9, 936e9, PCIE4, PCIE4),
     "rtx4090-24gb": Gpu(165.2e12, 24e9, 1008e9, PCIE4, PCIE4),
     "rtx5090-32gb": Gpu(209.5e12, 32e9, 1792e9, PCIE5, PCIE5),

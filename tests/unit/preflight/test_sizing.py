@@ -9,6 +9,7 @@ import pytest
 import sizing
 import tiny
 import torch
+import yaml
 from diffusers.models.transformers.transformer_hidream_image import MOEFeedForwardSwiGLU
 from drills import more
 from newer import transformers
@@ -351,6 +352,13 @@ def test_the_keys_for_one_gpu_are_those_of_a_configuration_that_fits() -> None:
             assert memory(facts, layout, batch).peak <= room(GPUS[machine[0]])
             fitting += 1
     assert fitting == 2 * len(sizing.recorded()) - 1, "FLUX.2-dev does not fit on 24 GB, all others fit on both"
+
+
+@more
+def test_the_studio_offers_the_keys_that_were_computed() -> None:
+    offered = yaml.safe_load(sizing.CARDS.read_text(encoding="utf-8"))
+    assert offered["recipes"] == sizing.card_keys()
+    assert not [recipe for recipe, keys in offered["recipes"].items() if keys["8x80gb"] != ""]
 
 
 def test_recorded_weights_are_those_on_record(weights_on_record: dict[str, int]) -> None:
