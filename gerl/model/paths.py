@@ -4,12 +4,20 @@ import re
 from importlib import resources
 from pathlib import Path
 
+from gerl.config.bounded_text import read_json
 from gerl.errors import ModelError
 
 SHIPPED = ("signs",)
 ALLOWED = "give a folder, a Hub id such as 'owner/name', or 'signs'"
 INDEX = "model_index.json"
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name of a LoRA file
+PATCHES = {  # pipeline -> side of its denoiser's patches, in latents
+    "StableDiffusionPipeline": 1,
+    "StableDiffusionXLPipeline": 1,
+    "StableDiffusion3Pipeline": 2,
+    "FluxPipeline": 2,
+    "QwenImagePipeline": 2,
+}
 SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".bin", ".pt", ".pth")
 ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|\w+://")
 
@@ -37,6 +45,28 @@ def resolve(path: str) -> str:
     if not (folder / INDEX).is_file():
         raise ModelError(f"model.path={path!r} is not a pipeline: {_why(folder)}")
     return str(folder)
+
+
+def check_size(path: str, height: int | None, width: int | None) -> None:
+    """Raise `ModelError` for a size in pixels that the pipeline in a folder cannot sample, if its multiple is known."""
+    multiple = size_multiple(Path(resolve(path)))
+    for key, pixels in (("height", height), ("width", width)):
+        if multiple and pixels and pixels % multiple:
+            below = max(pixels // multiple, 1) * multiple
+            raise ModelError(
+                f"sampling.{key}={pixels}: the model samples multiples of {multiple} pixels; use {below} or "
+                f"{below + multiple}"
+            )
+
+
+def size_multiple(folder: Path) -> int | None:
+    """Return of which number of pixels the sizes of a pipeline's images are multiples; None if that is not known."""
+    try:
+        kind, vae = read_json(folder / INDEX)["_class_name"], read_json(folder / "vae" / "config.json")
+        halved = vae["temperal_downsample"] if "temperal_downsample" in vae else vae["block_out_channels"][1:]
+        return int(PATCHES[kind] * 2 ** len(halved))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def local_lora(source: str) -> Path | None:

@@ -16,7 +16,7 @@ from gerl.config.configuration import described
 from gerl.config.reading import typed
 from gerl.data.sources import check_images, count_trained, log_prompts
 from gerl.errors import GerlError
-from gerl.model.paths import local_lora, resolve
+from gerl.model.paths import check_size, local_lora
 from gerl.progress import waiting
 from gerl.protocol import Prompt
 from gerl.rewards.checks import check_held_out_metrics, read_prompts, read_regularising
@@ -69,7 +69,7 @@ def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
     """
     config = composed.config
     check_trackers(config.logger)
-    resolve(config.model.path)
+    check_size(config.model.path, config.sampling.height, config.sampling.width)
     model = config.model.for_resume() if resumed else config.model
     if model.lora is not None:
         local_lora(model.lora)
