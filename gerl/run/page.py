@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlencode
 
 import numpy as np
 
@@ -125,6 +126,7 @@ PARTS = {
     "checkpoints": "checkpoints",
 }
 LORA = "lora/pytorch_lora_weights.safetensors"  # of a checkpoint
+RECENT = 20  # steps whose mean time is that of the next ones
 LINES = 200  # of the log
 SIGNALS = 200  # of the guard
 GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interval
@@ -183,7 +185,7 @@ class RunData:
         with self._lock:
             columns = self.columns()
             last, names = columns.last, sorted(columns.values)
-            seconds = columns.latest("timing/step_s", 20)
+            seconds = columns.latest("timing/step_s", RECENT)
             step = int(last.get("step", 0))
         rates = settings.get(config, "rollout", "prompts_per_step"), settings.get(config, "rollout", "n")
         alive = bool(now["alive"])
@@ -202,6 +204,7 @@ class RunData:
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
             "label": settings.training_label(config),
             "explanation": settings.explanation(config),
+            "doing": (self.log() or [""])[-1] if alive and not names else "",
             "names": names,
             "scorers": settings.scorers(config),
             "roles": settings.roles(config),
@@ -313,7 +316,9 @@ class RunData:
             rows = [row for line in last_lines(self.folder / "metrics.jsonl", 32 * 1024) if (row := parse_row(line))]
             last = rows[-1] if rows else {}
             held_out = next((row["val/reward/mean"] for row in reversed(rows) if "val/reward/mean" in row), None)
-            return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out}
+            seconds = [row["timing/step_s"] for row in rows[-RECENT:] if row.get("timing/step_s") is not None]
+            mean = math.fsum(seconds) / len(seconds) if seconds else None
+            return {"step": last.get("step"), "time": last.get("time"), "held_out": held_out, "step_seconds": mean}
 
         found = self.keep("summary", signature(self.folder / "metrics.jsonl"), make)
         return {
@@ -322,6 +327,19 @@ class RunData:
             "steps": self.planned_steps(),
             **found,
         }
+
+    def last_picture(self) -> str | None:
+        """Return the address, below that of the page, of a held-out image of the newest validation; None: none."""
+        now = signature(self.folder / "validation")
+
+        def make() -> str | None:
+            steps = validation_steps(self.folder)
+            found = self._held_out.pictured(steps[-1]) if steps else []
+            if not found:
+                return None
+            return f"held_out?{urlencode({'run': self.name, 'step': steps[-1], 'row': found[0], 'v': now})}"
+
+        return self.keep("picture", now, make)
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -419,6 +437,11 @@ class HeldOut:
     def picture(self, step: int, row: int) -> tuple[bytes, str] | None:
         """Return the image of a prompt after a step, as bytes and media type; None if there is none."""
         return self._encoded(step, row, self._signature(step))
+
+    def pictured(self, step: int) -> list[int]:
+        """Return the prompts that have an image after a step."""
+        found = self._numbers(step, self._signature(step))
+        return [] if found is None else list(found.shown)
 
     def _load(self, step: int, now: str) -> Validation | None:
         try:

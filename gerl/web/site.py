@@ -123,8 +123,8 @@ def build_site(folders: Folders, token: str | None, local: bool) -> tuple[Starle
     return Starlette(routes=build_routes(site), middleware=[gate], exception_handlers=REFUSALS), site
 
 
-def build_routes(site: Site, back: str = "") -> list[Route]:
-    """Return the routes of the live page; `back`: the path of the page around it, which it then links to."""
+def build_routes(site: Site, studio: bool = False) -> list[Route]:
+    """Return the routes of the live page; `studio`: whether it links to the studio's pages."""
 
     def of_run(path: str, make: Callable[[RunData, Request], Any]) -> Route:
         """Route that returns what `make` says of the run in the query; Starlette calls it in a thread."""
@@ -152,7 +152,7 @@ def build_routes(site: Site, back: str = "") -> list[Route]:
 
     assets = page_assets()
     return [
-        asset("/", render("live.html.j2", back=back), "text/html"),
+        asset("/", render("live.html.j2", studio=studio), "text/html"),
         asset("/page.css", assets["style"], "text/css"),
         asset("/page.js", assets["script"], "text/javascript"),
         Route("/api/runs", lambda _: JSONResponse(site.runs())),

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import shlex
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -31,7 +31,6 @@ from gerl.config.bounded_text import DEPTH, parse_json, read_log, read_text
 from gerl.config.reading import flow
 from gerl.errors import GerlError
 from gerl.export.command import Request as Export
-from gerl.preflight.sizing.hardware import GPUS
 from gerl.rewards.scorers import SCORERS
 from gerl.run.card import hardware
 from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
@@ -42,7 +41,7 @@ from gerl.web.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, admit_page, cookie_of, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
-from gerl.web.studio.drafts import Check, Draft, Problem, described, read_draft
+from gerl.web.studio.drafts import NAMELESS, Check, Draft, Problem, described, folder_of, read_draft
 from gerl.web.studio.jobs import Jobs, Store, as_rows
 from gerl.web.studio.sampler import ROWS, Sampler, SampleRequest, read_lines
 
@@ -56,6 +55,7 @@ SHOWN, MOST_FILES = (
     (".html", ".json", ".csv", ".safetensors", ".md", ".png"),
     50,
 )  # files of a job that the page links to
+UNNAMED = "unnamed"  # a draft whose name was not typed yet; it is not saved
 STRONGEST = 100.0  # scale of a LoRA
 SAMPLES = Path("studio", "samples")  # below the folder of the runs
 PUBLIC, LOGIN, PAUSE = ("/studio.css", "/studio.js", "/api/login"), 1000, 0.5
@@ -91,8 +91,12 @@ class Studio:
             folder = self.root / run["name"]
             run |= {"note": "", "star": False, "resume": f"checkpoint.resume={flow(str(folder))}"}
             run |= notes.get(run["name"], {}) | {"votes": (folder / VOTES).is_dir()}
+            run |= {"picture": self.site.run(run["name"]).last_picture()}
         unused = [name for name in sorted(self.store.values.get("drafts", {})) if not self.is_used(name)]
-        return {"runs": runs, "jobs": as_rows(self.jobs), "drafts": unused, "devices": self.jobs.devices}
+        jobs = as_rows(self.jobs)
+        sampler = next((job for job in jobs if job["command"] == "serve" and job["state"] == "running"), None)
+        jobs = [job for job in jobs if job["command"] != "serve"]
+        return {"runs": runs, "jobs": jobs, "sampler": sampler, "drafts": unused, "devices": self.jobs.devices}
 
     @cached_property
     def menu(self) -> dict[str, Any]:
@@ -112,17 +116,20 @@ class Studio:
         name = next(iter(Path(os.path.relpath(Path(path), self.root)).parts), "")
         return any(job.run == name and job.command in ("train", "vote") for job in self.jobs.all)
 
-    def compose(self, draft: Draft) -> Check:
-        """Compose a draft and read its prompts; code that is named only by an untrusted run does not run."""
-        return drafts.check(draft, self.root, self.is_trained_here(draft.keys.get("experiment", "")))
+    def compose(self, draft: Draft, files: Path | None = None) -> Check:
+        """Compose a draft and read its prompts; code that is named only by an untrusted run does not run.
 
-    def check(self, draft: Draft) -> Check:
-        """Check a draft, and whether its name is free."""
-        found = self.compose(draft)
+        `files`: the folder in place of that of the runs, below which its files are.
+        """
+        trust = self.is_trained_here(draft.keys.get("experiment", ""))
+        return drafts.check(draft, self.root, trust, files or self.root)
+
+    def named(self, draft: Draft, found: Check) -> Check:
+        """Return what was found of a draft, with the problem that its name is that of a run."""
         if not self.is_used(draft.name):
             return found
         sentence = f"there is a run {draft.name} already: give this one another name"
-        return replace(found, problem=Problem(sentence, "name"))
+        return replace(found, problems=[Problem(sentence, "name"), *found.problems])
 
     def draft(self, name: str) -> Draft:
         """Return a draft; raises `GerlError` if there is none of this name."""
@@ -130,6 +137,14 @@ class Studio:
         if name not in known:
             raise GerlError(f"there is no draft {name!r:.100}")
         return read_draft(known[name])
+
+    def taken(self, draft: Draft, was: object) -> str:
+        """Return the sentence about a name that another draft has; "" if it is free. `was`: its name before."""
+        known = self.store.values.get("drafts", {}).get(draft.name)
+        is_new = was is None and draft.revision == 0
+        if known is None or (known["revision"] == 0 if is_new else was in (None, draft.name)):
+            return ""
+        return f"there is a draft {draft.name} already: give this one another name"
 
     def keep(self, draft: Draft, was: object = None) -> bool:
         """Write a draft and its files; returns whether it was written: not if a run of this name uses them.
@@ -160,21 +175,32 @@ class Studio:
 
 
 def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
-    """Save and check a draft; `was`: its name before."""
-    draft = read_draft(given)
-    saved = given.get("keep", True) and studio.keep(draft, given.get("was"))
-    found = asdict(studio.check(draft))
+    """Save and check a draft, unless its name is missing or another draft's; `was`: its name before."""
+    nameless = isinstance(given.get("name"), str) and not folder_of(given["name"])
+    draft, was = read_draft({**given, "name": UNNAMED} if nameless else given), given.get("was")
+    sentence = NAMELESS if nameless else studio.taken(draft, was)
+    is_kept = not sentence and given.get("keep", True)
+    saved = is_kept and studio.keep(draft, was)
+    if sentence or saved != is_kept:  # its files are not those of a draft or run that has the name
+        with tempfile.TemporaryDirectory() as place:
+            draft.write(Path(place))
+            checked = studio.compose(draft, Path(place))
+    else:
+        checked = studio.compose(draft)
+    found = asdict(checked if sentence else studio.named(draft, checked))
     del found["prompts"]
-    line = shlex.join(["gerl", draft.command, *found["arguments"]]) if found["arguments"] else ""
-    return found | {"line": line, "saved": saved, "revision": draft.revision}
+    problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + found["problems"]
+    line = shlex.join(["gerl", draft.command, *found["arguments"]]) if found["arguments"] and not nameless else ""
+    said = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
+    return found | said | {"saved": saved, "revision": given.get("revision") if sentence else draft.revision}
 
 
 def start_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Queue the run of a draft; raises `GerlError` if it cannot be trained."""
     draft = studio.draft(str(given.get("name")))
-    found = studio.check(draft)
-    if found.problem is not None:
-        raise GerlError(found.problem.sentence)
+    found = studio.named(draft, studio.compose(draft))
+    if found.problems:
+        raise GerlError(found.problems[0].sentence)
     gpus = given.get("gpus", 1)
     if type(gpus) is not int or not 1 <= gpus <= len(studio.jobs.devices):
         raise GerlError(f"gpus={gpus!r:.20}: there are {len(studio.jobs.devices)}")
@@ -249,7 +275,7 @@ def remove_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
 def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Create a draft with the configuration of a run."""
     run = studio.site.run(str(given.get("run")))
-    name = re.sub(r"[^\w.-]|^\W+", "-", run.folder.name).lstrip("-._")[:70] or "run"
+    name = folder_of(run.folder.name)[:70] or "run"
     names = (f"{name}-{number}" for number in count(2))
     known = studio.store.values.get("drafts", {})
     name = given.get("name") or next(name for name in names if name not in known and not studio.is_used(name))
@@ -261,8 +287,8 @@ def copy_run(studio: Studio, given: Mapping[str, Any]) -> Any:
 def truncated_prompts(studio: Studio, given: Mapping[str, Any]) -> Any:
     """Return a sentence per tokenizer that truncates prompts of a draft."""
     found = studio.compose(studio.draft(str(given.get("draft"))))
-    if found.problem is not None:
-        raise GerlError(found.problem.sentence)
+    if found.problems:
+        raise GerlError(found.problems[0].sentence)
     path, sampling = found.values["model"]["path"], found.values["sampling"]
     return {"truncated": studio.sampler.truncated(path, sampling, [prompt.text for prompt in found.prompts])}
 
@@ -285,8 +311,9 @@ def sample_images(studio: Studio, given: Mapping[str, Any]) -> Any:
     else:
         draft = studio.draft(str(given.get("draft")))
     found = studio.compose(draft)
-    if found.problem is not None and not found.values:
-        raise GerlError(found.problem.sentence)
+    wrong = [problem for problem in found.problems if problem.key.startswith(("model.", "sampling.", "name"))]
+    if found.problems and (wrong or not found.values):
+        raise GerlError((wrong or found.problems)[0].sentence)
     values, prompts = found.values, read_lines(lines, found.prompts)
     sampling = dict(values["sampling"]) | {"kernel": "ode"}
     sampling["num_inference_steps"] = values["validation"]["num_inference_steps"] or sampling["num_inference_steps"]
@@ -343,15 +370,17 @@ POSTS: dict[str, Answer] = {
 
 
 def menu() -> dict[str, Any]:
-    """Return recipes, presets, scorers, keys with their help, GPUs, and this machine's hardware."""
+    """Return recipes, presets, scorers, keys with their help, cards with the keys that fit, and this machine."""
     names = [name for name, _ in keys() if ".NAME." not in name]
+    cards = yaml.safe_load((ASSETS / "cards.yaml").read_text(encoding="utf-8"))
     return {
         "recipes": [recipe(name)._asdict() for name in experiments()],
         "presets": shipped("algorithm"),
         "scorers": list(SCORERS),
         "keys": described(names),
-        "gpus": list(GPUS),
         "situations": yaml.safe_load((ASSETS / "situations.yaml").read_text(encoding="utf-8")),
+        "cards": cards["cards"],
+        "fitting": cards["recipes"],
         "hardware": hardware(),
     }
 
@@ -462,7 +491,7 @@ def build_studio(root: Path, token: str | None, local: bool, trust: bool = False
         Route("/result/{job:int}/{file:path}", partial(result, studio)),
         Route("/api/news", partial(_news, studio)),
         Route("/api/login", partial(_login, token), methods=["POST"]),
-        Mount("/watch", routes=build_routes(studio.site, back="/")),
+        Mount("/watch", routes=build_routes(studio.site, studio=True)),
     ]
     gate = Middleware(Gate, admit=partial(admitted, token), local=local)
     return Starlette(routes=routes, middleware=[gate], exception_handlers=REFUSALS), studio

@@ -4,10 +4,12 @@ A draft consists of the arguments of a command line and the files that they name
 arguments and by the checks of a run before it starts; the page has no rules of its own.
 """
 
+import contextlib
 import dataclasses
 import re
 import shutil
 import threading
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,27 +30,37 @@ from gerl.commandline.composition import (
     typed_texts,
     with_folder,
 )
-from gerl.config import ScorerConfig, keys
+from gerl.config import keys
 from gerl.config.bounded_text import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.config.user_files import only_typed
+from gerl.data.sources import count_trained
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 from gerl.run.card import redact
 from gerl.run.session import VOTES
-from gerl.run.settings import difference, shown_setting
+from gerl.run.settings import difference
 from gerl.trainer.launch import read_inputs
 from gerl.utils.files import reason, write_file
 from reward_models.votes.command import EXAMPLE, prepare
 
-NAME = re.compile(r"[^\W_][\w.-]{0,79}")
+NAME = re.compile(r"[^\W_][\w.-]{0,79}")  # of a file
+MOST_LETTERS, MOST_BYTES = 80, 200  # of a folder
+NAMELESS = "give the run a name with a letter or a digit"
 PROMPTS, HELD_OUT = "prompts.txt", "held_out.txt"
 FILES = {PROMPTS: "data.train", HELD_OUT: "validation.data"}  # texts of a draft -> the key that names the file
+OWN = "plain"  # the experiment that is no recipe
+REQUIRED = {  # key -> what to fill in for it
+    "model.path": "name your model: a folder, or owner/name on the Hugging Face Hub",
+    PROMPTS: "write prompts, one per line, or name a file",
+    "reward.scorers": "choose a reward: pickscore (what people like), ocr (text in quotes), or a function of yours",
+}
+READ = {PROMPTS: "prompts", "data.train": "prompts", HELD_OUT: "held_out", "validation.data": "held_out"}  # -> fact
+STAND_IN = "jpeg_compressibility"  # a scorer of any prompt
+MOST_PROBLEMS = 12
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
 COMPOSING = threading.RLock()  # Hydra composes one at a time
-DEFAULTS = {name: shown_setting(value) for name, value in dataclasses.asdict(ScorerConfig()).items()}
-VOTE_KWARGS = "reward.scorers.vote.kwargs"  # known when the run starts
 FIRST_PROMPTS = 6  # that the page offers to sample
 LONGEST = 3  # prompts that are shown of a kind
 
@@ -62,6 +74,7 @@ class Draft:
     scorers: dict[str, dict[str, Any]] = field(default_factory=dict)  # empty: those of the experiment
     texts: dict[str, str] = field(default_factory=dict)  # file -> content
     votes: bool = False  # people are the reward
+    card: str = ""  # whose keys were filled in, of cards.yaml
     revision: int | None = None  # increases with each change; None: of a request that does not know it
 
     @property
@@ -125,10 +138,10 @@ def _mapping(text: str, key: str) -> dict[str, Any]:
 
 
 def read_draft(given: Mapping[str, Any]) -> Draft:
-    """Convert JSON sent by the page; raises `GerlError` for names that are no file names, or other types."""
+    """Convert JSON sent by the page; raises `GerlError` for files that are no file names, or other types."""
     name, texts = given.get("name"), given.get("texts") or {}
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise GerlError("the name of a run has letters, digits and _ . - only, and begins with a letter or a digit")
+    if not isinstance(name, str) or not (folder := folder_of(name)):
+        raise GerlError(NAMELESS)
     parts = (given.get("keys") or {}, given.get("scorers") or {}, texts)
     if not all(isinstance(part, dict) for part in parts) or not all(isinstance(s, dict) for s in parts[1].values()):
         raise GerlError("keys, scorers and texts of a draft are objects")
@@ -140,109 +153,178 @@ def read_draft(given: Mapping[str, Any]) -> Draft:
     texts = {str(file): str(text) for file, text in texts.items()}
     known = given.get("revision")
     revision = known if type(known) is int else None
-    return Draft(name, keys_, dict(parts[1]), texts, given.get("votes") is True, revision)
+    card = given.get("card")
+    card = card if isinstance(card, str) else ""
+    return Draft(folder, keys_, dict(parts[1]), texts, given.get("votes") is True, card, revision)
+
+
+def folder_of(name: str) -> str:
+    """Return the name of a run's folder for what a user typed: letters of any alphabet, digits, spaces and _ . -"""
+    folder = re.sub(r"[^\w.-]+", " ", unicodedata.normalize("NFC", name)).lstrip(" ._-")[:MOST_LETTERS]
+    while len(folder.encode("utf-8", "replace")) > MOST_BYTES:
+        folder = folder[:-1]
+    return folder.rstrip(" .-")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Reason why a draft cannot be trained, and the key that it names."""
+    """Reason why a draft cannot be trained, and the key or the text of the draft that it is about."""
 
     sentence: str
     key: str = ""
+    missing: bool = False  # it has to be filled in
 
 
 @dataclass(frozen=True)
 class Check:
-    """Composed configuration of a draft, or the problem with it."""
+    """Composed configuration of a draft, and the problems with it; with problems, of what is left without them."""
 
     arguments: list[str]
-    problem: Problem | None
+    problems: list[Problem] = field(default_factory=list)
     yaml: str = ""
-    changes: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, that of the experiment
+    changes: list[tuple[str, str, str]] = field(default_factory=list)  # of what was typed: key, value, the recipe's
     values: dict[str, Any] = field(default_factory=dict)  # of all keys
     facts: dict[str, Any] = field(default_factory=dict)
     prompts: list[Prompt] = field(default_factory=list)  # of distinct texts
 
 
-def check(draft: Draft, root: Path, trust: bool = False) -> Check:
+def check(draft: Draft, root: Path, trust: bool, files: Path) -> Check:
     """Compose a draft, and read its prompts, as a run does before it loads anything.
 
-    Code that only the run names of which it is a copy does not run unless `trust`: keys that are typed name what may.
+    `root`: the folder of the runs. `files`: the folder in its place below which the files of the draft are.
+
+    What has a problem is left out, and the rest is checked again, until nothing is wrong. Code that only the run names
+    of which it is a copy does not run unless `trust`: keys that are typed name what may.
     """
-    try:
-        arguments = draft.arguments(root)
-        copied = is_of_run(draft.keys.get("experiment", "")) and not trust
-        typed = typed_texts(arguments) if copied else None
-    except GerlError as error:
-        return Check([], problem_of(error))
-    with only_typed(typed):
-        return _check(draft, arguments)
-
-
-def _check(draft: Draft, arguments: list[str]) -> Check:
-    with COMPOSING:
+    problems = [Problem(sentence, key, True) for key, sentence in missing(draft).items()]
+    left, found = with_stand_ins(draft), Check([])
+    while len(problems) < MOST_PROBLEMS:
         try:
-            if draft.votes:
-                prepare(with_folder(arguments))
-            given = [EXAMPLE, *arguments] if draft.votes else arguments
-            asked = asked_for(given)
-            composed = compose_run(given, asked)
-            composed = dataclasses.replace(composed, replaced=replaced_scorers(given, asked))
-            recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
+            arguments = left.arguments(files)
+            copied = is_of_run(left.keys.get("experiment", "")) and not trust
+            with only_typed(typed_texts(arguments) if copied else None):
+                composed, recipe = _compose(left, arguments)
+                found = Check(arguments, values=settings_of(composed.config), facts=_facts(composed))
+                found = _read(composed, recipe, found, draft)
+            break
         except GerlError as error:
-            return Check(arguments, problem_of(error))
-    before = settings_of(recipe.config)
-    try:
-        inputs = read_inputs(composed)
-    except GerlError as error:
-        return _checked(arguments, composed, before, problem_of(error))
-    composed = dataclasses.replace(composed, config=inputs.config)  # with the scorers that stay watched
-    prompts, held_out = inputs.prompts, inputs.held_out
-    found = _checked(arguments, composed, before)
-    facts = found.facts | {
-        "secrets": [read(a).key_or_group for a in arguments if "${oc.env:" not in a and redact(a) != a],
-        "steps": planned_steps(composed.config, prompts),
-        "prompts": about(prompts),
-        "held_out": about(held_out),
-        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
+            problem = problem_of(error, left, files)
+            problems.append(problem)
+            if not leave_out(left, problem.key):
+                break
+    with contextlib.suppress(GerlError):
+        found = dataclasses.replace(found, arguments=draft.arguments(root))
+    if not problems:
+        return found
+    facts = dict(found.facts)
+    for problem in problems:
+        facts.pop(READ.get(problem.key, ""), None)
+    return dataclasses.replace(found, problems=problems, changes=[], facts=facts)
+
+
+def missing(draft: Draft) -> dict[str, str]:
+    """Return a sentence for each field that has to be filled in if a run starts from no recipe, by key."""
+    if draft.keys.get("experiment") != OWN:
+        return {}
+    there = {
+        "model.path": draft.keys.get("model.path"),
+        PROMPTS: draft.keys.get("data.train", "").strip() or draft.texts.get(PROMPTS),
+        "reward.scorers": draft.scorers or draft.votes,
     }
-    distinct = {prompt.text: prompt for prompt in [*held_out, *prompts]}
-    return dataclasses.replace(found, facts=facts, prompts=list(distinct.values()))
+    return {key: sentence for key, sentence in REQUIRED.items() if not there[key]}
 
 
-def _checked(
-    arguments: list[str], composed: Composed, before: Mapping[str, Any], problem: Problem | None = None
-) -> Check:
-    values = settings_of(composed.config)
-    return Check(arguments, problem, composed.yaml(), changes_to(before, values), values, _facts(composed))
+def with_stand_ins(draft: Draft) -> Draft:
+    """Return a copy of a draft, with values for what is missing, so that the rest can be checked."""
+    without = missing(draft)
+    copied = dataclasses.replace(draft, keys=dict(draft.keys), scorers=dict(draft.scorers), texts=dict(draft.texts))
+    if "model.path" in without:
+        copied.keys["model.path"] = "signs"
+    if PROMPTS in without:
+        copied.keys["data.train"] = "signs_train"
+    if "reward.scorers" in without:
+        copied.scorers[STAND_IN] = {}
+    return copied
 
 
-def changes_to(recipe: Mapping[str, Any], values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (key, value, value of the recipe) of all that differ, without the defaults of additional scorers."""
-    found = dict[str, tuple[str, str, str]]()
-    for key, value, before in difference(values, recipe):
-        _, _, scorer = key.partition("reward.scorers.")
-        name, _, inner = scorer.partition(".")
-        if scorer and name not in values["reward"]["scorers"]:
-            found[name] = f"reward.scorers.{name}", "removed", ""
-        elif key != VOTE_KWARGS and not (
-            scorer and name not in recipe["reward"]["scorers"] and value == DEFAULTS.get(inner)
-        ):
-            found[key] = key, value, before
-    return list(found.values())
+def leave_out(draft: Draft, key: str) -> bool:
+    """Remove what has a problem from a draft; returns whether there was something to remove."""
+    name = key.removeprefix("reward.scorers.").partition(".")[0]
+    if key in draft.texts or key in draft.keys:
+        return (draft.texts.pop(key, None) or draft.keys.pop(key, None)) is not None
+    if key.startswith("reward.scorers.") and name in draft.scorers:
+        draft.texts.pop(f"{name}.py", None)
+        del draft.scorers[name]
+        if not draft.scorers and draft.keys.get("experiment") == OWN:
+            draft.scorers[STAND_IN] = {}
+        return True
+    typed = [each for each in draft.keys if each.startswith(f"{key}.")] if key else []
+    for each in typed:
+        del draft.keys[each]
+    return bool(typed)
+
+
+def _compose(draft: Draft, arguments: list[str]) -> tuple[Composed, Composed]:
+    """Compose a draft, and the experiment from which it starts."""
+    with COMPOSING:
+        if draft.votes:
+            prepare(with_folder(arguments))
+        given = [EXAMPLE, *arguments] if draft.votes else arguments
+        asked = asked_for(given)
+        composed = compose_run(given, asked)
+        recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
+        return dataclasses.replace(composed, replaced=replaced_scorers(given, asked)), recipe
 
 
 def _facts(composed: Composed) -> dict[str, Any]:
     """Return what the page shows of a run besides its keys and prompts."""
     config = composed.config
     return {
-        "experiment": composed.experiment,
-        "algorithm": config.algorithm.name,
+        "preset": composed.preset or config.algorithm.name,
         "model": config.model.path,
         "steps": config.trainer.steps,
         "images": config.rollout.prompts_per_step * config.rollout.n,
         "scorers": {name: scorer.weight for name, scorer in config.reward.scorers.items()},
     }
+
+
+def _read(composed: Composed, recipe: Composed, found: Check, draft: Draft) -> Check:
+    """Return `found` with what a run reads before it starts; raises `GerlError`."""
+    inputs = read_inputs(composed)
+    composed = dataclasses.replace(composed, config=inputs.config)  # with the scorers that stay watched
+    prompts, held_out, values = inputs.prompts, inputs.held_out, settings_of(inputs.config)
+    facts = _facts(composed) | {
+        "secrets": [read(a).key_or_group for a in found.arguments if "${oc.env:" not in a and redact(a) != a],
+        "steps": planned_steps(inputs.config, prompts),
+        "prompts": about(prompts),
+        "held_out": about(held_out),
+        "trained": count_trained(prompts, held_out),
+        "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
+    }
+    distinct = {prompt.text: prompt for prompt in [*held_out, *prompts]}
+    changes = changes_to(settings_of(recipe.config), values, draft, recipe.preset)
+    return Check(found.arguments, [], composed.yaml(), changes, values, facts, list(distinct.values()))
+
+
+def changes_to(
+    recipe: Mapping[str, Any], values: Mapping[str, Any], draft: Draft, preset: str
+) -> list[tuple[str, str, str]]:
+    """Return (key, value, value of the recipe) of what a draft changes: not what follows from it."""
+    typed = [key for key in draft.keys if key not in FIRST]
+    pasted = {key: file for file, key in FILES.items() if draft.texts.get(file, "").strip() and key not in typed}
+    rows = [("algorithm", chosen, preset) for chosen in [draft.keys.get("algorithm")] if chosen not in (None, preset)]
+    for key, value, before in difference(values, recipe):
+        if key in pasted or any(key == each or key.startswith(f"{each}.") for each in typed):
+            rows.append((key, "typed here" if key in pasted else value, before))
+    before, now = recipe["reward"]["scorers"], values["reward"]["scorers"]
+    if draft.scorers:
+        for name in {**now, **before}:
+            old, new = (str(scorers[name]["weight"]) if name in scorers else "" for scorers in (before, now))
+            if name in before and name not in draft.scorers:  # the default of gerl, see `read_inputs`
+                new = "measured, not rewarded" if name in now else "removed"
+            if old != new:
+                rows.append((f"reward.scorers.{name}", new, old))
+    return rows
 
 
 def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -253,14 +335,39 @@ def about(prompts: Sequence[Prompt]) -> dict[str, Any]:
     return {"count": len(prompts), "twice": twice[:LONGEST], "repeated": len(twice), "longest": longest}
 
 
-def problem_of(error: GerlError) -> Problem:
-    """Return the message that the command line would print."""
-    return Problem(with_notes(str(error), error), key_in(str(error)))
+def problem_of(error: GerlError, draft: Draft, root: Path) -> Problem:
+    """Return the message that the command line would print; of a pasted text as its user sees it, lines from 1."""
+    sentence = with_notes(str(error), error)
+    key = key_in(sentence)
+    for file, of in FILES.items():
+        if key == of and file in draft.texts and of not in draft.keys:
+            path = re.escape(str(draft.folder(root) / file))
+            sentence = re.sub(rf"({re.escape(of)}=)?'?{path}'?:? *", "", sentence)
+            return Problem(with_lines(sentence, draft.texts[file]), file)
+        if key == of and of not in draft.keys:
+            return Problem(sentence.replace(f"{of}=", "the recipe's prompts: ", 1), file)
+    name, _, inner = key.removeprefix("reward.scorers.").partition(".")
+    if key.startswith("reward.scorers.") and name in draft.scorers and key not in draft.keys:
+        path = re.escape(str(draft.folder(root) / f"{name}.py"))
+        sentence = re.sub(rf"^reward\.scorers\.{name}\.path='?{path}'?: *", "", sentence).replace(f"{path}, ", "")
+        key = f"reward.scorers.{name}.kwargs" if inner.startswith("kwargs") else f"reward.scorers.{name}"
+    return Problem(sentence, key)
+
+
+def with_lines(sentence: str, text: str) -> str:
+    """Return a sentence that names the prompts of `text` by their numbers from 0 with their lines from 1 instead."""
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+    def line_of(match: re.Match[str]) -> str:
+        number = int(match[1])
+        return f"line {lines[number]}" if number < len(lines) else match[0]
+
+    return re.sub(r"\bprompt (\d+)\b", line_of, sentence)
 
 
 def key_in(sentence: str) -> str:
     """Return the key that an error names at its start, "" if none."""
-    match = re.match(r"[+~]*([a-z]\w*(?:\.\w+)*)(?==|: )", sentence)
+    match = re.match(r"[+~]*([a-z]\w*(?:\.\w+)*)(?==|: | is )", sentence)
     return match[1] if match else ""
 
 

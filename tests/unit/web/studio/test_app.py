@@ -1,6 +1,7 @@
 """The studio's server over real HTTP: drafts, the queue, notes; whom it refuses, and what wrong input is answered."""
 
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from watching import make_run
 
 from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
+from gerl.preflight.sizing.hardware import GPUS
 from gerl.web.server import address, serving
 from gerl.web.studio import drafts
 from gerl.web.studio.app import Studio, build_studio
@@ -58,7 +60,7 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
     }
     found = post(url, "draft", draft("first", {"mine": {"weight": 0.5}}, texts, trainer__steps="3")).json()
     folder = studio.root / "studio" / "drafts" / "first"
-    assert found["problem"] is None and (folder / "mine.py").read_text() == texts["mine.py"] + "\n"
+    assert found["problems"] == [] and (folder / "mine.py").read_text() == texts["mine.py"] + "\n"
     scorers = f"reward.scorers={{mine: {{path: {folder / 'mine.py'}, weight: 0.5}}}}"
     prompts = f"data.train={folder / 'prompts.txt'}"
     assert found["arguments"] == [
@@ -71,8 +73,13 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
     assert found["facts"]["prompts"] | {"longest": 0} == {
         "count": 2, "repeated": 1, "twice": ['a red sign that reads "A"'], "longest": 0
     }  # fmt: skip
-    assert ["trainer.steps", "3", "76"] in found["changes"] and ["reward.scorers.ocr.weight", "0.0", "1.0"] in found[
-        "changes"
+    assert found["facts"]["preset"] == "awm_fast"  # and not the name of its class
+    assert found["changes"] == [  # what was typed, and not what follows from it
+        ["data.train", "typed here", "signs_train"],
+        ["trainer.steps", "3", "76"],
+        ["reward.scorers.mine", "0.5", ""],
+        ["reward.scorers.ocr", "measured, not rewarded", "1.0"],
+        ["reward.scorers.colour", "measured, not rewarded", "0.0"],
     ]
     kept = requests.get(f"{url}/api/draft", params={"name": "first"}, timeout=10).json()
     assert kept["texts"] == texts and kept["scorers"] == {"mine": {"weight": 0.5}}
@@ -83,7 +90,10 @@ WRONG = [
     (draft("a", rollout__m="4"), "rollout.m"),
     (draft("a", data__train="nowhere.txt"), "data.train"),
     (draft("a", algorithm="grpo"), "algorithm"),
-    (draft("a", {"mine": {}}, {"mine.py": "def compute_score(images:"}), "reward.scorers.mine.path"),
+    (draft("a", {"mine": {}}, {"mine.py": "def compute_score(images:"}), "reward.scorers.mine"),
+    (draft("a", sampling__height="33"), "sampling.height"),
+    (draft("a", texts={"prompts.txt": "a fox"}), "prompts.txt"),
+    (draft("a", texts={"held_out.txt": "a fox"}), "held_out.txt"),
     (draft("a", {"vlm_judge": {"kwargs": "no mapping"}}), "reward.scorers.vlm_judge.kwargs"),
     (draft("a", {"vlm_judge": {"kwargs": "day: 2024-13-45"}}), "reward.scorers.vlm_judge.kwargs"),
 ]
@@ -93,9 +103,60 @@ WRONG = [
 def test_wrong_input_is_answered_beside_its_field(opened: tuple[str, Studio], given: Any, key: str) -> None:
     url, _ = opened
     found = post(url, "draft", given)
-    assert found.status_code == 200 and found.json()["problem"]["key"] == key
-    assert bool(found.json()["facts"]) == (key in ("data.train", "reward.scorers.mine.path"))  # it composes
-    assert post(url, "start", {"name": "a"}).json()["error"] == found.json()["problem"]["sentence"]
+    (problem,) = found.json()["problems"]
+    assert found.status_code == 200 and problem["key"] == key and not problem["missing"]
+    assert found.json()["values"]["trainer"]["steps"] == 76  # of what is left without it
+    assert post(url, "start", {"name": "a"}).json()["error"] == problem["sentence"]
+
+
+def test_all_problems_are_answered_at_once(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    texts = {
+        "prompts.txt": '\na sign that reads "A"\n\na fox',
+        "held_out.txt": "a cat",
+        "mine.py": "def compute_score(",
+    }
+    given = draft(
+        "", {"ocr": {}, "mine": {}}, texts, trainer__steps="many", model__path="/nowhere", sampling__width="33"
+    )
+    found = post(url, "draft", given).json()
+    problems = {problem["key"]: problem["sentence"] for problem in found["problems"]}
+    assert set(problems) == {
+        "name", "trainer.steps", "model.path", "sampling.width", "prompts.txt", "held_out.txt", "reward.scorers.mine",
+    }  # fmt: skip
+    assert problems["prompts.txt"].startswith("line 4: 'a fox'") and problems["held_out.txt"].startswith("line 1: ")
+    assert not [sentence for sentence in problems.values() if "drafts" in sentence], "paths that nobody typed"
+    assert "32 or 40" in problems["sampling.width"] and not found["saved"] and found["line"] == ""
+
+
+def test_a_run_of_ones_own_model_has_fields_to_fill_in(opened: tuple[str, Studio]) -> None:
+    url, _ = opened
+    found = post(url, "draft", draft("own", experiment="plain", rollout__n="x")).json()
+    missing = {problem["key"]: problem["missing"] for problem in found["problems"]}
+    assert missing == {"model.path": True, "prompts.txt": True, "reward.scorers": True, "rollout.n": False}
+    (reward,) = [problem for problem in found["problems"] if problem["key"] == "reward.scorers"]
+    assert all(word in reward["sentence"] for word in ("pickscore", "ocr", "function"))
+    texts = {"prompts.txt": "a fox\na cat", "held_out.txt": "a fox", "mine.py": "def compute_score(images): ..."}
+    filled = post(url, "draft", draft("own", {"mine": {}}, texts, experiment="plain", model__path="signs")).json()
+    assert filled["problems"] == [] and filled["facts"]["scorers"] == {"mine": 1.0}
+    assert (
+        filled["facts"]["prompts"]["count"] == 2 and filled["facts"]["trained"] == 1
+    )  # a held-out prompt is trained on
+
+
+@pytest.mark.parametrize("name", ["mein Schild 猫", "a, b = 'c' \"d\" [e] {f} $g", "%", "run #2: 50 %"])
+def test_a_run_may_have_any_name(opened: tuple[str, Studio], name: str) -> None:
+    url, studio = opened
+    texts = {"prompts.txt": 'a sign that reads "A"', "mine.py": "def compute_score(images): ..."}
+    found = post(url, "draft", draft(name, {"mine": {}}, texts)).json()
+    if name == "%":
+        assert [problem["key"] for problem in found["problems"]] == ["name"]
+        return
+    assert found["problems"] == [] and found["saved"]
+    composed = compose_run(shlex.split(found["line"])[2:])
+    assert composed.run_dir == studio.root / found["name"] and not set(found["name"]) & set("/,='\"[]{}$#:%")
+    assert found["name"] == name or "猫" not in name
+    post(url, "remove", {"name": found["name"]})
 
 
 def test_people_vote_beside_own_scorers(opened: tuple[str, Studio]) -> None:
@@ -103,7 +164,7 @@ def test_people_vote_beside_own_scorers(opened: tuple[str, Studio]) -> None:
     code = {"mine.py": "def compute_score(images): ..."}
     given = draft("voted", {"mine": {"weight": 0.5}}, code, rollout__n="4") | {"votes": True}
     found = post(url, "draft", given).json()
-    assert found["problem"] is None and found["facts"]["scorers"] == {
+    assert found["problems"] == [] and found["facts"]["scorers"] == {
         "vote": 1.0,
         "mine": 0.5,
         "ocr": 0.0,
@@ -112,13 +173,21 @@ def test_people_vote_beside_own_scorers(opened: tuple[str, Studio]) -> None:
     command = found["line"].split()
     assert command[:2] == ["gerl", "vote"] and f"out={studio.root / 'voted'}" in command
     one = post(url, "draft", given | {"keys": {"experiment": "signs", "rollout.n": "1"}}).json()
-    assert one["problem"]["key"] == "rollout.n"
+    assert one["problems"][0]["key"] == "rollout.n"
 
 
-@pytest.mark.parametrize("name", ["", "../a", "a/b", ".a", "a" * 81])
-def test_a_name_that_is_no_folder_is_refused(opened: tuple[str, Studio], name: str) -> None:
-    assert post(opened[0], "draft", draft(name)).status_code == 409
-    assert post(opened[0], "draft", draft("a", texts={name: "text"})).status_code == 409
+@pytest.mark.parametrize(
+    "name", ["../a", "a/b", "/a", ".a", "..", "a\0b", "-" * 300, "a" * 300, "猫" * 300, "a" * 79 + "/b"]
+)
+def test_no_name_leads_out_of_the_folder(opened: tuple[str, Studio], name: str) -> None:
+    url, studio = opened
+    found = post(url, "draft", draft(name, texts={"prompts.txt": 'a sign that reads "A"'})).json()
+    assert bool(found["name"]) == any(map(str.isalnum, name))
+    if found["name"]:
+        folder = studio.root / "studio" / "drafts" / found["name"]
+        assert folder.resolve().parent == (studio.root / "studio" / "drafts").resolve() and folder.is_dir()
+        post(url, "remove", {"name": found["name"]})
+    assert post(url, "draft", draft("a", texts={name: "text"})).status_code == 409
 
 
 def test_a_renamed_draft_is_one_draft(opened: tuple[str, Studio]) -> None:
@@ -135,7 +204,7 @@ def test_a_renamed_draft_keeps_its_revision_and_its_files_until_it_is_saved(open
     given = draft("first-name", {"mine": {}}, {"mine.py": "def compute_score(images): ..."})
     saved = post(url, "draft", given | {"revision": 0}).json()
     taken = post(url, "draft", given | {"name": "signs", "was": "first-name", "revision": saved["revision"]}).json()
-    assert taken["problem"]["key"] == "name" and not taken["saved"]  # there is a folder of this name
+    assert taken["problems"][0]["key"] == "name" and not taken["saved"]  # there is a folder of this name
     assert studio.draft("first-name").texts == given["texts"]
     renamed = post(url, "draft", given | {"name": "second-name", "was": "first-name", "revision": taken["revision"]})
     assert renamed.json()["saved"] and "first-name" not in studio.store.values["drafts"]
@@ -153,9 +222,11 @@ def test_a_draft_changed_elsewhere_is_not_replaced(opened: tuple[str, Studio]) -
     url, studio = opened
     first = post(url, "draft", draft("shared", trainer__steps="3") | {"revision": 0}).json()["revision"]
     assert post(url, "draft", draft("shared", trainer__steps="4") | {"revision": first}).ok
-    for stale in ({"revision": first}, {"revision": 0}, {"revision": 0, "was": "other"}):
-        answer = post(url, "draft", draft("shared", trainer__steps="5") | stale)
-        assert answer.status_code == 409 and "draft" in answer.json()["error"]
+    answer = post(url, "draft", draft("shared", trainer__steps="5") | {"revision": first})
+    assert answer.status_code == 409 and "another window" in answer.json()["error"]
+    for other in ({"revision": 0}, {"revision": 0, "was": "other"}):  # a new draft, or another, with its name
+        found = post(url, "draft", draft("shared", trainer__steps="5") | other).json()
+        assert found["problems"][0]["key"] == "name" and not found["saved"] and found["revision"] == 0
     assert studio.draft("shared").keys["trainer.steps"] == "4"
 
 
@@ -165,7 +236,7 @@ def test_the_files_of_a_run_in_the_queue_do_not_change(opened: tuple[str, Studio
     post(url, "draft", first)
     number = post(url, "start", {"name": "locked", "gpus": 1}).json()["job"]
     found = post(url, "draft", draft("locked", {"mine": {}}, {"mine.py": "changed"})).json()
-    assert found["problem"]["key"] == "name" and studio.draft("locked").texts == first["texts"]
+    assert found["problems"][0]["key"] == "name" and studio.draft("locked").texts == first["texts"]
     assert post(url, "remove", {"name": "locked"}).status_code == 409
     (studio.root / "locked").mkdir()  # as the run does
     post(url, "job", {"job": number, "action": "stop"})
@@ -195,8 +266,8 @@ def test_the_code_of_runs_that_the_studio_trains_is_trusted_and_no_other(tmp_pat
             (tmp_path / name).mkdir()
             composed = compose_run(["experiment=signs", f"reward.scorers={{mine: {{path: {code}}}}}"])
             (tmp_path / name / "config.yaml").write_text(composed.yaml())
-            problem = studio.compose(drafts.from_run(tmp_path / name, "copy")).problem
-            assert (problem is None) == (name == "ours") and (problem is None or "trust=true" in problem.sentence)
+            problems = studio.compose(drafts.from_run(tmp_path / name, "copy")).problems
+            assert (not problems) == (name == "ours") and all("trust=true" in each.sentence for each in problems)
         ours = f"lora.a={tmp_path}/ours/checkpoints/step_1"
         assert arguments(ours, "images=1") == [ours, "images=1", "trust=true"]
         for others in (
@@ -270,7 +341,7 @@ def test_notes_and_stars_are_kept_and_a_run_is_copied(opened: tuple[str, Studio]
     assert copies == ["one-2", "one-3"]
     make_run(studio.root / "élan 試")
     copied = post(url, "copy", {"run": "élan 試"}).json()["name"]
-    assert copied == "élan-試-2" and post(url, "draft", draft(copied)).json()["problem"] is None
+    assert copied == "élan 試-2" and post(url, "draft", draft(copied)).json()["problems"] == []
     assert studio.draft("again").keys == {"experiment": str(studio.root.resolve() / "signs" / "one" / "config.yaml")}
 
 
@@ -333,7 +404,7 @@ def test_a_token_is_asked_for_everywhere(tmp_path: Path) -> None:
 
 def test_a_run_on_which_people_vote_is_another_command(opened: tuple[str, Studio]) -> None:
     found = post(opened[0], "draft", draft("votes") | {"votes": True}).json()
-    assert found["problem"] is None and found["line"].startswith("gerl vote experiment=signs ")
+    assert found["problems"] == [] and found["line"].startswith("gerl vote experiment=signs ")
 
 
 def test_the_menu_has_recipes_presets_and_situations(opened: tuple[str, Studio]) -> None:
@@ -343,6 +414,9 @@ def test_the_menu_has_recipes_presets_and_situations(opened: tuple[str, Studio])
     for row in menu["situations"]:
         assert row["preset"] in menu["presets"] and f"`{row['preset']}`" in advice
     assert menu["keys"]["model.train"]["choices"] == [] or "lora" in menu["keys"]["model.train"]["choices"]
+    assert set(menu["fitting"]) <= {recipe["name"] for recipe in menu["recipes"]}
+    for fitting in menu["fitting"].values():
+        assert set(fitting) == set(menu["cards"]) and all(card["hardware"] in GPUS for card in menu["cards"].values())
     assert menu["keys"]["trainer.steps"]["help"] and menu["keys"]["logger.level"]["choices"] == ["info", "debug"]
 
 
