@@ -120,7 +120,7 @@ def test_a_card_fills_in_the_keys_that_fit_the_recipe(page: Any, url: str) -> No
     page.click("summary:text-is('Advanced')")
     page.fill('[id="field-actor.lr"]', "0.1")
     page.select_option("#field-card", "24gb")
-    page.wait_for_function("() => document.querySelector('.side-panel pre')?.textContent.includes('model.offload=blocks')")
+    page.wait_for_selector(".side-panel pre:has-text('model.offload=blocks')")
     assert (
         page.input_value('[id="field-model.offload"]') == "blocks" and page.input_value('[id="field-rollout.n"]') == "8"
     )
