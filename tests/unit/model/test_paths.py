@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import tiny
 
 from gerl.errors import ModelError
-from gerl.model.paths import INDEX, WEIGHTS, resolve
+from gerl.model.paths import INDEX, WEIGHTS, check_size, resolve, size_multiple
 
 
 @pytest.fixture
@@ -63,3 +64,23 @@ def test_a_folder_or_file_that_is_no_pipeline(pipeline: Path, tmp_path: Path) ->
         with pytest.raises(ModelError) as caught:
             resolve(str(path))
         assert remedy in str(caught.value), caught.value
+
+
+def test_the_multiple_of_a_size_is_that_of_the_pipeline(tmp_path: Path) -> None:
+    wrong = []
+    for build in (tiny.sd3, tiny.flux, tiny.qwen_image, tiny.sd15):
+        pipe, folder = build(), tmp_path / build.__name__
+        pipe.save_pretrained(folder)
+        packed = 1 if build is tiny.sd15 else 2
+        if size_multiple(folder) != pipe.vae_scale_factor * packed:
+            wrong.append((build.__name__, size_multiple(folder), pipe.vae_scale_factor))
+    assert wrong == []
+    assert size_multiple(tmp_path) is None and size_multiple(Path("owner/name")) is None
+
+
+def test_a_size_that_cannot_be_sampled_is_refused() -> None:
+    for size in ((32, 40), (None, None), (None, 8)):
+        check_size("signs", *size)
+    for key, size in (("height", (33, 32)), ("width", (None, 7))):
+        with pytest.raises(ModelError, match=rf"sampling\.{key}=.* multiples of 8 .*use \d+ or \d+"):
+            check_size("signs", *size)
