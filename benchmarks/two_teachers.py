@@ -6,7 +6,7 @@
 For each seed three runs of the signs pipeline: a specialist that writes, trained by the OCR on prompts that name a
 colour; one that paints signs red where none is named; and their student (`algorithm=opd`), which starts from the base
 model and gets both kinds of prompts. All are validated on the same held-out prompts of both kinds; key=value are the
-student's. Results: benchmarks/results/two_teachers.json; `--table` writes them into docs/algorithm_benchmark.md.
+student's. Results: benchmarks/results/two_teachers.json; `--table` writes them into benchmarks/README.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from gerl.utils.dataset import load_prompts
 from gerl.utils.files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "two_teachers.json", ROOT / "docs" / "algorithm_benchmark.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "two_teachers.json", ROOT / "benchmarks" / "README.md"
 BEGIN = "<!-- two_teachers: begin, written by python benchmarks/two_teachers.py --table -->"
 END = "<!-- two_teachers: end -->"
 KINDS = {"ocr": "writes what is asked", "red": "is red where no colour is named"}
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="write the results into docs/algorithm_benchmark.md")
+    parser.add_argument("--table", action="store_true", help="write the results into benchmarks/README.md")
     args = parser.parse_intermixed_args(arguments)
     if args.table:
         write_section(PAGE, BEGIN, END, table(json.loads(args.out.read_text())))
