@@ -4,7 +4,7 @@
 #   sbatch --nodes=2 --gpus-per-node=8 examples/cluster/slurm.sh experiment=sd35_medium_ocr ...
 #
 # from gerl's folder, on a disk that all nodes see, in a shell in which `python` is the one that gerl is installed in.
-# The run lies in outputs/slurm_JOB, or in the folder RUN; a job that is begun again carries it on.
+# The run lies in outputs/slurm_JOB, or in the folder RUN; a requeued job resumes it.
 #
 #SBATCH --job-name=gerl
 #SBATCH --nodes=1
@@ -12,10 +12,10 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
-# USR1 to this script five minutes before the time is over: the newest step is saved, and the job is begun again
+# USR1 to this script five minutes before the time is over: the latest step is saved, and the job requeued
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
-# a node that fails does not end the job: gerl goes on with the others
+# a node that fails does not end the job: gerl continues on the others
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
@@ -48,7 +48,7 @@ resume=(checkpoint.resume=auto)
 [[ " $* " == *" checkpoint.resume="* ]] && resume=() # one that is passed on takes its place
 bash "$by_hand" train "$head" "$SLURM_NNODES" hydra.run.dir="$run" "${resume[@]}" "$@" &
 training=$!
-again=yes warned= # a training that stops by itself (trainer.hours) is begun again too
+again=yes warned= # a training that stops by itself (trainer.hours) is requeued, too
 trap 'warned=yes; kill -TERM "$training" || true' USR1
 # of scancel, a preemption, the end of the time: SLURM knows what comes next
 trap '[[ $warned ]] || again=; kill -TERM "$training" || true' TERM

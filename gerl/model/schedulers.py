@@ -353,5 +353,4 @@ def distilled_warnings(config: Config, scheduler: str) -> list[str]:
 def guidance_notes(denoisers: Mapping[str, torch.nn.Module]) -> list[str]:
     """Return a note for each denoiser that takes the guidance scale as an input."""
     taken = [name for name, d in denoisers.items() if getattr(d, "config", {}).get("guidance_embeds")]
-    note = "is one of its inputs, by distillation: there is one pass per step, and algorithm.cfg has nothing to split"
-    return [f"the guidance of {name} {note}" for name in taken]
+    return [f"{name} is guidance-distilled (one pass per step): algorithm.cfg has no effect" for name in taken]

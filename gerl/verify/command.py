@@ -73,7 +73,7 @@ PARSER = Parser(
     blocks=("reward",),
     bare="run",
     notes="The configuration is that of the run; give for example model.path=FOLDER where a file lies elsewhere. "
-    "Exit code 1: a check failed. What cannot be checked is said, and is no failure.",
+    "Exit code 1: a check failed. What cannot be checked is reported, and is no failure.",
 )
 
 

@@ -340,4 +340,4 @@ def test_a_loaded_model_tells_of_itself(tmp_path: Path) -> None:
     assert facts.notes == ["a"] and len(facts.warnings) == 1 and "sd3-turbo" in facts.warnings[0]
     assert guidance_notes({"sd3": tiny.sd3().transformer, "unknown": torch.nn.Linear(1, 1)}) == []
     (note,) = guidance_notes({"transformer": tiny.flux().transformer})
-    assert note.startswith("the guidance of transformer is one of its inputs")
+    assert note.startswith("transformer is guidance-distilled") and "algorithm.cfg" in note
