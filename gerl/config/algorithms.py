@@ -170,7 +170,7 @@ class AlgorithmConfig(Block):
     excludes: ClassVar[tuple[Exclusion, ...]] = ()  # in addition to the table in `exclusions`
 
     name: str = main_key(
-        "", "the algorithm; `algorithm=NAME` on the command line selects it with its published settings"
+        "", "the algorithm; `algorithm=NAME` on the command line selects it with the settings of its preset"
     )
     path: str | None = key(
         None, "Python file with an algorithm of your own; `algorithm=NAME` then gives the other settings to begin with"
