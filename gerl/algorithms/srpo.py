@@ -33,7 +33,7 @@ from gerl.protocol import Prompt, Sample
 PURE = 0.99  # noise level above which the first latents are the noise
 
 
-@requires(deterministic=True, min_steps=3)
+@requires(deterministic=True, min_steps=3, leaps=True)
 @dataclass(frozen=True)
 class SRPOConfig(RewardGradientConfig):
     """The keys of SRPO."""

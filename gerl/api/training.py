@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("gerl")
-DEFAULT, WITHOUT_FLOW = "awm_fast", "ddpo"  # algorithms
+DEFAULT = "awm_fast"  # algorithm
 MARK = "_gerl_trained"  # pipeline in memory -> folder of the run that trained it, one of its parameters
 # arguments -> keys
 ARGUMENTS = {
@@ -80,8 +80,7 @@ class Trainer:
     ...); scorers of the experiment stay watched (weight 0), unless `reward` has None for them. `prompts` and
     `held_out`: strings, or dictionaries with the key `prompt` and further columns, in a list or a data set of torch, or
     a file. `experiment`: a recipe or yaml file, overridden by the other arguments. `algorithm`: a preset, by default
-    that of the experiment, or `awm_fast` without one (`ddpo` for a pipeline in memory
-    without flow matching).
+    that of the experiment, or `awm_fast` without one.
     `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
     default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
@@ -112,7 +111,7 @@ class Trainer:
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
         own = own_algorithm(algorithm)
-        chosen = preset_of(own[0]) if own else algorithm or (self._default() if experiment is None else None)
+        chosen = preset_of(own[0]) if own else algorithm or (DEFAULT if experiment is None else None)
         self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
         given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
@@ -128,18 +127,6 @@ class Trainer:
             raise ConfigError(
                 f"{' and '.join(missing)} missing: set them, or use an experiment that sets them, or resume"
             )
-
-    def _default(self) -> str:
-        """Return the algorithm without experiment, which fits the scheduler of a pipeline in memory."""
-        scheduler = getattr(self.pipe, "scheduler", None)
-        if self.resumes or scheduler is None:
-            return DEFAULT
-        from gerl.model.schedulers import is_flow  # imported here: a path needs no diffusers
-
-        if is_flow(scheduler):
-            return DEFAULT
-        logger.info("algorithm=%s, since %s is not of flow matching", WITHOUT_FLOW, type(scheduler).__name__)
-        return WITHOUT_FLOW
 
     @property
     def run(self) -> Run:

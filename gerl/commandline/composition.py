@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.commandline.form import check_form, either, near_names, read_yaml
+from gerl.commandline.samplers import check_scheduler, settle_sampler
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
 from gerl.config.algorithms import with_own_name
 from gerl.config.bounded_text import load_yaml, read_values
@@ -33,6 +34,7 @@ from gerl.config.changes import settings_of
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
 from gerl.config.roles import check_roles
+from gerl.config.samplers import AUTO
 from gerl.config.suggestions import other_value
 from gerl.config.user_files import check_trusted
 from gerl.errors import ConfigError, TrustError
@@ -99,6 +101,7 @@ def defaults() -> dict[str, Any]:
     """Return the default of every key except the algorithm's, which its class has; must not be modified."""
     values = dataclasses.asdict(Config())
     values["algorithm"] = {}
+    values["sampling"]["kernel"] = AUTO
     del values["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
     return values
 
@@ -216,6 +219,7 @@ class Composed:
     run_dir: Path
     preset: str = ""  # the `algorithm=NAME` it was composed with; empty: not known
     kept: str = ""  # the sentence about default scorers beside the named ones; may be empty
+    sampler: str = ""  # the sentence about what `auto` in the block `sampling` has become; may be empty
     replaced: Mapping[str, ScorerConfig] = field(default_factory=dict)  # of the experiment, replaced by the config's
 
     def yaml(self) -> str:
@@ -251,10 +255,10 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
         block = values["algorithm"].items()
         values["algorithm"] = {k: v for k, v in block if k not in unread or f"algorithm.{k}" in found.given}
         preset = preset if values["algorithm"].get("path") else name
+    sampler = settle_sampler(values)
     config = _config(values, [*below, *overrides])
-    return Composed(
-        config, found.experiment, found.run_dir, preset, _other_scorers(config, found.experiment, overrides)
-    )
+    others = _other_scorers(config, found.experiment, overrides)
+    return Composed(config, found.experiment, found.run_dir, preset, others, sampler)
 
 
 def replaced_scorers(overrides: Sequence[str], asked: ParsedCommand) -> dict[str, ScorerConfig]:
@@ -322,7 +326,9 @@ def compose_changes(settings: Mapping[str, Any], overrides: Sequence[str]) -> Co
     if isinstance(scorers := values["reward"]["scorers"], dict):  # a reward given again leaves what is watched
         lost = _lost(settings.get("reward", {}).get("scorers", {}), values, kept)
         scorers |= {name: scorer for name, scorer in lost.items() if stays_watched(scorer)}
-    return _config(resolved(values, OmegaConf.create()), kept)
+    values = resolved(values, OmegaConf.create())
+    settle_sampler(values)
+    return _config(values, kept)
 
 
 def normal(overrides: Sequence[str], folder: str = RUN_DIR) -> list[str]:
@@ -427,6 +433,7 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
         model["lora_targets"] = None  # the experiment's, for a LoRA that there is not
     config = from_mapping(values)
     check_roles(config)
+    check_scheduler(config)
     return config
 
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, get_args, get_origin
 
-from gerl.commandline.composition import compose_run, experiments, load_own_algorithm, shipped
+from gerl.commandline.composition import asked_for, compose_run, defaults, experiments, load_own_algorithm, shipped
 from gerl.config import keys, registry
 from gerl.config.registry import ALGORITHMS
+from gerl.config.samplers import AUTO, CHOICES
 from gerl.config.schema import resolved_fields
 
 Field = dataclasses.Field[Any]
@@ -45,24 +46,27 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
         for name, f, default, readers in block:
             text = str(default).replace("'", "") if isinstance(default, list) else str(default)
             shown = {"None": "null", "True": "true", "False": "false"}.get(text, text)
-            choices = "" if name == "algorithm.name" else _choices(f.type)
+            choices = "" if name == "algorithm.name" else _choices(name, f.type)
             lines += [f"  {name}={shown}{choices}", f"      {f.metadata['help']}{readers}"]
     return "\n".join(lines) + "\n"
 
 
-def _choices(kind: Any) -> str:
+def _choices(name: str, kind: Any) -> str:
     entry = get_args(kind)[0] if get_origin(kind) is list else kind
-    return f" ({'|'.join(get_args(entry))})" if get_origin(entry) is Literal else ""
+    values = [AUTO] * (name.removeprefix("sampling.") in CHOICES) + [*get_args(entry)]
+    return f" ({'|'.join(values)})" if get_origin(entry) is Literal else ""
 
 
 def _most_used(preset: str) -> Iterator[tuple[str, Field, object, str]]:
     presets = [f"algorithm={registry.preset_of(own)}"] if (own := load_own_algorithm([preset])) else []
-    config = compose_run(["experiment=plain", *presets, preset]).config
+    chosen = ["experiment=plain", *presets, preset]
+    config, sampling = compose_run(chosen).config, asked_for(chosen).values["sampling"]
     own_keys = vars(type(config.algorithm)).get("__annotations__", {}) if config.algorithm.path else ()
     for name, f in keys(type(config.algorithm)):
         block, _, leaf = name.partition(".")
         if f.metadata["often"] or f.name in own_keys:
-            yield name, f, _default(f) if block == "reward" else getattr(getattr(config, block), leaf), ""
+            composed = sampling if block == "sampling" else vars(getattr(config, block))
+            yield name, f, _default(f) if block == "reward" else composed[leaf], ""
 
 
 def _every_key() -> Iterator[tuple[str, Field, object, str]]:
@@ -70,7 +74,7 @@ def _every_key() -> Iterator[tuple[str, Field, object, str]]:
     for name, f in keys():
         block, _, leaf = name.partition(".")
         if block != "algorithm" or leaf == "name":
-            yield name, f, _default(f), ""
+            yield name, f, defaults()[block][leaf] if block == "sampling" else _default(f), ""
             continue
         variants: dict[tuple[str, str], tuple[Field, list[str]]] = {}
         for algorithm, cls in ALGORITHMS.items():

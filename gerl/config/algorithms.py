@@ -141,6 +141,7 @@ class Needs:
     rollout_decay: Sequence[float] | None = None  # averaged sampling weights; None: the trained weights sample
     rollout_old_after: int | None = None  # trainer step after which the old policy samples; None: never
     deterministic: bool = False  # defined only for steps without noise
+    leaps: bool = False  # leaps between noise levels, which only flow matching has
     min_steps: int = 1  # minimum denoising steps
     teachers: "tuple[Teacher, ...]" = ()  # models whose denoising steps it learns
 

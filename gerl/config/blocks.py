@@ -811,14 +811,19 @@ class SamplingConfig(Block):
     num_inference_steps: int = main_key(10, "denoising steps of a training rollout", low=2, high=10**4)
     guidance_scale: float | None = main_key(None, "passed to the pipeline; null: the pipeline's own default", low=0)
     sigmas: SigmaSpacing = key(
-        "scheduler", "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift"
+        "scheduler",
+        "noise levels of a training rollout: the scheduler's own, or linspace(1, 1/steps) before its shift; auto: the "
+        "latter where the scheduler and the pipeline's call allow it",
     )
     kernel: KernelName = main_key(
         "flow_sde",
-        "transition kernel of the stochastic steps; ddim also for epsilon-prediction DDIM; ode: no step is stochastic",
+        "transition kernel of the stochastic steps; auto: flow_sde, ddim or cps, the first that the scheduler allows; "
+        "ode: no step is stochastic",
     )
     noise_level: float = main_key(0.7, "noise of the stochastic steps (eta of the kernel's paper)", low=0)
-    solver: SolverName = key("euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M)")
+    solver: SolverName = key(
+        "euler", "ODE solver of the other steps; dpm2: DPM-Solver++(2M); auto: that with flow matching, else euler"
+    )
     compression: float = key(
         1.0,
         "share of the steps after the window that are taken, each correspondingly longer (MixGRPO-Flash)",

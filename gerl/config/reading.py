@@ -13,6 +13,7 @@ from gerl.config.algorithms import UnknownAlgorithm, settings_class
 from gerl.config.changes import flat_settings
 from gerl.config.configuration import Config
 from gerl.config.registry import ALGORITHMS
+from gerl.config.samplers import AUTO, CHOICES
 from gerl.config.schema import fits, kind_words, shown
 from gerl.config.suggestions import LISTED, answered, did_you_mean, is_foreign, keys, other_name, other_value, readers
 from gerl.errors import ConfigError
@@ -168,4 +169,5 @@ def expected(error: ErrorDetails, name: str) -> str:
         return "it must be a dictionary, such as {ocr: {weight: 1}}"
     if name == "logger.trackers":
         return "it must be a list, such as [tensorboard,wandb], or [] for none"
-    return f"it must be {EXPECTED.get(error['type']) or error['msg'].removeprefix('Input should be ')}"
+    wanted = EXPECTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
+    return f"it must be {repr(AUTO) + ', ' if name.removeprefix('sampling.') in CHOICES else ''}{wanted}"

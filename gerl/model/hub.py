@@ -1,7 +1,6 @@
 """Pipelines and LoRAs from the Hugging Face Hub: downloads into its cache, and readable errors."""
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -12,27 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, model_info, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from gerl.config.bounded_text import read_json
-from gerl.errors import GerlError, ModelError, causes
+from gerl.errors import GerlError, ModelError
 from gerl.model.parts import NO_PARTS, Parts, arranged, check_names, variants_in, with_tokenizers
 from gerl.model.paths import INDEX, resolve
 from gerl.progress import waiting
-from gerl.utils.files import reason
-from gerl.utils.hub_errors import UNREACHED
+from gerl.utils.hub_errors import PATIENCE, in_words, missing, request_error
 from gerl.utils.versions import has
 
 logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 FILES = (".safetensors", ".json", ".txt", ".model")  # files of a component; .bin where there are no others
-PATIENCE = 10.0  # seconds to wait for the Hub's first response
 
 
 class Downloads:
@@ -71,7 +62,7 @@ def part_folder(name: str, source: str) -> Path:
     if not folder.exists():
         if not HUB_ID.fullmatch(source):
             raise ModelError(f"{given}: there is no folder {folder.absolute()}; correct the path, or give a Hub id")
-        unreached = _unreached(source)
+        unreached = request_error(source)
         with _readable(source, unreached, f"model.parts.{name}"), waiting(f"fetching {source}", Downloads()):
             infos = [] if unreached else model_info(source, timeout=PATIENCE).siblings or []
             files = [entry.rfilename for entry in infos]
@@ -95,7 +86,7 @@ def fetch(path: str, parts: Parts = NO_PARTS) -> str:
     """
     from diffusers import DiffusionPipeline  # imported lazily: the driver of a run does not need diffusers
 
-    unreached, without = _unreached(path), dict.fromkeys(with_tokenizers(parts))
+    unreached, without = request_error(path), dict.fromkeys(with_tokenizers(parts))
     with _readable(path, unreached, "model.path"), code_refused():
         if unreached is None:
             if parts:
@@ -108,7 +99,7 @@ def fetch(path: str, parts: Parts = NO_PARTS) -> str:
                 return str(DiffusionPipeline.download(path, **without))
         folder = DiffusionPipeline.download(path, local_files_only=True, **without)
         if not isinstance(unreached, OfflineModeIsEnabled):
-            logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, _words(unreached))
+            logger.info("%s is loaded from the cache: the Hub cannot be reached (%s)", path, in_words(unreached))
     return str(folder)
 
 
@@ -117,7 +108,7 @@ def fetch_lora(source: str) -> Path:
     owner, name, *inside = source.split("/")
     repository, file = f"{owner}/{name}", "/".join(inside)
     wanted = [file, f"{file}/*"] if file else ["*.safetensors", "*adapter_config.json"]
-    unreached = _unreached(repository)
+    unreached = request_error(repository)
     with _readable(repository, unreached, "model.lora"):
         if unreached is None:
             files = {entry.rfilename for entry in model_info(repository, timeout=PATIENCE).siblings or []}
@@ -137,7 +128,7 @@ def _readable(path: str, unreached: Exception | None, key: str) -> Iterator[None
         raise
     except Exception as error:  # errors of the network, the disk, the Hub and diffusers have no common base class
         code = "trust_remote_code" in str(error)
-        raise ModelError(refusal_of_code(path) if code else _sentence(path, error, unreached, key)) from error
+        raise ModelError(refusal_of_code(path) if code else missing(path, error, unreached, key)) from error
 
 
 _refusing: ContextVar[bool] = ContextVar("_refusing", default=False)
@@ -176,57 +167,3 @@ def refusal_of_code(path: str) -> str:
         f"model.path={path!r} contains custom code, and gerl runs none from the Hub: download it with 'hf download "
         f"{path} --local-dir FOLDER', read the code, and set model.path=FOLDER"
     )
-
-
-def _unreached(path: str) -> Exception | None:
-    """Return the error of a single request for `path`, if any: a download would retry for a long time."""
-    try:
-        model_info(path, timeout=PATIENCE)
-    except (HfHubHTTPError, OfflineModeIsEnabled, *UNREACHED) as error:
-        return error
-    return None
-
-
-def _sentence(path: str, error: Exception, unreached: Exception | None, key: str) -> str:
-    """Return cause and remedy if the value of `key` is neither in the cache nor on the Hub."""
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    given = f"{key}={path!r}"
-    first = unreached or error
-    chain = list(causes(first))
-    if any(getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(cause) for cause in chain):
-        return (
-            f"{given} does not fit on the disk of the Hub cache {cache}: free up space, or set HF_HOME to a folder "
-            "on a larger disk"
-        )
-    if any(isinstance(cause, GatedRepoError) for cause in chain):
-        return f"{given} is gated: accept its terms at {hub}/{path}, then log in with 'hf auth login'"
-    if any(isinstance(cause, RepositoryNotFoundError) for cause in chain):
-        return f"{given}: {hub} has no such model, or a private one: correct the id, or log in with 'hf auth login'"
-    status = next((cause.response.status_code for cause in chain if isinstance(cause, HfHubHTTPError)), None)
-    if status in (401, 403):
-        return (
-            f"{given}: {hub} denies access ({status}): log in with 'hf auth login', and accept the terms at "
-            f"{hub}/{path} if there are any"
-        )
-    absent = f"{given} is missing or incomplete in the Hub cache {cache}"
-    if isinstance(unreached, OfflineModeIsEnabled):
-        return f"{absent}, and HF_HUB_OFFLINE is set: unset it, or set {key} to a folder with it"
-    if unreached is not None:
-        return (
-            f"{absent}, and {hub} cannot be reached ({_words(unreached)}): connect this machine to it, or download "
-            f"it on another with 'hf download {path} --local-dir FOLDER' and set {key}=FOLDER here"
-        )
-    if any(isinstance(cause, EntryNotFoundError) for cause in chain):
-        return (
-            f"{given} cannot be loaded as a diffusers pipeline: it has no model_index.json at {hub}; use a model "
-            "in diffusers format"
-        )
-    if any(isinstance(cause, (*UNREACHED, HfHubHTTPError)) for cause in chain):
-        return (
-            f"{given}: the download from {hub} was interrupted ({_words(error)}): start again, completed files are kept"
-        )
-    return f"{given} cannot be loaded as a diffusers pipeline: {_words(error)}"
-
-
-def _words(error: Exception) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), reason(error))

@@ -123,7 +123,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             log_prompts(prompts, held_out)
             done = folder.checkpoint.step if folder.checkpoint else 0
             check_images([*used_first(config, inputs, done), *held_out])
-            for sentence in filter(None, [folder.composed.kept, inputs.kept]):
+            for sentence in filter(None, [folder.composed.sampler, folder.composed.kept, inputs.kept]):
                 logger.info("%s", sentence)
             if found := secrets(asdict(config)):
                 logger.warning(

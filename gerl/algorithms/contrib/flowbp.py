@@ -32,7 +32,7 @@ BIAS = "later steps are likelier: step i, from 1, has a probability proportional
 RESCALE = "how far the gradient is scaled up for the steps that have none: 0 not, 1 by their share of the trajectory"
 
 
-@requires(latent_gradient=True, deterministic=True, min_steps=2)
+@requires(latent_gradient=True, deterministic=True, min_steps=2, leaps=True)
 @dataclass(frozen=True)
 class LeapAlignConfig(RewardGradientConfig):
     """Keys of LeapAlign."""
@@ -41,7 +41,7 @@ class LeapAlignConfig(RewardGradientConfig):
     tau: float | None = key(0.1, TAU, above=0)
 
 
-@requires(deterministic=True)
+@requires(deterministic=True, leaps=True)
 @dataclass(frozen=True)
 class FlowBPSparseConfig(RewardGradientConfig):
     """Keys of FlowBP-Sparse."""
@@ -51,7 +51,7 @@ class FlowBPSparseConfig(RewardGradientConfig):
     rescale: float = key(0.5, RESCALE, low=0, high=1)
 
 
-@requires(latent_gradient=True, min_steps=2)
+@requires(latent_gradient=True, min_steps=2, leaps=True)
 @dataclass(frozen=True)
 class FlowBPBridgeConfig(FlowBPSparseConfig):
     """Keys of FlowBP-Bridge."""
@@ -62,7 +62,7 @@ class FlowBPBridgeConfig(FlowBPSparseConfig):
     nested: float = key(0.5, NESTED, low=0, high=1)
 
 
-@requires(latent_gradient=True, deterministic=True, min_steps=3)
+@requires(latent_gradient=True, deterministic=True, min_steps=3, leaps=True)
 @dataclass(frozen=True)
 class FlowBPLagrangeConfig(RewardGradientConfig):
     """Keys of FlowBP-Lagrange."""

@@ -15,7 +15,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from huggingface_hub import constants
 from peft import LoraConfig, inject_adapter_in_model
 
-from gerl.api.training import Trainer, nested, path_of, plain, scorers_of, write_experiment, write_prompts
+from gerl.api.training import nested, path_of, plain, scorers_of, write_experiment, write_prompts
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, DataError, ModelError
 from gerl.model.denoisers import check_offered
@@ -225,19 +225,6 @@ def test_a_shift_outside_the_configuration_is_said(
     pipe.scheduler.set_shift(5.0)
     path_of(pipe, tmp_path / "saved")
     assert "scheduler of the pipeline in memory cannot be written" in caplog.text
-
-
-def test_the_default_algorithm_fits_the_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def chosen(pipe: Any, **more: Any) -> str | None:
-        return Trainer(pipe, bright, ["a"], out=tmp_path, **more).algorithm
-
-    with caplog.at_level(logging.INFO, "gerl"):
-        assert chosen(tiny.sd3(layers=1)) == chosen("folder") == "awm_fast" and not caplog.records
-        pipe = tiny.sd15()
-        assert chosen(pipe, algorithm="awm") == "awm" and not caplog.records
-        assert chosen(pipe) == "ddpo" and "algorithm=ddpo" in caplog.text
-    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
-    assert chosen(pipe) == "awm_fast"
 
 
 def test_what_is_no_pipeline_is_refused(tmp_path: Path) -> None:

@@ -184,8 +184,8 @@ def test_growth_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_disk_that_is_full() -> None:
-    from gerl.model.hub import _sentence
+    from gerl.utils.hub_errors import missing
 
     error = RuntimeError("download failed")
     error.__cause__ = OSError(28, "No space left on device")
-    assert "disk" in (said := _sentence("owner/name", error, None, "model.path")) and "HF_HOME" in said
+    assert "disk" in (said := missing("owner/name", error, None, "model.path")) and "HF_HOME" in said

@@ -1,0 +1,137 @@
+"""The scheduler of `model.path`, read from its files before any library of models is imported."""
+
+import functools
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gerl import objects
+from gerl.config import Config
+from gerl.config.bounded_text import MALFORMED, read_json
+from gerl.config.samplers import AUTO, Scheduler, check_sampler, choose, is_open
+from gerl.errors import ModelError
+
+INDEX, FILE = "model_index.json", "scheduler_config.json"
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+RENEWED = 30.0  # seconds after which the Hub is asked again for a file that it did not give
+
+
+def settle_sampler(values: Mapping[str, Any]) -> str:
+    """Replace `auto` in the block `sampling` of `values` by what the scheduler allows; return a sentence about it.
+
+    The sentence is "" if there is no `auto`. A scheduler that cannot be read counts as one of flow matching: if it is
+    not, the model is refused as soon as it is there.
+    """
+    sampling, model = values.get("sampling"), values.get("model")
+    if not isinstance(sampling, dict) or not isinstance(model, dict) or not is_open(sampling):
+        return ""
+    scheduler, why = None, "it has no scheduler"
+    try:
+        scheduler = read_scheduler(str(model.get("path")), model.get("parts"), fetched=True)
+    except ModelError as error:
+        why = f"its scheduler cannot be read: {error}"
+    chosen = choose(sampling, scheduler or Scheduler("", None, {}))
+    sampling.update(chosen)
+    if scheduler is not None:
+        why = scheduler.name if scheduler.kind is not None else f"{scheduler.name} is not known"
+    basis = why if scheduler is not None and scheduler.kind is not None else f"as for flow matching, since {why}"
+    return f"sampling.{', '.join(f'{key}={value}' for key, value in chosen.items())} ({AUTO}: {basis})"
+
+
+def check_scheduler(config: Config) -> None:
+    """Raise `ConfigError` if the scheduler of the model is at hand and does not fit the configuration."""
+    if (scheduler := read_scheduler(config.model.path, config.model.parts)) is not None:
+        check_sampler(config, scheduler)
+
+
+def read_scheduler(path: str, parts: object = None, fetched: bool = False) -> Scheduler | None:
+    """Read the scheduler of a pipeline in memory, in a folder, on gerl's record or in the Hub's cache; None: not there.
+
+    `parts`: as `model.parts`. `fetched`: from the Hub too, which raises `ModelError` if it does not give the file.
+    """
+    if (pipe := objects.pipeline(path)) is not None:
+        part = getattr(pipe, "scheduler", None)
+        own = {**getattr(part, "config", {}), "_class_name": type(part).__name__}
+        return None if part is None else Scheduler.read(own, type(pipe).__name__)
+    source = parts.get("scheduler", path) if isinstance(parts, Mapping) else path
+    recorded = None if _folder(path) else _recorded().get(path)
+    if recorded is not None and source == path:
+        return recorded
+    index = {} if recorded is not None else _read(path, (INDEX,), fetched)
+    if index is None or not isinstance(source, str):
+        return None
+    names = (f"scheduler/{FILE}",) if source == path else (f"scheduler/{FILE}", FILE)
+    settings = _read(source, names, fetched)
+    if settings is None:
+        return None
+    entry = index.get("scheduler")
+    if source == path and isinstance(entry, list) and len(entry) == 2 and entry[1]:
+        settings = {**settings, "_class_name": entry[1]}
+    return Scheduler.read(settings, str(index.get("_class_name", "")) if recorded is None else recorded.pipeline)
+
+
+def _read(path: str, names: tuple[str, ...], fetched: bool) -> dict[str, Any] | None:
+    """Return the first of the files `names` of a folder or a repository of the Hub; None if there is none."""
+    folder = _folder(path)
+    if folder is None:
+        if not HUB_ID.fullmatch(path):
+            return None
+        files = [_in_hub(path, name, fetched, int(time.monotonic() // RENEWED)) for name in names]
+    else:
+        files = [folder / name for name in names]
+    file = next((file for file in files if file is not None and file.is_file()), None)
+    try:
+        content = None if file is None else read_json(file)
+    except (OSError, *MALFORMED):  # loading says what is wrong with it
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _folder(path: str) -> Path | None:
+    folder = ASSETS / path if path == "signs" else Path(path).expanduser()
+    return folder if folder.is_dir() else None
+
+
+@functools.lru_cache(maxsize=64)
+def _in_hub(path: str, name: str, fetched: bool, since: int) -> Path | None:
+    """Return a file of a repository in the Hub's cache, `fetched` into it if missing; None if there is none."""
+    del since  # the answer is asked for again when it is another
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache  # not at the top: folders do not need them
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(path, name)
+    if isinstance(cached, str) or not fetched:
+        return Path(cached) if isinstance(cached, str) else None
+    from gerl.utils.hub_errors import PATIENCE, missing, request_error
+
+    unreached = request_error(path)
+    try:
+        if unreached is not None:
+            raise unreached
+        return Path(hf_hub_download(path, name, etag_timeout=PATIENCE))
+    except EntryNotFoundError as error:
+        if not isinstance(error, LocalEntryNotFoundError):
+            return None
+        cause: Exception = error
+    except Exception as error:  # noqa: BLE001 - errors of the network, the disk and the Hub have no common base class
+        cause = error
+    raise ModelError(missing(path, cause, unreached, "model.path")) from cause
+
+
+@functools.cache
+def _recorded() -> Mapping[str, Scheduler]:
+    """Return the schedulers of the models whose architectures are recorded, by Hub id."""
+    text = (ASSETS / "architectures.yaml").read_text(encoding="utf-8")
+    record = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: dict[str, Scheduler] = {}
+    for path, model in record["models"].items():
+        part = model["components"].get("scheduler")
+        part = record["parts"][part] if isinstance(part, str) else part
+        settings = {**part["config"], "_class_name": part["class"].rpartition(".")[2]}
+        found |= dict.fromkeys((path, model.get("also", path)), Scheduler.read(settings, model["pipeline"]))
+    return found
