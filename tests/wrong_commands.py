@@ -133,6 +133,7 @@ OTHERS = [
     row("preflight into nowhere", "preflight out=/nowhere/x.json", "out=/nowhere/x.json: ", "existing folder"),
     row("preflight into a text file", "preflight out=x.txt", "out=x.txt: ", r"a \.json file"),
     row("sizing on what nobody sells", "preflight hardware=h100", "hardware=h100: ", "'h100-80gb'"),
+    row("sizing on another card", "preflight hardware=rtx5080", "hardware=rtx5080: ", "l4-24gb.*as much memory"),
     row("sizing on no GPU", "preflight hardware=h100-80gb gpus=0", "gpus=0: ", "at least 1"),
     row("sizing on some GPU", "preflight gpus=8", "gpus, share and anew belong to hardware", "hardware=h100-80gb"),
     row("sizing beyond the peak", "preflight hardware=h100-80gb share=101", "share=101: ", "from 1 to 100"),

@@ -29,8 +29,8 @@ def key(
     """A field that is a key of a command, whose type is read from a text: str, Path, bool, int or a Literal.
 
     text: what it is for; up to the first semicolon, what it may be. unit, low: of an int, what it is, and from where
-    on. also: other words for a value. A key whose default is a list or dict is named: KEY.NAME=VALUE too, any number of
-    them.
+    on; of a choice, what to take instead. also: other words for a value. A key whose default is a list or dict is
+    named: KEY.NAME=VALUE too, any number of them.
     """
     named = isinstance(default, list | dict)
     value: dict[str, Any] = {"default_factory": type(default)} if named else {"default": default}
@@ -44,7 +44,8 @@ def typed(option: Option, hint: object, text: str) -> object:
     text = option.metadata["also"].get(text, text)
     if choices and text not in choices:
         near = near_names(text, choices)
-        raise ValueError(f"did you mean {either(near)}?" if near else f"choose {' or '.join(choices)}")
+        unit = option.metadata["unit"] and f"; {option.metadata['unit']}"
+        raise ValueError(f"did you mean {either(near)}?" if near else f"choose {' or '.join(choices)}{unit}")
     if kind is int and (not text.isdecimal() or int(text) < option.metadata["low"]):
         raise ValueError(f"it must be {option.metadata['unit']}")
     if kind is bool:

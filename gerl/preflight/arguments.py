@@ -24,7 +24,8 @@ class Options:
     hardware: Name | None = key(
         "h100-80gb; instead, estimate what the run would need on GPUs of this kind, which need not be present: "
         "memory per rank, work, time and the cheapest layout that fits; only configurations are loaded. One of "
-        f"{', '.join(GPUS)}; for another card one with the same memory"
+        f"{', '.join(GPUS)}; for another card one with the same memory",
+        unit="for another card name one with as much memory",
     )
     gpus: int = key(
         "8; how many of them, across all machines", 1, unit="an integer of at least 1, the GPUs of all machines", low=1

@@ -14,6 +14,7 @@ from gerl.config import Config
 from gerl.config.changes import Settings
 from gerl.data.sources import TABLES, contrasted, limit_prompts, load
 from gerl.errors import CheckpointError, DataError
+from gerl.model.paths import INDEX
 from gerl.protocol import Prompt
 from gerl.rewards.checks import read_regularising
 from gerl.run.card import CARD, read_sessions
@@ -107,14 +108,17 @@ class RunRecord:
         return self._configs[file]
 
     def _located(self, config: Config) -> Config:
-        """Return `config` with files of prompts that are not here taken from where the run was, or beside it."""
+        """Return `config` with a model and prompts that are not here taken from where the run was, or beside it."""
         started = [Path(str(session["folder"])) for session in self.sessions[-1:] if session.get("folder")]
         places = [*started, self.folder.absolute(), *self.folder.absolute().parents]
         data = replace(
             config.data, train=located(config.data.train, places), regularise=located(config.data.regularise, places)
         )
         validation = replace(config.validation, data=located(config.validation.data, places))
-        return replace(config, data=data, validation=validation)
+        path = Path(config.model.path)
+        beside = [str(place / path) for place in places if not path.exists() and (place / path / INDEX).is_file()]
+        model = replace(config.model, path=next(iter(beside), config.model.path))
+        return replace(config, model=model, data=data, validation=validation)
 
     @cached_property
     def _settings(self) -> dict[Path, Settings]:
