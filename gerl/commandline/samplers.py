@@ -81,10 +81,13 @@ def _read(path: str, names: tuple[str, ...], fetched: bool) -> dict[str, Any] | 
     if folder is None:
         if not HUB_ID.fullmatch(path):
             return None
-        files = [_in_hub(path, name, fetched, int(time.monotonic() // RENEWED)) for name in names]
+        found = [_in_hub(path, name, fetched, int(time.monotonic() // RENEWED)) for name in names]
+        if error := next((answer for answer in found if isinstance(answer, ModelError)), None):
+            raise error
+        files = [answer for answer in found if isinstance(answer, Path)]
     else:
         files = [folder / name for name in names]
-    file = next((file for file in files if file is not None and file.is_file()), None)
+    file = next((file for file in files if file.is_file()), None)
     try:
         content = None if file is None else read_json(file)
     except (OSError, *MALFORMED):  # loading says what is wrong with it
@@ -98,9 +101,12 @@ def _folder(path: str) -> Path | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _in_hub(path: str, name: str, fetched: bool, since: int) -> Path | None:
-    """Return a file of a repository in the Hub's cache, `fetched` into it if missing; None if there is none."""
-    del since  # the answer is asked for again when it is another
+def _in_hub(path: str, name: str, fetched: bool, now: int) -> Path | ModelError | None:
+    """Return a file of a repository in the Hub's cache, `fetched` into it if missing; None if there is none.
+
+    An error is returned, so that it is kept like any answer until `now` is another number.
+    """
+    del now
     from huggingface_hub import hf_hub_download, try_to_load_from_cache  # not at the top: folders do not need them
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -120,7 +126,7 @@ def _in_hub(path: str, name: str, fetched: bool, since: int) -> Path | None:
         cause: Exception = error
     except Exception as error:  # noqa: BLE001 - errors of the network, the disk and the Hub have no common base class
         cause = error
-    raise ModelError(missing(path, cause, unreached, "model.path")) from cause
+    return ModelError(missing(path, cause, unreached, "model.path"))
 
 
 @functools.cache
