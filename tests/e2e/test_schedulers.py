@@ -97,7 +97,7 @@ def table(place: Path) -> list[str]:
     values = [f"`{sampling.kernel}`, `{sampling.solver}`, `{sampling.sigmas}`" for sampling in chosen]
     usual = max(rows, key=lambda cells: len(rows[cells]))
     names = {cells: ", ".join(presets) for cells, presets in rows.items() if cells != usual}
-    lines = [("`auto`: kernel, solver, sigmas", *values, ""), (f"the other {len(rows[usual])} presets", *usual)]
+    lines = [("`auto`: kernel, solver, sigmas", *values, ""), (f"the other {len(rows[usual])}", *usual)]
     lines += [(presets, *cells) for cells, presets in names.items()]
     return [f"| {' | '.join(line)} |".replace("  ", " ") for line in [("", *KINDS, "because"), ("---",) * 6, *lines]]
 
