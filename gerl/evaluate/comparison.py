@@ -281,9 +281,9 @@ def page(
         for variant, result in variants.items()
     ]
     cards = [_card(row, places, labels) for row in by_variant.values()]
-    above = [*sheets, *_derived_sheet(results, columns(rows))]
+    others = [*sheets, *_derived_sheet(results, columns(rows))]
     return card_page(
-        title, " ".join([note, *remarks]), HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=above
+        title, " ".join([note, *remarks]), HEAD, lines, cards, chosen, wide="100%", least="16rem", sheets=others
     )
 
 

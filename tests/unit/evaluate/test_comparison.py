@@ -193,7 +193,7 @@ def test_the_page_has_a_row_for_each_noise_sorted_by_what_was_gained(tmp_path: P
     values = [json.loads(found) for found in re.findall(r'data-values="([^"]*)"', text)]
     assert values == [[0.5, 1.0], [1.0, 0.5], [0.0, None]]  # the total and the only scorer are one column
     headings = re.findall(r"<h2>(.*?)</h2>", text)
-    assert headings == [f"prompt &lt;{i}&gt;" for i in (1, 0, 2)]
+    assert headings == ["Scores", *(f"prompt &lt;{i}&gt;" for i in (1, 0, 2))]
     assert text.count('<button type="button" class="sort"') == 2 and text.count('aria-pressed="true">') == 1
     assert text.count('alt="given with the prompt"') == 2 and text.count("data:image/png;base64,AA==") == 6
     assert text.count("</div>") == text.count("<div") and "ocr: no idea" in text
@@ -293,6 +293,7 @@ def test_published_rows_stand_apart_from_measured_ones(tmp_path: Path) -> None:
     assert said["deviations"] == ["images=1 (pinned: 2)"] and said["protocol_kept"] is False
     write_files(tmp_path, "base and mine", drawn, compare(drawn), {"suite": said}, sheets(results))
     gallery = (tmp_path / "gallery.html").read_text()
+    assert gallery.index("<h2>Scores</h2>") < gallery.index("suite mine, with deviations")
     assert gallery.index("suite mine, with deviations") < gallery.index("published, not measured here")
     for sentence in ("DEVIATION, not the published protocol: images=1 (pinned: 2)", "differs in gerl: the noise is"):
         assert sentence in gallery and sentence in text(results)
