@@ -74,7 +74,7 @@ def card_page(
     """Render a page with a table of `lines` under `head` and cards, initially sorted by line `chosen`, descending.
 
     Cards without a value are last. wide, least: CSS lengths, the minimum width of a card and of an image in it. sheets:
-    tables below it the main table.
+    tables below the main table.
     """
     ranked = sorted(cards, key=lambda card: descending(card.values[chosen] if card.values else None))
     shown = {"note": note, "head": head, "lines": lines, "cards": ranked, "chosen": chosen, "sheets": sheets}
