@@ -42,12 +42,7 @@ from gerl.workers.worker import PolicyWorker, batches_of
 RESULTS = Path(__file__).parent.parent / "gerl" / "assets" / "sizing"
 RECIPES = Path(__file__).parent.parent / "configs" / "experiment"
 ONE: dict[str, tuple[Name, int]] = {"one 24 GB GPU": ("rtx4090-24gb", 1), "one 80 GB GPU": ("h100-80gb", 1)}
-EIGHT: dict[str, tuple[Name, int]] = {  # for models whose weights alone fill 24 GB
-    "8 x 24 GB": ("rtx4090-24gb", 8),
-    "8 x 48 GB": ("l40s-48gb", 8),
-    "8 x 80 GB": ("h100-80gb", 8),
-}
-CONFIGURED = EIGHT["8 x 80 GB"]  # what a recipe is for
+CONFIGURED: tuple[Name, int] = ("h100-80gb", 8)  # what a recipe is for
 # data.train -> its name in docs/recipes.md
 PROMPTS = {
     "hf:CarperAI/pickapic_v1_no_images_training_sfw[train]": "Pick-a-Pic",
@@ -116,7 +111,7 @@ def recorded() -> dict[str, Facts]:
 
 
 def table() -> str:
-    """The first table of docs/memory.md: what a rank holds, and the cheapest layout on one GPU."""
+    """The table of docs/memory.md: what a rank holds, and the cheapest layout on one GPU."""
     lines = header("recipe", "weights, GB", "LoRA, GB", "peak on 8 GPUs, GB", *ONE)
     for recipe in recipes():
         facts = facts_of(recipe)
@@ -128,18 +123,6 @@ def table() -> str:
         numbers = f"{memory.weights / 1e9:.1f} | {memory.lora / 1e9:.2f} | {memory.peak / 1e9:.0f}"
         cells = " | ".join(short_cell(on(recipe, facts, machine)) for machine in ONE.values())
         lines.append(f"| `{recipe}` | {numbers} | {cells} |")
-    return "\n".join(lines)
-
-
-def large_table() -> str:
-    """The second one: layouts on eight GPUs of the models whose weights alone fill a GPU of 24 GB."""
-    lines = header("recipe", "all weights, GB", *EIGHT)
-    for recipe, facts in recorded().items():
-        weights = sum(part.weights.total for part in facts.parts) / 1e9
-        if weights > 24:
-            sizings = [on(recipe, facts, machine) for machine in EIGHT.values()]
-            cells = " | ".join(cell(found.keys, found) for found in sizings)
-            lines.append(f"| `{recipe}` | {weights:.0f} | {cells} |")
     return "\n".join(lines)
 
 
@@ -227,7 +210,7 @@ def comment(recipe: str, facts: Facts) -> str:
 
 
 TABLES: dict[str, tuple[Callable[[], str], ...]] = {
-    "memory.md": (table, large_table),
+    "memory.md": (table,),
     "recipes.md": (recipe_table,),
 }
 
