@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 OLDEST ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 ARGS ?=
 # packages of the trackers and those of what they need that the environment has not, as tests/apart.py says
@@ -29,7 +30,7 @@ CACHING := env -u PYTHONDONTWRITEBYTECODE # as on most machines: files that chan
 help:
 	@sed -n 's/^# //p' Makefile
 
-demo: $(STAMP)
+demo: $(DEMO)
 	$(BIN)/python -m gerl.trainer.main_flowgrpo $(ARGS)
 
 test: $(STAMP)
@@ -49,25 +50,31 @@ docs: $(STAMP)
 	$(DOCS) build --strict
 	@echo "site/index.html; with its search: $(BIN)/python -m http.server --bind 127.0.0.1 --directory site"
 
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "gerl needs Python 3.11 or newer with the venv module (Debian, Ubuntu: apt install\
 	 python3-venv); none found, name one: make PYTHON=/path/to/python" >&2; exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	{ echo "gerl needs Python 3.11 or newer: PYTHON=$(PYTHON) is older or cannot be run" >&2; exit 1; }
-	@echo "installing gerl and its dependencies into $(VENV), once, in some minutes:"
-	@echo "1/6  torch, diffusers, ray and what else gerl and its tests need (some GB)"
+	@echo "installing gerl into $(VENV), once, in some minutes: torch, diffusers, peft, ray and what else gerl needs (some GB),"
+	@echo "an OCR that judges the demo's images, and a small web server for gerl watch and gerl studio"
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[ocr,studio]'
+	@touch $@
+
+$(STAMP): $(DEMO)
+	@echo "installing what the test suite needs beside:"
+	@echo "1/6  pytest, ruff, mypy, mkdocs and the packages of gerl's extras"
 	@$(PIP) -e '.[dev]'
 	@# apart from the rest: the wheels of torchvision do not fit a CPU build of torch (tests/torchvision_ops.py)
-	@echo "2/6  open_clip, for the scorer hpsv2"
+	@echo "2/6  open_clip, for tests of the scorer hpsv2"
 	@$(PIP) $(APART)/open_clip open-clip-torch timm torchvision ftfy wcwidth
-	@echo "3/6  scipy, for the scorer geneval"
+	@echo "3/6  scipy, for those of the scorer geneval"
 	@$(PIP) $(APART)/scipy scipy  # apart as well: tests/apart.py says why
-	@echo "4/6  torchao, for base models in 8 or 4 bits"
+	@echo "4/6  torchao, for those of base models in 8 or 4 bits"
 	@$(PIP) $(APART)/torchao torchao
-	@echo "5/6  wandb, trackio, mlflow and swanlab, for the trackers"
+	@echo "5/6  wandb, trackio, mlflow and swanlab, for those of the trackers, in a folder of their own"
 	@$(PIP) $(APART)/trackers $(TRACKERS)
-	@echo "6/6  optuna and submitit, for sweeps"
+	@echo "6/6  optuna and submitit, for those of sweeps"
 	@# Hydra looks through all plugins that it finds, which takes time
 	@$(PIP) $(APART)/sweepers hydra-optuna-sweeper optuna sqlalchemy alembic Mako cmaes cliff cloudpickle \
 		hydra-submitit-launcher submitit

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmarks" / "README.md"
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,.-]+\])?>=([\w.]+)")
 # what the tests import besides gerl's dependencies; packages that only check, build or document are left out
-EXTRAS = ("parquet", "hub", "compbench")
+EXTRAS = ("parquet", "hub", "compbench", "ocr")
 TOOLS = (
     "fastapi", "ftfy", "httpx", "hypothesis", "ipykernel", "markdown-it-py", "nbclient", "nbformat",
     "prometheus-client", "pytest", "pytest-xdist", "ray[serve]", "starlette", "uv", "uvicorn", "virtualenv",

@@ -20,7 +20,10 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-PINS = {name.lower(): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", read("constraints.txt"), re.M)}
+PINS = {
+    name.lower().replace("_", "-"): pin
+    for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", read("constraints.txt"), re.M)
+}
 
 
 def test_the_table_has_the_bounds_and_the_versions_that_the_tests_use() -> None:
@@ -47,6 +50,7 @@ def test_what_older_versions_lack_is_between_the_bound_and_the_pin() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "gerl").rglob("*.py")]
     uses = {use for text in texts for use in REQUIRED.findall(text)}
     uses |= {(name.lower(), version) for text in texts for name, version in NAMED.findall(text)}
+    uses = {(name.replace("_", "-"), version) for name, version in uses}
     assert {name for name, _ in uses} >= {"diffusers", "torch", "transformers"}
     known = bounds()
     wrong = [f"{name} {version}" for name, version in uses if _numbers(version) > _numbers(PINS[name])]

@@ -46,7 +46,8 @@ def test_the_dockerfile_installs_the_project_with_pinned_versions() -> None:
     packages = project["project"]["optional-dependencies"][extra]
     assert any(package.startswith("ray[default]") for package in packages), "jobs and KubeRay need its dashboard"
     # what the wheel is built of
-    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml"}
+    needed = {part["path"] for part in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]}
+    needed |= {*project["project"]["license-files"], "pyproject.toml"}
     needed |= {path.strip("/") for path in project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]}
     assert needed <= set(COPIED)
 
