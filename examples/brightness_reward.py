@@ -16,4 +16,4 @@ def compute_score(
     images: list[Image.Image], prompts: list[str], metadata: list[dict[str, Any]], **kwargs: Any
 ) -> list[float]:
     """Mean brightness of each image, in [0, 1]."""
-    return [float(np.asarray(image.convert("L")).mean() / 255) for image in images]
+    return [float(np.mean(image) / 255) for image in images]

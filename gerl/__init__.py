@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
     from gerl.api.training import Step, Trainer, train
     from gerl.engine import record, replay
 
-__all__ = ["Run", "Step", "Trainer", "__version__", "record", "replay", "train"]
+__all__ = ["SIGNS", "Run", "Step", "Trainer", "__version__", "record", "replay", "train"]
 __version__ = "0.1.0"
+SIGNS = str(Path(__file__).with_name("assets") / "signs")  # folder of the small SD3 that ships with gerl
 
 # OpenMP reads it when torch is loaded: threads that spin while they wait make a busy machine ten times slower
 if "torch" not in sys.modules:

@@ -3,6 +3,7 @@
 
 from wrong_rows import row
 
+OCR = "reward.scorers.ocr.weight=1"
 SHARP = "reward.scorers.sharpness.weight=1"
 SCORING = [
     row("score nothing", "score", "images is missing: ", r"give images=a folder of images \(png, jpg, webp\).*--help"),
@@ -15,7 +16,8 @@ SCORING = [
         "2 prompts.*3 images.*prompt=TEXT", 1),
     row("score with both", f"score images=images prompts=good.txt prompt=x out=o {SHARP}", "prompts and prompt ", "keep"),
     row("score a damaged image", f"score images=damaged prompt=x out=o {SHARP}", "damaged/1.png ", "replace or remove", 1),
-    row("score nothing in quotes", "score images=images prompt=hello out=o", "images=images: ", "double quotes", 1),
+    row("score nothing in quotes", f"score images=images prompt=hello out=o {OCR}", "images=images: ", "double quotes", 1),
+    row("score without a reward", "score images=images prompt=hello out=o", "no reward", "pickscore: {}"),
     row("score a table without prompts", f"score images=titles.csv out=o {SHARP}", "titles.csv", "data.prompt_key", 1),
     row("score into a folder with files", f"score images=images prompt=x out=full {SHARP}", "gallery.html", "", 0, works=True,
         loads=True),

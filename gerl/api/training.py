@@ -22,6 +22,7 @@ from gerl.api.runs import Board, Run, in_notebook, write_rows
 from gerl.commandline.command import with_notes
 from gerl.commandline.composition import SUFFIXES, own_file, quoted, spelled
 from gerl.config import LISTED, did_you_mean, is_foreign, keys, nearest_key
+from gerl.config.blocks import HELD_OUT
 from gerl.config.reading import refusal
 from gerl.config.registry import ALGORITHMS, preset_of
 from gerl.config.registry import PREFIX as CLASS
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("gerl")
-DEFAULT = "awm_fast"  # algorithm
+DEFAULT = "plain"  # experiment
+REWARDS = "reward='pickscore' (what people prefer), 'ocr' (text that prompts have in quotes), or a function of images"
 MARK = "_gerl_trained"  # pipeline in memory -> folder of the run that trained it, one of its parameters
 # arguments -> keys
 ARGUMENTS = {
@@ -79,10 +81,11 @@ class Trainer:
     scorers, a Python file, or several by name, each of these or a dictionary of a scorer's keys (`weight`, `function`,
     ...); scorers of the experiment stay watched (weight 0), unless `reward` has None for them. `prompts` and
     `held_out`: strings, or dictionaries with the key `prompt` and further columns, in a list or a data set of torch, or
-    a file. `experiment`: a recipe or yaml file, overridden by the other arguments. `algorithm`: a preset, by default
-    that of the experiment, or `awm_fast` without one.
-    `workers`: None trains in this process; a number of workers over Ray. `name` and `out`: of the run folder, by
-    default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with its own prompts; `keys` change it.
+    a file; without `held_out`, a share of `prompts` is held out and not trained on (`validation.share`). `experiment`:
+    a recipe or yaml file, by default `plain` as on the command line, overridden by the other arguments. `algorithm`:
+    a preset, by default that of the experiment. `workers`: None trains in this process; a number of workers over Ray.
+    `name` and `out`: of the run folder, by default `outputs/NAME/TIME`. `resume`: the folder of a run to resume, with
+    its own prompts; `keys` change it.
     Further `keys` are those of the command line: `**{"sampling.height": 512}` or `sampling={"height": 512}`.
 
     Leaving the loop early ends the run with a checkpoint of its last step. Raises `GerlError` as the command does.
@@ -107,11 +110,11 @@ class Trainer:
     ) -> None:
         time = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
         self.folder = Path(resume or out or Path("outputs") / name / time).expanduser().absolute()
-        self.resumes, self.name, self.base = resume is not None, name, experiment
+        self.resumes, self.name, self.base = resume is not None, name, DEFAULT if experiment is None else experiment
         self.pipe = None if isinstance(pipe, str | Path) else pipe
         self.scorers = Scorers() if reward is None else scorers_of(reward)
         own = own_algorithm(algorithm)
-        chosen = preset_of(own[0]) if own else algorithm or (DEFAULT if experiment is None else None)
+        chosen = preset_of(own[0]) if own else algorithm
         self.algorithm = chosen if chosen is None else str(chosen)
         self.prompts, self.held_out = prompts, held_out
         given = {"model.path": str(pipe) if isinstance(pipe, str | Path) else None, "cluster.num_workers": workers}
@@ -124,8 +127,10 @@ class Trainer:
         self.policy: Policy | None = None  # of the trained pipeline in memory
         if not self.resumes and (reward is None or prompts is None or pipe is None) and experiment is None:
             missing = [n for n, v in (("pipe", pipe), ("reward", reward), ("prompts", prompts)) if v is None]
+            offered_rewards = f": {REWARDS}" if reward is None else ""
             raise ConfigError(
-                f"{' and '.join(missing)} missing: set them, or use an experiment that sets them, or resume"
+                f"{' and '.join(missing)} missing{offered_rewards}; set them, or use an experiment that sets them, or "
+                "resume"
             )
 
     @property
@@ -190,9 +195,10 @@ class Trainer:
         if self.prompts is not None:
             data["train"] = write_prompts(self.prompts, self.folder / "prompts.jsonl")
         validation: dict[str, Any] = dict(values.get("validation", {}))
-        if self.held_out is not None or self.base is None:
-            held_out = None if self.held_out is None else write_prompts(self.held_out, self.folder / "held_out.jsonl")
-            validation.setdefault("data", held_out)
+        if self.held_out is not None:
+            validation["data"] = write_prompts(self.held_out, self.folder / "held_out.jsonl")
+        elif self.prompts is not None:
+            validation.setdefault("data", HELD_OUT)  # the experiment's are not of these prompts
         values |= {"data": data, "validation": validation}
         file = write_experiment(self.folder, self.name, self.base, self.algorithm, values)
         return [f"experiment={file}", f"hydra.run.dir={quoted(str(self.folder))}"], path
@@ -591,18 +597,16 @@ def write_prompts(prompts: Prompts, file: Path) -> str:
     return str(file)
 
 
-def write_experiment(
-    folder: Path, name: str, base: str | Path | None, algorithm: str | None, values: dict[str, Any]
-) -> Path:
+def write_experiment(folder: Path, name: str, base: str | Path, algorithm: str | None, values: dict[str, Any]) -> Path:
     """Write an experiment file into `folder` that composes the run and can be used again on a command line.
 
     `base` and `algorithm`: names or yaml files. Raises `ConfigError` if one does not exist.
     """
-    defaults: list[object] = [] if base is None else [_entry("experiment", base)]
+    defaults: list[object] = [_entry("experiment", base)]
     if algorithm is not None:
         defaults.append({"override /algorithm": _entry("algorithm", algorithm)})
     file = folder / f"{name}.yaml"
-    content = {**({"defaults": [*defaults, "_self_"]} if defaults else {}), **values}
+    content = {"defaults": [*defaults, "_self_"], **values}
     write_file(file, "# @package _global_\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return file
 

@@ -29,6 +29,7 @@ from gerl.commandline.form import check_form, either, near_names, read_yaml
 from gerl.commandline.samplers import check_scheduler, settle_sampler
 from gerl.config import LISTED, Config, ScorerConfig, did_you_mean, from_mapping, nearest_key, readers, registry, shown
 from gerl.config.algorithms import with_own_name
+from gerl.config.blocks import HELD_OUT
 from gerl.config.bounded_text import load_yaml, read_values
 from gerl.config.changes import settings_of
 from gerl.config.reading import typed
@@ -102,7 +103,6 @@ def defaults() -> dict[str, Any]:
     values = dataclasses.asdict(Config())
     values["algorithm"] = {}
     values["sampling"]["kernel"] = AUTO
-    del values["reward"]["scorers"]["ocr"]  # an experiment names its scorers; ocr is the default only where none does
     return values
 
 
@@ -398,7 +398,11 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
         values = _blocks(whole, [str(name) for name in whole if name != "hydra"], resolve=False)
     set_keys(values, [read(o) for o in below])
     there = _scorers_of_files(overrides) if any(o.startswith(f"~{WHOLE}.") for o in overrides) else ()
+    trained = deepcopy(values["data"].get("train"))
     set_keys(values, [o for o in given if not is_hydra(o)], removable=[f"{WHOLE}.{name}" for name in there])
+    held_out = values["validation"]
+    if values["data"]["train"] != trained and held_out["data"] and "validation.data" not in map(key_of, overrides):
+        held_out["data"] = HELD_OUT  # the experiment's are not of these prompts
     values = resolved(values, whole)
     _check_algorithm(values, chosen, overrides)
     values["algorithm"] = with_own_name(values["algorithm"])
@@ -422,11 +426,8 @@ def check_arguments(overrides: Sequence[str]) -> None:
 
 
 def _config(values: dict[str, Any], overrides: Sequence[str]) -> Config:
-    replaced = any(override.startswith((f"{WHOLE}=", f"++{WHOLE}=")) for override in overrides)
     reward, model = values.get("reward"), values.get("model")
-    if isinstance(reward, dict) and not reward.get("scorers") and not replaced:
-        reward["scorers"] = {"ocr": dataclasses.asdict(ScorerConfig())}
-    elif isinstance(reward, dict) and isinstance(scorers := reward.get("scorers"), dict):
+    if isinstance(reward, dict) and isinstance(scorers := reward.get("scorers"), dict):
         reward["scorers"] = {name: scorer for name, scorer in scorers.items() if scorer is not None}  # null: removed
     is_lora = not isinstance(model, dict) or model.get("train", "lora") == "lora"
     if isinstance(model, dict) and not is_lora and "model.lora_targets" not in map(key_of, overrides):

@@ -55,6 +55,7 @@ TrainedImages = Literal["rollouts", "files"]  # images that the algorithm learns
 
 # --- The block `data`, and the prompt sources in `data.train` and `validation.data`
 
+HELD_OUT = "auto"  # as validation.data: a share of data.train
 HUB = "hf:"  # prefix of sources read with the package `datasets`
 HUB_FORM = "hf:owner/name[split], or hf:owner/name/config[split]"
 CODE = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")  # MODULE:NAME or FILE.py:NAME
@@ -91,6 +92,10 @@ def sources(given: object, name: str, weighted: bool = True) -> list[Source]:
 
     Raises `ConfigError` unless it is a string, or a list of strings and mappings with `path`.
     """
+    if given is None:
+        raise ConfigError(
+            f"{name} is missing: set it to a file with one prompt per line, such as {name}=my_prompts.txt"
+        )
     entries = [given] if isinstance(given, str) else given
     if not isinstance(entries, list | tuple) or not entries:
         raise ConfigError(
@@ -209,8 +214,8 @@ def hub_parts(source: str, name: str) -> HubParts:
 
 @dataclass(frozen=True)
 class DataConfig(Block):
-    train: Given = main_key(
-        "signs_train",
+    train: Given | None = main_key(
+        None,
         "training prompts: .txt, .jsonl, .csv or .parquet file, the name of a built-in list, "
         "'hf:owner/name[split]', or Python code, MODULE:NAME or FILE.py:NAME; several: '[a.txt, {path: b.txt, weight: "
         "2}]', docs/data.md",
@@ -252,7 +257,8 @@ class DataConfig(Block):
     cache_gb: float = key(2.0, "memory per worker for prompt embeddings, in GB", low=0)
 
     def check(self) -> None:
-        sources(self.train, "data.train")
+        if self.train is not None:
+            sources(self.train, "data.train")
         check_columns(self.columns, "data.columns", self.prompt_key)
         if self.template is not None:
             template_columns(self.template, "data.template")
@@ -466,8 +472,8 @@ class RewardConfig(Block):
             raise ConfigError("reward.scorers.reward: this name is reserved for the total, choose another")
 
     def check_weights(self) -> None:
-        """Raise `ConfigError` if no scorer has a weight."""
-        if not any(scorer.weight for scorer in self.scorers.values()):
+        """Raise `ConfigError` if there are scorers, and none has a weight."""
+        if self.scorers and not any(scorer.weight for scorer in self.scorers.values()):
             raise ConfigError(
                 "reward.scorers has no scorer with a weight: add one, such as reward.scorers.ocr.weight=1"
             )
@@ -486,7 +492,16 @@ class RewardConfig(Block):
 @dataclass(frozen=True)
 class ValidationConfig(Block):
     data: Given | None = main_key(
-        "signs_val", "held-out prompts, in the same formats as data.train, without weights; null: no validation"
+        HELD_OUT,
+        "held-out prompts, in the same formats as data.train, without weights; auto: a share of data.train, on which "
+        "is not trained; null: no validation",
+    )
+    share: float = key(
+        0.1,
+        "share of the prompts of data.train that validation.data=auto holds out: at most 128, and none of fewer than "
+        "1 / share",
+        above=0,
+        high=0.5,
     )
     every: int = main_key(10, "trainer steps between validations; 0: only at the start and the end", low=0)
     max_prompts: int | None = key(
@@ -513,7 +528,7 @@ class ValidationConfig(Block):
     def check(self) -> None:
         if isinstance(self.data, bool) or (isinstance(self.data, str) and self.data.lower() in ("none", "false", "no")):
             raise ConfigError(f"validation.data={shown(self.data)}: set validation.data=null for no validation")
-        if self.data is not None:
+        if self.data is not None and self.data != HELD_OUT:
             sources(self.data, "validation.data", weighted=False)
 
 

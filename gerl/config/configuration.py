@@ -28,7 +28,7 @@ class Config:
     algorithm: AnyAlgorithm = field(default_factory=algorithm_config)
     actor: blocks.ActorConfig = field(default_factory=blocks.ActorConfig)
     critic: blocks.CriticConfig = field(default_factory=blocks.CriticConfig)
-    reward: blocks.RewardConfig = field(default_factory=lambda: blocks.RewardConfig({"ocr": blocks.ScorerConfig()}))
+    reward: blocks.RewardConfig = field(default_factory=blocks.RewardConfig)
     data: blocks.DataConfig = field(default_factory=blocks.DataConfig)
     validation: blocks.ValidationConfig = field(default_factory=blocks.ValidationConfig)
     guard: blocks.GuardConfig = field(default_factory=blocks.GuardConfig)
@@ -101,8 +101,8 @@ class Config:
         if self.data.regularise is not None:
             blocks.sources(self.data.regularise, "data.regularise", weighted=False)
         held_out = self.validation.data
-        given = blocks.sources(self.data.train, "data.train")
-        given += [] if held_out is None else blocks.sources(held_out, "validation.data")
+        given = [] if self.data.train is None else blocks.sources(self.data.train, "data.train")
+        given += [] if held_out in (None, blocks.HELD_OUT) else blocks.sources(held_out, "validation.data")
         if self.data.stream is not None and not any(source.on_hub for source in given):
             raise ConfigError(
                 f"data.stream={self.data.stream}: it is for data sets of the Hub, and neither data.train nor "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gerl.config import Config, DataConfig, Source, sources
-from gerl.config.blocks import template_columns
+from gerl.config.blocks import HELD_OUT, template_columns
 from gerl.data import tables
 from gerl.data.code import code_digest, code_rows, folder_of
 from gerl.data.preferences import merge_duplicates, with_images
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
 logger = logging.getLogger(__name__)
+MOST_HELD_OUT = 128  # prompts of data.train that validation.data=auto holds out
 DECODERS = 8  # threads that decode images
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of images
 
@@ -47,6 +48,35 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
             raise DataError(f"{name}={source.path}: {error}") from None
         prompts += [replace(prompt, id=len(prompts) + i, source=number) for i, prompt in enumerate(rows)]
     return prompts
+
+
+def load_prompts(config: Config, key: str, given: object) -> list[Prompt]:
+    """Load the prompts of `given`, the value of `key`; raises as `load` does.
+
+    With `validation.data=auto` those of `data.train` lack the ones that are held out, which `given="auto"` means.
+    """
+    if given != HELD_OUT and (key != "data.train" or config.validation.data != HELD_OUT):
+        return load(given, config.data, key)
+    trained, held_out = hold_out(load(config.data.train, config.data, "data.train"), config.validation.share)
+    return held_out if given == HELD_OUT else trained
+
+
+def hold_out(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Split `prompts` into those to train on and the `share` that is held out, each with consecutive ids.
+
+    The choice depends on the texts and condition images alone, so that equal prompts are on one side, and more prompts
+    change it little.
+    """
+    digests = {p.id: hashlib.sha256("\0".join(_identity(p)).encode("utf-8", "surrogatepass")).digest() for p in prompts}
+    ranked = sorted(set(digests.values()))
+    chosen = set(ranked[: min(int(share * len(ranked)), MOST_HELD_OUT)])
+    sides: tuple[list[Prompt], list[Prompt]] = [], []
+    for prompt in prompts:
+        side = sides[digests[prompt.id] in chosen]
+        if prompt.dataset_images and side is sides[1]:
+            prompt = replace(prompt, dataset_images=())  # held-out images are sampled
+        side.append(replace(prompt, id=len(side)))
+    return sides
 
 
 def rows_have_images(data: DataConfig, name: str) -> bool:
@@ -81,13 +111,15 @@ def _digest(source: Source, data: DataConfig) -> str:
 
 def source_names(given: object) -> str:
     """Return the names of the sources of `data.train` or `validation.data`, joined for a message."""
+    if given == HELD_OUT:
+        return "those held out of data.train"
     return given if isinstance(given, str) else ", ".join(source.path for source in sources(given, "data.train"))
 
 
 def weights(given: object) -> list[Fraction] | None:
     """Return the weight of each source of `data.train`; None for a single source or no weights: one pool of prompts."""
-    found = sources(given, "data.train")
-    if len(found) == 1 or all(source.weight is None for source in found):
+    found = [] if given is None else sources(given, "data.train")
+    if len(found) < 2 or all(source.weight is None for source in found):
         return None
     return [Fraction(str(1.0 if source.weight is None else source.weight)) for source in found]
 

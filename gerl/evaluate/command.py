@@ -31,7 +31,7 @@ from gerl.evaluate.suites import PinnedSuite, deviations, listing, names, pin
 from gerl.model.paths import resolve
 from gerl.progress import Progress
 from gerl.protocol import Prompt
-from gerl.rewards.checks import read_prompts, without_people
+from gerl.rewards.checks import check_named, read_prompts, without_people
 from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, thresholds, with_all_active
 from gerl.trainer.turns import Turns
 
@@ -248,7 +248,7 @@ def _overlap(request: Request, prompts: Sequence[Prompt]) -> list[str]:
         count = count_trained(load(data.train, data, "data.train"), prompts)
     except DataError:
         return []
-    return [f"{count} of the {len(prompts)} prompts are those of data.train, on which was trained."] if count else []
+    return [f"{count} of the {len(prompts)} prompts are in data.train."] if count else []
 
 
 def _prompts(request: Request) -> list[Prompt]:
@@ -313,6 +313,7 @@ def _request(
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen} has no validation.data: give prompts=FILE")
+    check_named(config.reward)
     config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gerl.config import ModelConfig
 from gerl.engine.record import stateful_hooks
 from gerl.errors import ModelError
 from gerl.model.lora import adapted_layers, bare_model, remove_lora
+from gerl.utils.versions import DTYPE
 
 # --- Find the denoisers among a pipeline's components, and check whether a loaded one can be trained
 
@@ -104,6 +106,44 @@ def check_offered(pipe: object, config: ModelConfig | None = None) -> None:
                 f"the weights of {name} are not in memory, as after enable_sequential_cpu_offload(): pass the "
                 "pipeline without it, and use model.offload=blocks"
             )
+    _check_precision(pipe)
+
+
+def _check_precision(pipe: DiffusionPipeline) -> None:
+    """Raise `ModelError` if denoisers and text encoders have different precisions.
+
+    diffusers does not convert between them: `from_pretrained` without a dtype loads the files of a text encoder as they
+    are, and those of a denoiser as float32.
+    """
+    sizes = {name: _precisions(part) for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    precision = {name: size.most_common(1)[0][0] for name, size in sizes.items() if size}
+    denoisers = find_denoisers(pipe)
+    encoders = [n for n in precision if isinstance(getattr(pipe, n), PreTrainedModel) and n != "safety_checker"]
+    together = {name: precision[name] for name in (*encoders, *denoisers) if name in precision}
+    half = [dtype for dtype in reversed(together.values()) if dtype.itemsize == 2]
+    if len(set(together.values())) > 1:
+        names: dict[torch.dtype, list[str]] = {}
+        for name, dtype in together.items():
+            names.setdefault(dtype, []).append(name)
+        found = " and ".join(
+            f"{', '.join(same)} in {str(dtype).removeprefix('torch.')}" for dtype, same in names.items()
+        )
+        wanted = half[0] if half else torch.float32
+        raise ModelError(
+            f"the pipeline in memory has {found}, which cannot compute with each other: load it with "
+            f"{DTYPE}={wanted}, or call pipe.to({wanted})"
+        )
+
+
+def _precisions(model: torch.nn.Module) -> Counter[torch.dtype]:
+    """Count the floating-point parameters of each precision; none if the model is quantised."""
+    if getattr(model, "quantization_method", None) or getattr(model, "hf_quantizer", None):
+        return Counter()
+    sizes: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype.itemsize > 1:  # one byte: layerwise casting, which computes in another
+            sizes[p.dtype] += p.numel()
+    return sizes
 
 
 def _remove_fused(name: str, model: torch.nn.Module) -> None:

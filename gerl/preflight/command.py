@@ -13,8 +13,7 @@ from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
 from gerl.config import Config, sources
 from gerl.data import tables
-from gerl.data.sources import check_mixture
-from gerl.data.sources import load as load_sources
+from gerl.data.sources import check_mixture, load_prompts
 from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model, replaced_scheduler
 from gerl.model.schedulers import SUBSTITUTES
@@ -78,6 +77,9 @@ def examine(config: Config, report: Report, folder: Path) -> None:
 
 def read_prompts(config: Config, report: Report) -> list[Prompt]:
     """Return the prompts of `data.train`, none if a file is missing. Raises `DataError` if a file cannot be used."""
+    if config.data.train is None:
+        report.notes.append("data.train is not set; using a synthetic prompt here")
+        return []
     for source in sources(config.data.train, "data.train"):
         try:
             if not source.on_hub:
@@ -85,7 +87,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
         except DataError as error:
             report.notes.append(f"data.train={source.path}: {error}; using a synthetic prompt here")
             return []
-    prompts = load_sources(config.data.train, config.data, "data.train")
+    prompts = load_prompts(config, "data.train", config.data.train)
     check_mixture(config, prompts)
     report.prompts = len(prompts)
     report.steps_per_epoch = prompt_schedule(config, prompts).steps_per_epoch

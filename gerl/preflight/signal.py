@@ -24,7 +24,7 @@ from gerl.model.paths import resolve
 from gerl.preflight.findings import rendered, write_json
 from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
-from gerl.rewards.checks import read_prompts, without_people
+from gerl.rewards.checks import check_named, read_prompts, without_people
 from gerl.rewards.manager import PendingRollout
 from gerl.trainer.launch import start_cluster
 from gerl.trainer.run import Run
@@ -193,6 +193,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
             "signal: it measures how informative the rewards of sampled images are, and with data.train_on=files "
             "none are sampled; remove it"
         )
+    check_named(config.reward)
     config = replace(config, reward=without_people(config.reward))
     resolve(config.model.path)
     prompts = read_prompts(config, "data.train", config.data.train)

@@ -4,16 +4,35 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
-from gerl.config.blocks import RunPart
+from gerl.config.blocks import HELD_OUT, RunPart
 from gerl.config.held_out import check_chosen
 from gerl.data.preferences import check_groups, images_to_imitate
-from gerl.data.sources import check_mixture, contrasted, limit_prompts, load, rows_have_images, source_names
+from gerl.data.sources import (
+    check_mixture,
+    contrasted,
+    limit_prompts,
+    load,
+    load_prompts,
+    rows_have_images,
+    source_names,
+)
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import DATA_SOURCE, Prompt
 from gerl.rewards.scorers import asks_people, known_scorer
 from gerl.rewards.total import active_scorers, applies, check_routes, metric_name
 
+REWARDS = (
+    "'reward.scorers={pickscore: {}}' (what people prefer)",
+    "'reward.scorers={ocr: {}}' (texts that the prompts have in double quotes)",
+    "'reward.scorers={mine: {path: my_reward.py}}' (your own function)",
+)
 PARTS: dict[str, RunPart] = {"data.train": "training", "validation.data": "validation"}  # by configuration key
+
+
+def check_named(config: RewardConfig, also: str = "") -> None:
+    """Raise `ConfigError`, offering three, if there is no reward; `also`: what else is missing."""
+    if not config.scorers:
+        raise ConfigError(f"there is no reward: choose {', '.join(REWARDS[:-1])} or {REWARDS[-1]}{also}")
 
 
 def check_reward(config: RewardConfig, prompts: list[Prompt]) -> None:
@@ -31,7 +50,7 @@ def read_prompts(
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
     """Read at most `most` prompts of `given`, the value of `key`, as `arrange` orders them, and check the scorers."""
-    prompts = load(given, config.data, key)
+    prompts = load_prompts(config, key, given)
     if key == "data.train":
         check_mixture(config, prompts[:most])
         if rows_have_images(config.data, key):
@@ -40,7 +59,7 @@ def read_prompts(
             except DataError as error:
                 raise DataError(f"{key}={source_names(given)}: {error}") from None
     try:
-        prompts = limit_prompts(arrange(prompts), most, given)
+        prompts = limit_prompts(arrange(prompts), most, config.data.train if given == HELD_OUT else given)
         scorers = active_scorers(config.reward.scorers, PARTS[key]) if key in PARTS else config.reward.scorers
         check_reward(replace(config.reward, scorers=scorers), prompts)
     except DataError as error:

@@ -22,7 +22,7 @@ from gerl.data.tables import read_rows, read_text
 from gerl.errors import ConfigError, DataError
 from gerl.progress import Progress
 from gerl.protocol import Images, Prompt, Sample
-from gerl.rewards.checks import check_reward
+from gerl.rewards.checks import check_named, check_reward
 from gerl.rewards.scorers import SCORERS
 from gerl.rewards.total import (
     TOTAL,
@@ -318,7 +318,7 @@ PARSER = Parser(
     blocks=("reward",),
     bare="images",
     notes="The reward is configured as in training. Without experiment=NAME|FILE.yaml (also the config.yaml of a "
-    f"run), only the scorers named here are used, or ocr if there are none. gerl has {', '.join(SCORERS)}.",
+    f"run), only the scorers named here are used. gerl has {', '.join(SCORERS)}.",
 )
 
 
@@ -339,6 +339,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
 
     Raises `GerlError`: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
+    check_named(config.reward)
     reward = with_all_active(config.reward)
     if reward.by_latents("validation") is not None:
         raise ConfigError(

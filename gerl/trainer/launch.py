@@ -12,6 +12,7 @@ from gerl.algorithms.planning import plan_images, planned_steps, prompt_schedule
 from gerl.commandline.command import PAGE, imported_meanwhile, importing, logged_at, watching
 from gerl.commandline.composition import Composed
 from gerl.config import ClusterConfig, Config
+from gerl.config.blocks import HELD_OUT
 from gerl.config.configuration import described
 from gerl.config.reading import typed
 from gerl.data.sources import check_images, count_trained, log_prompts
@@ -19,7 +20,7 @@ from gerl.errors import GerlError
 from gerl.model.paths import check_size, local_lora
 from gerl.progress import waiting
 from gerl.protocol import Prompt
-from gerl.rewards.checks import check_held_out_metrics, read_prompts, read_regularising
+from gerl.rewards.checks import check_held_out_metrics, check_named, read_prompts, read_regularising
 from gerl.rewards.gradients import scorers_with_gradient
 from gerl.rewards.replaced import keep_watched
 from gerl.rewards.total import thresholds
@@ -53,13 +54,17 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Configuration and prompts of a run. `kept`: a sentence about scorers of the experiment that stay watched."""
+    """Configuration and prompts of a run, for its first line of log what is held out of `data.train`, if anything.
+
+    `kept`: a sentence about scorers of the experiment that stay watched.
+    """
 
     config: Config
     prompts: list[Prompt]
     held_out: list[Prompt]
     regularising: list[Prompt]
     kept: str
+    split: str = ""
 
 
 def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
@@ -68,6 +73,8 @@ def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
     Raises `GerlError` for what a run would be refused for.
     """
     config = composed.config
+    if config.data.train_on == "rollouts":
+        check_named(config.reward, "" if config.data.train else "; and prompts, such as data.train=my_prompts.txt")
     check_trackers(config.logger)
     check_size(config.model.path, config.sampling.height, config.sampling.width)
     model = config.model.for_resume() if resumed else config.model
@@ -79,13 +86,24 @@ def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
         regularising = read_regularising(config)
     if config.algorithm.needs.reward_gradient:
         scorers_with_gradient(config)
-    held = config.validation
+    held, split = config.validation, ""
     held_out = read_prompts(config, "validation.data", held.data, held.max_prompts) if held.data else []
+    if held.data == HELD_OUT:
+        config, split = _with_held_out(config, len(prompts), len(held_out))
     config, kept = keep_watched(config, composed.replaced, prompts, held_out)
     check_held_out_metrics(config, held_out)
     if config.episode.turns:
         Turns(config).check([*prompts, *held_out])
-    return Inputs(config, prompts, held_out, regularising, kept)
+    return Inputs(config, prompts, held_out, regularising, kept, split)
+
+
+def _with_held_out(config: Config, trained: int, held_out: int) -> tuple[Config, str]:
+    """Return the configuration, without validation if no prompt of `data.train` is held out, and the words for it."""
+    share = f"validation.share={config.validation.share:g}"
+    if held_out:
+        return config, f", {held_out} of {trained + held_out} prompts held out of training ({share})"
+    alone = replace(config, validation=replace(config.validation, data=None))
+    return alone, f", no held-out prompts ({trained} are too few for {share}; validation.data=FILE sets others)"
 
 
 @contextlib.contextmanager
@@ -115,7 +133,7 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
         facts |= {TRAINED: count} if (count := count_trained(prompts, held_out)) else {}
         with session(run_dir, log, arguments, machines.words(), facts) as begin:
             folder.open(begin)
-            logger.info("%s", described(config, folder.composed.preset))
+            logger.info("%s%s", described(config, folder.composed.preset), inputs.split)
             if config.trainer.epochs is not None:
                 logger.info("%s", epochs_words(config, prompts))
             if folder.checkpoint is not None:

@@ -25,6 +25,7 @@ from gerl.commandline.composition import (
     stays_watched,
 )
 from gerl.config import Config
+from gerl.config.blocks import HELD_OUT
 from gerl.config.bounded_text import read_values
 from gerl.config.changes import (
     CONTENT,
@@ -41,7 +42,7 @@ from gerl.config.changes import (
 from gerl.config.held_out import Goal
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
-from gerl.data.sources import digest, load
+from gerl.data.sources import digest, load_prompts
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.card import secrets
 from gerl.run.checkpoint import (
@@ -69,7 +70,10 @@ ENDS = ("trainer.steps", "trainer.epochs", "trainer.hours", "trainer.stop_at")  
 def identity(config: Config) -> dict[str, str]:
     """Return the digests of prompts and algorithm file by key; a resumed run must have those of its checkpoint."""
     prompts = (config.data.train, config.validation.data, config.data.regularise)
-    found = {key: digest(value, config.data, key) for key, value in zip(CONTENT, prompts, strict=False) if value}
+    named = {key: value for key, value in zip(CONTENT, prompts, strict=False) if value and value != HELD_OUT}
+    found = {key: digest(value, config.data, key) for key, value in named.items()}
+    if config.validation.data == HELD_OUT:  # it decides which prompts of data.train are trained on
+        found["data.train"] += f" without {config.validation.share:g}"
     if (path := config.algorithm.path) is not None and (text := ALGORITHMS.text(path)):
         found["algorithm.path"] = hashlib.sha256(text).hexdigest()
     return found
@@ -346,7 +350,7 @@ def _planned_steps(config: Config) -> int:
         return config.trainer.steps
     from gerl.algorithms.planning import planned_steps  # imported here: other runs are answered without the algorithms
 
-    return planned_steps(config, load(config.data.train, config.data, "data.train"))
+    return planned_steps(config, load_prompts(config, "data.train", config.data.train))
 
 
 def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[Settings, str, str]:

@@ -11,8 +11,9 @@ from typing import Any
 from gerl.algorithms.planning import planned_steps
 from gerl.commandline.composition import compose_changes
 from gerl.config import Config
+from gerl.config.blocks import HELD_OUT
 from gerl.config.changes import Settings
-from gerl.data.sources import TABLES, contrasted, limit_prompts, load
+from gerl.data.sources import TABLES, contrasted, limit_prompts, load_prompts
 from gerl.errors import CheckpointError, DataError
 from gerl.model.paths import INDEX
 from gerl.protocol import Prompt
@@ -162,7 +163,8 @@ class RunRecord:
         train = key == "data.train"
         given, most = (config.data.train, None) if train else (config.validation.data, config.validation.max_prompts)
         try:
-            prompts = limit_prompts(load(given, config.data, key), most, given)
+            prompts = load_prompts(config, key, given)
+            prompts = limit_prompts(prompts, most, config.data.train if given == HELD_OUT else given)
         except DataError as error:
             raise NotCheckedError(str(error)) from None
         return contrasted(prompts) if config.needs_base else prompts

@@ -22,7 +22,7 @@ from gerl.trainer.replay import run as replay
 Arguments = Callable[..., list[str]]
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
-experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
+experiment=plain algorithm=flow_grpo model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
 rollout.micro_batch_size=4 validation.data=null trainer.steps=2 cluster.launcher=local cluster.device=cpu
 cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false logger.report=false

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiny
+import torch
 from drills import more
+from PIL import Image
 from tables import each
+from zoo.text_to_image import sdxl
 
 from gerl.commandline.composition import compose_run, hydra_options
+from gerl.config.changes import flat_settings
 from gerl.errors import GerlError
 from gerl.evaluate import command as evaluate
 from gerl.export import command as export
@@ -26,7 +31,9 @@ from gerl.preflight import arguments as preflight
 from gerl.program import commands as program
 from gerl.run import report
 from gerl.score import command as score
+from gerl.trainer import main_flowgrpo as train
 from gerl.trainer import sweep
+from gerl.trainer.run_folder import read_configuration
 from reward_models import serve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +100,45 @@ def test_the_numbers_of_the_demo_are_on_record() -> None:
     assert f"reward rises from {first['reward']:.3f} to {last['reward']:.3f}" in said
     exact = f"from {first['exact']:.0%} to {last['exact']:.0%}, in {last['step']} steps".replace("%", " %")
     assert f"exactly read signs {exact}" in said
+
+
+FAMILIES: dict[str, Any] = {
+    "flux": tiny.flux, "sd3": tiny.sd3, "sdxl": sdxl, "sd15": tiny.sd15, "qwen_image": tiny.qwen_image
+}  # fmt: skip
+QUICK: dict[str, Any] = {
+    "sampling.height": 32, "sampling.width": 32, "rollout.prompts_per_step": 2, "rollout.n": 4, "model.lora_rank": 4,
+    "cluster.threads_per_worker": 1, "logger.progress": False, "logger.tensorboard": False,
+}  # fmt: skip
+OTHERWISE = {  # where a function is not in a file, and a pipeline in memory has its precision
+    "model.dtype", "reward.scorers.bright.path", "cluster.launcher", "cluster.num_workers"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("one_core")
+def test_the_first_program_and_the_first_command_train_every_family_alike(
+    family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, run_of: Any
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    prompts = [f"a fox with {number} tails" for number in range(20)]
+    Path("my_prompts.txt").write_text("\n".join(prompts))
+    FAMILIES[family]().to(torch.bfloat16).save_pretrained("pipeline")
+    (block,) = (b.text for b in blocks() if "gerl.train(" in b.text)
+    (command,) = (c for _, c in commands() if c.startswith("gerl train model.path="))
+    program = block.replace(HUB_MODEL, "pipeline").replace("steps=100", f"steps=2, out='python', **{QUICK}")
+    values: dict[str, Any] = {"__name__": "readme"}
+    with caplog.at_level("INFO", logger="gerl"):
+        exec(compile(program, "README", "exec"), values)
+        first = next(m for m in caplog.messages if "trainer steps" in m)
+    assert "awm_fast" in first and "2 of 20 prompts held out" in first and Image.open("after.png").size[0] > 32
+
+    given = ["trainer.steps=2", *(f"{key}={value}" for key, value in QUICK.items())]
+    given += ["hydra.run.dir=command", "model.dtype=bfloat16", "cluster.launcher=local"]
+    assert train.main([*shlex.split(command.replace(HUB_MODEL, "pipeline"))[2:], *given]) == 0
+    settings = [flat_settings(read_configuration(Path(name) / "config.yaml")[0]) for name in ("python", "command")]
+    assert {key for key, value in settings[0].items() if settings[1][key] != value} <= OTHERWISE
+    run_of(Path("python")).assert_same(run_of(Path("command")), 2)
 
 
 @more
@@ -162,7 +208,7 @@ def test_training_commands_compose(line: int, keys: str) -> None:
 @pytest.mark.usefixtures("named_files")
 def test_parts_of_experiment_files_compose(block: Block) -> None:
     Path("part.yaml").write_text(f"# a part of an experiment file\n{block.text}")
-    assert compose_run(["experiment=part.yaml"]).config.reward.scorers
+    assert compose_run(["experiment=part.yaml"]).experiment
 
 
 def test_shell_blocks_are_shell_and_what_they_start_is_there() -> None:

@@ -173,7 +173,6 @@ BAD = [
     ({"sampling": {"window_size": 10}}, "sampling.window_size=10", "only 9 steps"),
     ({"sampling": {"window_size": 4, "window_range": [2, 5]}}, "sampling.window_size=4", "only 3 steps lie in [2, 5)"),
     ({"actor": {"micro_batch_size": 64}}, "actor.micro_batch_size=64", "at most rollout.micro_batch_size=16"),
-    ({"reward": {"scorers": {}}}, "reward.scorers", "reward.scorers.ocr.weight=1"),
     # settings with which an algorithm cannot work
     ({"sampling": {"kernel": "ode"}}, "sampling.kernel=ode", "algorithm=diffusion_nft"),
     ({"algorithm": {"name": "awm"}, "rollout": {"n": 1}}, "rollout.n=1", "awm compares images of the same prompt"),

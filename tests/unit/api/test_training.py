@@ -296,7 +296,7 @@ def test_prompts_are_written_as_rows(tmp_path: Path) -> None:
 
 def test_the_experiment_file_composes_what_was_asked_for(tmp_path: Path) -> None:
     values = nested({"sampling.height": 32, "data.train": "signs_train", "validation.data": None})
-    file = write_experiment(tmp_path, "mine", None, "flow_grpo_fast", values)
+    file = write_experiment(tmp_path, "mine", "plain", "flow_grpo_fast", values)
     composed = compose_run([f"experiment={file}"])
     assert (composed.config.sampling.height, composed.preset) == (32, "flow_grpo_fast")
     assert composed.config.validation.data is None and yaml.safe_load(file.read_text())["sampling"] == {"height": 32}

@@ -29,7 +29,7 @@ from gerl.score.command import parse as scoring
 
 
 def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
-    composed = compose_run(["experiment=plain"])
+    composed = compose_run(["experiment=plain", "algorithm=flow_grpo"])
     algorithm = {"advantage_std": "batch", "timestep_weights": "std2_over_jacobian"}
     preset = {"algorithm": algorithm, "actor": {"updates_per_step": 2}, "sampling": {"same_init_noise": True}}
     assert composed.config == from_mapping(preset)  # of flow_grpo
@@ -190,15 +190,26 @@ def test_null_removes_a_scorer(tmp_path: Path) -> None:
     assert list(compose_run(["reward.scorers.colour=null"]).config.reward.scorers) == ["ocr"]
     (tmp_path / "mine.yaml").write_text("defaults: [signs]\nreward: {scorers: {ocr: null, sharpness: {}}}\n")
     assert list(compose_run([f"experiment={tmp_path / 'mine.yaml'}"]).config.reward.scorers) == ["sharpness"]
-    with pytest.raises(ConfigError, match=r"reward\.scorers has no scorer with a weight"):
-        compose_run(["experiment=plain", "reward.scorers.ocr=null"])
-
-
-def test_naming_no_scorers_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.scorers has no scorer with a weight"):
-        compose_run(["reward.scorers={}"])
     with pytest.raises(ConfigError, match=r"reward\.scorers=null: .*dictionary"):
         compose_run(["reward.scorers=null"])
+
+
+def test_other_prompts_have_held_out_prompts_of_their_own() -> None:
+    assert compose_run([]).config.validation.data == "signs_val"
+    for given, held_out in (
+        (["data.train=mine.txt"], "auto"),
+        (["data.train=mine.txt", "validation.data=others.txt"], "others.txt"),
+        (["data.train=signs_train"], "signs_val"),
+        (["validation.data=null", "data.train=mine.txt"], None),
+        (["experiment=sd35_medium_ocr", "data.train=mine.txt"], "auto"),
+        (["model.path=folder", "data.train=mine.txt"], "auto"),
+    ):
+        assert compose_run(given).config.validation.data == held_out, given
+
+
+def test_no_reward_and_no_prompts_are_assumed() -> None:
+    config = compose_run(["model.path=folder"]).config
+    assert config.data.train is None and not config.reward.scorers
 
 
 def test_an_experiments_lora_targets_are_left_out_without_a_lora() -> None:
@@ -409,7 +420,8 @@ def test_the_other_commands_find_experiments_there_too(folder: Path, tmp_path: P
     assert preflight([*given, "algorithm=special"])[0].trainer.steps == 7
     assert scoring([*given, "images=x", "out=y"])[1].trainer.steps == 7
     prompts = tmp_path / "prompts.txt"
-    assert evaluation([*given, f"out={tmp_path}", f"prompts={prompts}"]).config.actor.lr == 0.007
+    scorers = "reward.scorers={sharpness: {}}"
+    assert evaluation([*given, scorers, f"out={tmp_path}", f"prompts={prompts}"]).config.actor.lr == 0.007
 
 
 def test_defaults_name_files_by_their_paths_too(folder: Path) -> None:

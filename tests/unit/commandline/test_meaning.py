@@ -36,7 +36,7 @@ def test_a_named_experiment_or_the_demos_own_model_is_kept() -> None:
 
 def test_what_is_trained_is_one_line() -> None:
     line = described(compose_run(["model.path=other", "sampling.height=512", "sampling.width=768"]).config)
-    for part in ("flow_grpo on other", "512 x 768", "10 steps", "guidance", "LoRA rank 32", "reward ocr"):
+    for part in ("awm on other", "512 x 768", "4 steps", "guidance", "LoRA rank 32", "reward none"):
         assert part in line
     line = described(
         compose_run(["model.path=other", "model.train=full", "reward.scorers={a: {path: a.py, weight: 2}}"]).config

@@ -2,12 +2,15 @@ import hashlib
 import itertools
 import json
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import datasets
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from PIL import Image
 
 from gerl.api.training import write_prompts
@@ -19,8 +22,10 @@ from gerl.data.sources import (
     check_mixture,
     digest,
     filled,
+    hold_out,
     limit_prompts,
     load,
+    load_prompts,
     log_prompts,
     max_prompts_per_step,
     may_have_pictures,
@@ -42,6 +47,40 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@hypothesis.given(
+    st.lists(st.text(alphabet="abc", max_size=2), max_size=40),
+    st.sampled_from([0.01, 0.1, 0.25, 0.5]),
+    st.randoms(use_true_random=False),
+)
+def test_held_out_prompts_are_a_share_that_is_never_trained_on(texts: list[str], share: float, random: Any) -> None:
+    prompts = [Prompt(i, text) for i, text in enumerate(texts)]
+    trained, held_out = hold_out(prompts, share)
+    assert not {p.text for p in trained} & {p.text for p in held_out}
+    assert sorted(p.text for p in (*trained, *held_out)) == sorted(texts)
+    assert len({p.text for p in held_out}) == int(share * len(set(texts)))
+    for side in (trained, held_out):
+        assert [p.id for p in side] == list(range(len(side)))
+        assert [p.text for p in side] == [t for t in texts if t in {p.text for p in side}]
+    random.shuffle(prompts)  # the same prompts, whatever their order
+    again = hold_out([replace(p, id=i) for i, p in enumerate(prompts)], share)[1]
+    assert {p.text for p in again} == {p.text for p in held_out}
+
+
+def test_of_many_prompts_no_more_are_held_out_than_a_validation_needs() -> None:
+    trained, held_out = hold_out([Prompt(i, f"{i}") for i in range(3000)], 0.1)
+    assert (len(trained), len(held_out)) == (2872, 128)
+
+
+def test_prompts_are_split_only_without_held_out_prompts_of_their_own(here: Path) -> None:
+    (here / "c.txt").write_text("\n".join(f"{i}" for i in range(20)))
+    config = Config(data=DataConfig(train="c.txt"), validation=ValidationConfig(share=0.25))
+    parts = [load_prompts(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "auto"))]
+    assert [len(part) for part in parts] == [15, 5]
+    config = replace(config, validation=ValidationConfig(data="a.txt"))
+    parts = [load_prompts(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "a.txt"))]
+    assert [len(part) for part in parts] == [20, 2]
 
 
 def test_sources_are_numbered_through(here: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gerl.engine import record
 from gerl.errors import ModelError
 from gerl.model.denoisers import check_offered, has_adapter, quiet_libraries
 from gerl.model.lora import find_targets
+from gerl.utils.versions import DTYPE
 
 KINDS: dict[str, Any] = {
     "lora": LoraConfig(r=2, target_modules=["to_q"]),
@@ -169,3 +171,30 @@ def test_each_warning_is_passed_on_once(caplog: pytest.LogCaptureFixture) -> Non
     said = "`height` has to be divisible by 16 but is 27."
     passed_on = [record.getMessage() for record in caplog.records if record.name.startswith("gerl")]
     assert passed_on == [f"diffusers: {said}", f"transformers: {said}"]
+
+
+def test_components_that_cannot_compute_together_are_refused_with_the_way_to_load_them(tmp_path: Path) -> None:
+    for name in ("flux", "sd3", "sd15", "qwen_image"):
+        tiny.CASES[name].build().to(torch.bfloat16).save_pretrained(tmp_path / name)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / name)  # transformers keeps the files' precision
+        if (
+            len(
+                {p.dtype for part in pipe.components.values() if hasattr(part, "parameters") for p in part.parameters()}
+            )
+            > 1
+        ):
+            with pytest.raises(
+                ModelError, match=rf"text_encoder.* in bfloat16 and .* in float32.*{DTYPE}=torch\.bfloat16"
+            ):
+                check_offered(pipe)
+            check_offered(pipe.to(torch.bfloat16))
+        check_offered(diffusers.DiffusionPipeline.from_pretrained(tmp_path / name, **{DTYPE: torch.bfloat16}))
+    pipe = tiny.flux().to(torch.bfloat16)
+    pipe.vae.to(torch.float32)  # as its own pipelines recommend
+    check_offered(pipe)
+    pipe.text_encoder_2.to(torch.float32)
+    with pytest.raises(ModelError, match=r"text_encoder, transformer in bfloat16 and text_encoder_2 in float32"):
+        check_offered(pipe)
+    pipe.transformer.to(torch.float16)
+    with pytest.raises(ModelError, match=r"torch\.float16"):  # that of the denoiser
+        check_offered(pipe)

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from gerl.config import Config, RewardConfig, ScorerConfig, ValidationConfig
-from gerl.errors import DataError, RewardError
+from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import Prompt, Sample, ScorerFailure
-from gerl.rewards.checks import check_reward, read_prompts
+from gerl.rewards.checks import check_named, check_reward, read_prompts
 from gerl.trainer.step import usable_groups
 
 PROMPTS = [Prompt(0, 'a "B"'), Prompt(1, "a cat"), Prompt(2, "a dog")]
@@ -65,6 +65,13 @@ def test_too_many_failures_stop_the_run_with_numbers() -> None:
     assert not all(usable_groups(SAMPLES, *outcome(0, 1, 4), DROP)[0])  # half of them
     with pytest.raises(RewardError, match=r"67% .*reward\.max_failed=0\.5"):
         usable_groups(SAMPLES, *outcome(0, 1, 3, 4), DROP)
+
+
+def test_no_reward_is_answered_by_three_and_never_assumed() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_named(RewardConfig())
+    assert all(name in str(raised.value) for name in ("pickscore", "ocr", "path: my_reward.py"))
+    check_named(RewardConfig({"sharpness": ScorerConfig()}))
 
 
 def test_prompts_are_checked_by_the_scorers_that_look_at_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_only_what_differs_from_the_algorithms_defaults_is_listed() -> None:
     assert {key: (value, default) for key, value, default in found} == {
         "algorithm.clip_low": ("0.5", "1.0"),
         "actor.lr": ("1e-05", "0.0003"),
-        "validation.data": ("null", "signs_val"),
+        "validation.data": ("null", "auto"),
         "sampling.call.max_sequence_length": ("8", "-"),
         "reward.scorers.sharpness.weight": ("0.5", "1.0"),
     }
@@ -39,7 +39,7 @@ def test_an_unknown_algorithm_shows_no_difference() -> None:
         (["validation.num_inference_steps=40", "validation.guidance_scale=2"], True, ["steps 40", "guidance 2"]),
         (["validation.images_per_prompt=3", "validation.width=64"], True, ["3 images per prompt", "width of 64"]),
         (["validation.data=signs_train"], True, ["of the training file"]),
-        (["actor.ema_decay=0"], True, ["sampled by the trained weights without"]),
+        (["algorithm=flow_grpo", "actor.ema_decay=0"], True, ["sampled by the trained weights without"]),
     ],
 )  # fmt: skip
 def test_the_curves_are_described_as_they_were_drawn(overrides: list[str], noisy: bool, said: list[str]) -> None:
