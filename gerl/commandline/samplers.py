@@ -12,7 +12,8 @@ import yaml
 from gerl import objects
 from gerl.config import Config
 from gerl.config.bounded_text import MALFORMED, read_json
-from gerl.config.samplers import AUTO, Scheduler, check_sampler, choose, is_open
+from gerl.config.roles import role_config
+from gerl.config.samplers import AUTO, CHOICES, Scheduler, check_sampler, choose, is_open
 from gerl.errors import ModelError
 
 INDEX, FILE = "model_index.json", "scheduler_config.json"
@@ -25,28 +26,55 @@ def settle_sampler(values: Mapping[str, Any]) -> str:
     """Replace `auto` in the block `sampling` of `values` by what the scheduler allows; return a sentence about it.
 
     The sentence is "" if there is no `auto`. A scheduler that cannot be read counts as one of flow matching: if it is
-    not, the model is refused as soon as it is there.
+    not, the model is refused as soon as it is there. A role of an episode with its own model has its own scheduler.
     """
-    sampling, model = values.get("sampling"), values.get("model")
-    if not isinstance(sampling, dict) or not isinstance(model, dict) or not is_open(sampling):
+    sampling, model, episode = (values.get(block) for block in ("sampling", "model", "episode"))
+    if not isinstance(sampling, dict) or not isinstance(model, dict):
         return ""
+    given = {key: sampling.get(key) for key in CHOICES}
+    chosen, sentence = _chosen(given, model)
+    sampling.update(chosen)
+    roles = episode.get("roles") if isinstance(episode, dict) else None
+    for keys in roles.values() if isinstance(roles, dict) else ():
+        if isinstance(keys, dict) and keys.get("kind") != "text":
+            _settle_role(keys, given, model)
+    return sentence
+
+
+def _settle_role(keys: dict[str, Any], given: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Set what `auto` becomes for a role; `given`, `model`: the run's own, which hold where `keys` has none."""
+    blocks = {block: keys.get(block) for block in ("model", "sampling")}
+    parts = ((block, part) for block, part in blocks.items() if isinstance(part, dict))
+    own = {f"{block}.{key}": value for block, part in parts for key, value in part.items()}
+    own |= {key: value for key, value in keys.items() if key not in blocks}
+    usual = given if "model.path" in own else {}
+    sampling = {key: own.get(f"sampling.{key}", usual.get(key)) for key in CHOICES}
+    its_model = {key: own.get(f"model.{key}", model.get(key)) for key in ("path", "parts")}
+    keys |= {f"sampling.{key}": value for key, value in _chosen(sampling, its_model)[0].items()}
+
+
+def _chosen(sampling: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Return the values of keys that are `auto`, and the sentence about them."""
+    if not is_open(sampling):
+        return {}, ""
     scheduler, why = None, "it has no scheduler"
     try:
         scheduler = read_scheduler(str(model.get("path")), model.get("parts"), fetched=True)
     except ModelError as error:
         why = f"its scheduler cannot be read: {error}"
     chosen = choose(sampling, scheduler or Scheduler("", None, {}))
-    sampling.update(chosen)
     if scheduler is not None:
         why = scheduler.name if scheduler.kind is not None else f"{scheduler.name} is not known"
     basis = why if scheduler is not None and scheduler.kind is not None else f"as for flow matching, since {why}"
-    return f"sampling.{', '.join(f'{key}={value}' for key, value in chosen.items())} ({AUTO}: {basis})"
+    return chosen, f"sampling.{', '.join(f'{key}={value}' for key, value in chosen.items())} ({AUTO}: {basis})"
 
 
 def check_scheduler(config: Config) -> None:
-    """Raise `ConfigError` if the scheduler of the model is at hand and does not fit the configuration."""
-    if (scheduler := read_scheduler(config.model.path, config.model.parts)) is not None:
-        check_sampler(config, scheduler)
+    """Raise `ConfigError` if the scheduler of the model, or of a role's, is at hand and does not fit."""
+    roles = [role_config(config, name) for name in config.episode.roles if not config.episode.is_text(name)]
+    for each in [config, *roles]:
+        if (scheduler := read_scheduler(each.model.path, each.model.parts)) is not None:
+            check_sampler(each, scheduler)
 
 
 def read_scheduler(path: str, parts: object = None, fetched: bool = False) -> Scheduler | None:

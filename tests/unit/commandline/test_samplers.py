@@ -12,6 +12,7 @@ from hub_server import serving
 from huggingface_hub import constants
 
 from gerl.commandline.composition import Composed, compose_changes, compose_run
+from gerl.config.roles import role_config
 from gerl.errors import ConfigError
 from gerl.objects import offered
 
@@ -89,6 +90,21 @@ def test_what_does_not_fit_is_refused_with_all_reasons(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kernel=flow_sde.*use ode; flow_grpo needs steps with noise.*neighbor_grpo"):
         composed(flow_map, "algorithm=flow_grpo")
     assert chosen(flow_map, "algorithm=neighbor_grpo") == ("ode", "euler", "scheduler")
+
+
+def test_a_role_with_its_own_model_has_its_own_sampler(tmp_path: Path) -> None:
+    ddim, lcm = saved(tmp_path / "ddim", "DDIMScheduler"), saved(tmp_path / "lcm", "LCMScheduler")
+    turns = "episode.turns=[{role: draw}, {role: edit}]"
+
+    def kernels(role: str) -> tuple[str, str]:
+        config = composed(ddim, "algorithm=flow_grpo", turns, f"episode.roles={{edit: {role}}}").config
+        return config.sampling.kernel, role_config(config, "edit").sampling.kernel
+
+    assert kernels("{pipeline: StableDiffusionImg2ImgPipeline}") == ("ddim", "ddim")
+    assert kernels(f"{{model.path: {lcm}}}") == kernels(f"{{model: {{path: {lcm}}}}}") == ("ddim", "cps")
+    assert kernels(f"{{model.path: {lcm}, sampling.noise_level: 1}}") == ("ddim", "cps")
+    with pytest.raises(ConfigError, match=r"LCMScheduler.*kernel=ddim is not for it"):
+        kernels(f"{{model.path: {lcm}, sampling.kernel: ddim}}")
 
 
 def test_a_pipeline_in_memory_counts(tmp_path: Path) -> None:
