@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from gerl import objects
-from gerl.config import Config
+from gerl.config import Config, ModelConfig
 from gerl.config.bounded_text import MALFORMED, read_json
 from gerl.config.roles import role_config
 from gerl.config.samplers import AUTO, CHOICES, Scheduler, check_sampler, choose, is_open
@@ -22,15 +22,17 @@ HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 RENEWED = 30.0  # seconds after which the Hub is asked again for a file that it did not give
 
 
-def settle_sampler(values: Mapping[str, Any]) -> str:
+def settle_sampler(values: dict[str, Any]) -> str:
     """Replace `auto` in the block `sampling` of `values` by what the scheduler allows; return a sentence about it.
 
     The sentence is "" if there is no `auto`. A scheduler that cannot be read counts as one of flow matching: if it is
     not, the model is refused as soon as it is there. A role of an episode with its own model has its own scheduler.
     """
-    sampling, model, episode = (values.get(block) for block in ("sampling", "model", "episode"))
+    sampling, model = (values.setdefault(block, {}) for block in ("sampling", "model"))
+    episode = values.get("episode")
     if not isinstance(sampling, dict) or not isinstance(model, dict):
-        return ""
+        return ""  # which is an error
+    sampling.setdefault("kernel", AUTO)
     given = {key: sampling.get(key) for key in CHOICES}
     chosen, sentence = _chosen(given, model)
     sampling.update(chosen)
@@ -59,7 +61,7 @@ def _chosen(sampling: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[dict
         return {}, ""
     scheduler, why = None, "it has no scheduler"
     try:
-        scheduler = read_scheduler(str(model.get("path")), model.get("parts"), fetched=True)
+        scheduler = read_scheduler(str(model.get("path", ModelConfig.path)), model.get("parts"), fetched=True)
     except ModelError as error:
         why = f"its scheduler cannot be read: {error}"
     chosen = choose(sampling, scheduler or Scheduler("", None, {}))

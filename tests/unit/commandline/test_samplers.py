@@ -53,6 +53,8 @@ def test_presets_take_the_sampler_that_the_scheduler_allows(tmp_path: Path) -> N
     assert chosen(flow, "algorithm=awm_fast") == ("ode", "dpm2", "scheduler")
     assert chosen(ddim, "algorithm=flow_grpo") == chosen(ddim, "algorithm=dance_grpo") == ("ddim", "euler", "scheduler")
     assert chosen(flow, "algorithm=dance_grpo") == ("dance_sde", "euler", "scheduler")
+    assert chosen(ddim, "~sampling.kernel", "algorithm=flow_grpo") == ("ddim", "euler", "scheduler")
+    assert chosen(ddim, "~sampling", "algorithm=flow_grpo") == chosen(ddim, "sampling.kernel=auto")
     part = f"model.parts={{scheduler: {saved(tmp_path / 'lcm', 'LCMScheduler')}}}"
     assert chosen(ddim, part, "algorithm=flow_grpo") == ("cps", "euler", "scheduler")
     alone = f"model.parts={{scheduler: {tmp_path / 'lcm' / 'scheduler'}}}"
