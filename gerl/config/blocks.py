@@ -498,7 +498,7 @@ class ValidationConfig(Block):
     )
     share: float = key(
         0.1,
-        "share of the prompts of data.train that validation.data=auto holds out: at most 128, and none of fewer than "
+        "share of the prompts of data.train that validation.data=auto holds out: at most 64, and none of fewer than "
         "1 / share",
         above=0,
         high=0.5,

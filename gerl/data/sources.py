@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gerl.data.hub import HubRows
 
 logger = logging.getLogger(__name__)
-MOST_HELD_OUT = 128  # prompts of data.train that validation.data=auto holds out
+MOST_HELD_OUT = 64  # prompts of data.train that validation.data=auto holds out
 DECODERS = 8  # threads that decode images
 TABLES = (".jsonl", ".csv", ".parquet")  # prompt files that may have columns of images
 

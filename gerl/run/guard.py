@@ -167,7 +167,7 @@ def guard_scope(watched: Sequence[str], action: str, held_out: int, judge: bool,
         there = f"are only {held_out}" if held_out else "are none"
         return (
             f"the guard compares no images: it needs {FEWEST} held-out prompts or more, and there {there} "
-            f"(validation.data{', validation.max_prompts' if held_out else ''})"
+            f"(validation.data{', validation.share, validation.max_prompts' if held_out else ''})"
         )
     compared = watched if held_out >= fewest else ()
     sees = [f"a fall of {', '.join(compared)} while the reward rises"] if compared else []

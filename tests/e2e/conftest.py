@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 experiment=plain algorithm=flow_grpo model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
-rollout.micro_batch_size=4 validation.data=null trainer.steps=2 cluster.launcher=local cluster.device=cpu
+rollout.micro_batch_size=4 validation.data=null validation.num_inference_steps=null validation.every=10
+checkpoint.every=10 trainer.steps=2 cluster.launcher=local cluster.device=cpu
 cluster.threads_per_worker=1 logger.progress=false logger.tensorboard=false logger.report=false
 """
 PROMPTS = ["a red fox", "blue", 'a sign that reads "482"', "x y", "seven", "a cat"]
