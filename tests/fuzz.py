@@ -64,7 +64,8 @@ SMALL = """
 experiment=plain algorithm=flow_grpo model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
 rollout.micro_batch_size=4 sampling.call={max_sequence_length:8} trainer.steps=1 trainer.dump=1 checkpoint.every=1
-validation.every=1 validation.num_inference_steps=null cluster.launcher=local cluster.device=cpu cluster.threads_per_worker=1 logger.progress=false
+validation.every=1 validation.num_inference_steps=null
+cluster.launcher=local cluster.device=cpu cluster.threads_per_worker=1 logger.progress=false
 logger.tensorboard=false logger.report=false reward.trial=false
 """
 PROMPTS = "a red fox\nblue\nx y\nseven\n"

@@ -29,8 +29,8 @@ KEYS = """
 experiment=plain model.lora_rank=4 model.lora_alpha=8 sampling.height=16 sampling.width=16
 sampling.num_inference_steps=4 sampling.guidance_scale=1.0 rollout.prompts_per_step=2 rollout.n=4
 rollout.micro_batch_size=4 cluster.device=cpu cluster.threads_per_worker=1 logger.progress=false
-logger.tensorboard=false logger.report=false logger.live=false actor.lr=0.01 validation.num_inference_steps=null validation.every=1 checkpoint.every=1
-checkpoint.keep=9 reward.trial=false guard.judge=off
+logger.tensorboard=false logger.report=false logger.live=false actor.lr=0.01 validation.every=1 checkpoint.every=1
+validation.num_inference_steps=null checkpoint.keep=9 reward.trial=false guard.judge=off
 """.split()
 FITTED = {
     "flow_grpo": "algorithm.kl_coef=0.04 actor.updates_per_step=2",

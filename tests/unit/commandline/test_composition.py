@@ -32,7 +32,8 @@ def test_without_a_recipe_the_defaults_are_those_of_the_dataclasses() -> None:
     composed = compose_run(["experiment=plain", "algorithm=flow_grpo"])
     algorithm = {"advantage_std": "batch", "timestep_weights": "std2_over_jacobian"}
     preset = {"algorithm": algorithm, "actor": {"updates_per_step": 2}, "sampling": {"same_init_noise": True}}
-    assert composed.config == from_mapping(preset)  # of flow_grpo
+    preset |= {"validation": {"every": 25, "num_inference_steps": 28}, "checkpoint": {"every": 25}}
+    assert composed.config == from_mapping(preset)  # of flow_grpo and plain
     assert composed.experiment == "plain"
     assert re.fullmatch(r"outputs/plain/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(composed.run_dir))
 

@@ -25,7 +25,7 @@ def test_a_guard_that_compares_nothing_sees_nothing(watched: list[str], judge: b
     assert scope(watched, "warn", 0, judge).endswith("and there are none (validation.data)")
     few = scope(watched, "stop", 7, judge)
     assert "needs 8 held-out prompts" in few and few.endswith(
-        "there are only 7 (validation.data, validation.max_prompts)"
+        "there are only 7 (validation.data, validation.share, validation.max_prompts)"
     )
     assert "the guard sees" in scope(watched, "warn", 8, judge)
 
