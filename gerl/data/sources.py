@@ -246,7 +246,7 @@ def check_mixture(config: Config, prompts: Sequence[Prompt]) -> None:
 
 def may_have_pictures(data: DataConfig) -> bool:
     """Whether a source of the training prompts may have columns of images."""
-    given = sources(data.train, "data.train")
+    given = [] if data.train is None else sources(data.train, "data.train")
     return any(
         any(name in COLUMNS for name in _columns(source, data))
         if source.on_hub

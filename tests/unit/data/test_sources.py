@@ -214,7 +214,7 @@ def test_a_source_that_is_too_small_for_its_weight() -> None:
 
 def test_room_for_pictures() -> None:
     assert may_have_pictures(DataConfig(train="a.csv")) and not may_have_pictures(DataConfig(train="a.txt"))
-    assert not may_have_pictures(DataConfig(train="hf:a/b[c]"))
+    assert not may_have_pictures(DataConfig(train="hf:a/b[c]")) and not may_have_pictures(DataConfig())
     assert may_have_pictures(DataConfig(train=["a.txt", "hf:a/b[c]"], columns={"image": "photo"}))
 
 
