@@ -176,7 +176,9 @@ def make_row(name: str, task: str, content: dict[str, Any], rules: dict[str, Any
     common = [key for key in rules["common"] if key.partition("=")[0] not in given]
     keys = [f"algorithm={content['algorithm']}", *shared["keys"], *common, *change]
     most, noisy = rules["denoising_steps"], shared.get("noisy", [])
-    config = compose_run([key for key in keys if not any(name in key for name in PREPARED)]).config
+    # with the model of `signs`: for another kind of scheduler a preset may have chosen another kernel already
+    left_out = (*PREPARED, "model.path=")
+    config = compose_run([key for key in keys if not any(name in key for name in left_out)]).config
     sampling = config.sampling
     if sampling.num_inference_steps > most:
         keys.append(f"sampling.num_inference_steps={most}")

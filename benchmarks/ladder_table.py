@@ -63,6 +63,17 @@ class Summary:
         known = sorted(cost for cost in costs if cost is not None)
         return known[(len(costs) - 1) // 2] if 2 * len(known) > len(costs) else None
 
+    def at_images(self, count: int) -> float | None:
+        """Mean reward after `count` scored images, between two validations by interpolation; None: not so many."""
+        points = [run["points"] for run in self.row.of("final")]
+        rewards = [np.interp(count, [p[2] for p in run], [p[-1] for p in run]) for run in points if run[-1][2] >= count]
+        return statistics.fmean(rewards) if len(rewards) == len(points) else None
+
+    @property
+    def images(self) -> float:
+        """Scored images of a run, median over the seeds."""
+        return statistics.median(run["points"][-1][2] for run in self.row.of("final"))
+
     def change(self, measure: str) -> float | None:
         """Mean change of a measure over the run, over the seeds."""
         pairs = [(run["first"].get(measure), run["last"].get(measure)) for run in self.row.of("final")]
@@ -92,6 +103,24 @@ def permutation_test(one: Sequence[float], other: Sequence[float]) -> float:
     sums = np.array([pooled[list(chosen)].sum() for chosen in combinations(range(len(pooled)), n)])
     differences = np.abs(sums / n - (total - sums) / (len(pooled) - n))
     return float(np.mean(differences >= observed - 1e-12))
+
+
+def paired_test(differences: Sequence[float]) -> float:
+    """Two-sided p-value of the mean of paired differences, over all ways to give them signs (Fisher)."""
+    values = np.asarray(differences)
+    signs = 1 - 2 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)
+    return float(np.mean(np.abs(signs @ values) >= abs(values.sum()) - 1e-12))
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Spearman's correlation of two samples of pairs, and the two-sided p-value over random orders."""
+    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (one, other)]
+    centred = [values - values.mean() for values in ranks]
+    scale = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    found = float(centred[0] @ centred[1]) / scale
+    rng = np.random.default_rng(seed)
+    orders = rng.permuted(np.tile(centred[0], (RESAMPLES, 1)), axis=1) @ centred[1] / scale
+    return found, float(np.mean(np.abs(orders) >= abs(found) - 1e-12))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -133,6 +162,8 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
     measures = rules["tasks"][task]["others"]
     heads = ["algorithm", "rank", "reward at the end", "median", "best", f"p, `{REFERENCE}`", f"to {GOAL:g}"]
     heads += [*(f"`{measure}`" for measure in measures), "diversity", "KL", "rate", "images", "updates"]
+    fewest = round(min(summary.images for summary in found))
+    heads.append(f"at {fewest} images")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for summary, (low, high) in zip(found, ranks, strict=True):
         cost = summary.cost(GOAL)
@@ -147,8 +178,9 @@ def table(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> str:
             *(signed(summary.change(measure)) for measure in (*measures, "unlike_others")),
             "-" if (kl := summary.kl) is None else f"{kl:.3g}",
             f"{best_rate(summary.row):.0e}".replace("e-0", "e-"),
-            f"{statistics.median(run['points'][-1][2] for run in summary.row.of('final')):,.0f}",
+            f"{summary.images:,.0f}",
             f"{statistics.median(run['updates'] for run in summary.row.of('final')):.0f}",
+            "-" if (early := summary.at_images(fewest)) is None else f"{early:.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -193,11 +225,36 @@ def changes(found: Sequence[Summary]) -> list[str]:
     return [f"* {', '.join(names)}: {text}" for text, names in by_text.items()]
 
 
+def shared(task: str, rules: dict[str, Any]) -> list[str]:
+    """Return the keys that all rows of a task get in place of their preset's, and those of some rows."""
+    blocks = ("sampling.", "rollout.", "actor.", "model.lora")
+    keys = [key for key in (*rules["common"], *rules["tasks"][task]["keys"]) if key.startswith(blocks)]
+    parts = [f"All rows have {' '.join(f'`{key}`' for key in keys)} in place of their preset's"]
+    if noisy := rules["tasks"][task].get("noisy"):
+        parts.append(f"those whose kernel is for flow matching {' '.join(f'`{key}`' for key in noisy)}")
+    return ["; ".join(parts) + f". At most {rules['denoising_steps']} denoising steps."]
+
+
+def correlations(by_task: dict[str, list[Summary]]) -> list[str]:
+    """Say how the ranks of rows that two tasks share agree."""
+    lines = []
+    for one, other in combinations(by_task, 2):
+        first, second = ({s.row.name: s.mean for s in by_task[task]} for task in (one, other))
+        names = [name for name in first if name in second]
+        if len(names) < 3:
+            continue
+        value, p = rank_correlation([first[name] for name in names], [second[name] for name in names])
+        lines.append(f"| `{one}` and `{other}` | {len(names)} | {value:.2f} | {p_text(p)} |")
+    head = ["| tasks | common rows | rank correlation of their mean rewards (Spearman) | p |", "|---|---|---|---|"]
+    return ["\n".join([*head, *lines])] if lines else []
+
+
 def measured(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> list[str]:
     """The table of a task, with what belongs to it."""
     finals = [run["points"] for summary in found for run in summary.row.of("final")]
     start, spent = statistics.fmean(points[0][-1] for points in finals), [points[-1][1] for points in finals]
     parts = [f"Before training {start:.3f}. Evaluations per run: {min(spent):,} to {max(spent):,}."]
+    parts += shared(task, rules)
     parts.append(table(task, found, rules))
     if lines := changes(found):
         parts += ["\\* with a declared change:", "\n".join(lines)]
@@ -208,11 +265,12 @@ def measured(task: str, found: Sequence[Summary], rules: dict[str, Any]) -> list
 
 def section(rules: dict[str, Any]) -> str:
     """The part of the page that the results make."""
-    parts: list[str] = []
     everything = rows()
+    by_task = {task: summaries([r for r in everything if r.task == task], rules) for task in rules["tasks"]}
+    parts = correlations(by_task)
     for task in rules["tasks"]:
         own = [row for row in everything if row.task == task]
-        found, tuned = summaries(own, rules), [row for row in own if tuned_means(row, rules)]
+        found, tuned = by_task[task], [row for row in own if tuned_means(row, rules)]
         if not tuned:
             continue
         parts.append(f"## `{task}`")

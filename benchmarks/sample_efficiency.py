@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from forked import run_jobs, train_by_gerl
-from ladder_table import holm, permutation_test
+from ladder_table import holm, logit, paired_test
 from seeds import RESULTS, mean_and_interval, points
 
 from gerl.algorithms.planning import plan_samples
@@ -375,7 +375,8 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     complete = [name for name, found in finals.items() if len(found) == len(SEEDS)]
     rewards = {n: [r["reward"] for r in sorted(finals[n], key=lambda run: run["seed"])] for n in complete}
     others = [name for name in complete if name != DEFAULT]
-    corrected = holm([permutation_test(rewards[name], rewards[DEFAULT]) for name in others])
+    logits = {name: logit(rewards[name]) for name in complete}
+    corrected = holm([paired_test(logits[name] - logits[DEFAULT]) for name in others])
     p_values = dict(zip(others, corrected, strict=True))
     lines = [
         "| variant | change | reward at the end | difference | p | exact | colour | rate | steps | images "

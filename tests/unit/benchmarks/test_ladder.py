@@ -106,6 +106,17 @@ def test_the_permutation_test_counts_all_divisions() -> None:
     assert report.permutation_test([1.0, 2.0], [2.0, 1.0]) == 1.0
 
 
+def test_the_paired_test_counts_all_signs() -> None:
+    assert report.paired_test([1.0, 2.0, 3.0]) == pytest.approx(2 / 8)
+    assert report.paired_test([1.0, -1.0]) == 1.0
+
+
+def test_the_rank_correlation_is_spearmans() -> None:
+    assert report.rank_correlation([1.0, 2.0, 5.0, 9.0], [0.1, 0.2, 0.3, 0.4])[0] == pytest.approx(1.0)
+    value, p = report.rank_correlation([1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 1.0, 4.0, 3.0, 5.0])
+    assert value == pytest.approx(0.8) and p == pytest.approx(16 / 120, abs=0.01)  # all 120 orders
+
+
 def test_the_permutation_test_keeps_its_level() -> None:
     rng = np.random.default_rng(0)
     p = [report.permutation_test(*rng.lognormal(size=(2, 5))) for _ in range(400)]
