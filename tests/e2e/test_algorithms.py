@@ -274,14 +274,3 @@ def test_the_kl_may_be_paid_by_the_reward(train: Train, tmp_path: Path) -> None:
     # the LoRA starts at the base model; rows that share a beginning are drawn in another batch than the KL is taken of
     assert kl[0] == pytest.approx(0, abs=1e-9) and kl[2] > 1e-6
     assert run.column("actor/kl") == []  # nothing of it is in the loss
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [("algorithm=flow_grpo", "sampling.kernel=flow_sde"), ("algorithm=diffusion_nft", "sampling.solver=dpm2")],
-)
-def test_a_sampler_that_the_scheduler_cannot_use_is_refused_before_any_image(
-    override: str, key: str, refused: Callable[..., str], sd15: Path, tmp_path: Path
-) -> None:
-    assert refused(override, model__path=sd15, **ON_SD15).startswith(f"error: {key} ")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
