@@ -150,6 +150,7 @@ def test_python_blocks_run(
     for name in ("gerl", "examples"):  # as in a checkout, but what a block writes does not land in it
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
+    Path("my_prompts.txt").write_text("\n".join(f"a red fox, {number}" for number in range(20)))
     text = block.text.replace(HUB_MODEL, "gerl/assets/signs").replace("steps=100", "steps=2")  # no hub, and sooner
     code = compile(text, f"block at line {block.line}", "exec")
     if block.not_run is None:
