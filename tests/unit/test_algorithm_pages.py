@@ -51,17 +51,14 @@ def test_metrics_are_written(metric: str) -> None:
 
 
 def test_the_advice_has_the_numbers_of_the_benchmark() -> None:
-    """Rewards of the recommended presets, and evaluations, are in the row of one of the tables."""
+    """Rewards of the recommended presets are in the row of one of them in one of the tables."""
     measured: dict[str, str] = {}
     for name, row in re.findall(r"^\| `(\w+)`[^|]*(\|.*)$", PAGES["algorithm_benchmark"], re.M):
         measured[name] = measured.get(name, "") + row.replace("**", "")
     advice = PAGES["choose_an_algorithm"].partition("\n## ")[0]
-    rows = re.findall(r"^\| .+? \| (.+?) \| .+? \| (0\.\d.+?) \| .+? \|$", advice, re.M)
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| ([^|]*0\.\d[^|]*) \| [^|]+ \|$", advice, re.M)
     assert len(rows) == 9
-    for presets, cost in rows:
-        named = [name for name in re.findall(r"`(\w+)", presets) if name in measured]
-        parts = cost.split("; ")
-        assert len(parts) == len(named), (presets, cost)
-        for name, part in zip(named, parts, strict=True):
-            numbers = re.findall(r"0\.\d{3}|\d+,\d+", part)
-            assert numbers and all(f" {number} " in measured[name] for number in numbers), (name, part)
+    for presets, rewards in rows:
+        named = [measured[name] for name in re.findall(r"`(\w+)", presets) if name in measured]
+        numbers = re.findall(r"0\.\d{3}", rewards)
+        assert numbers and all(any(f" {number} " in row for row in named) for number in numbers), (presets, rewards)
