@@ -1,5 +1,6 @@
 """The base model of a run's LoRA."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,3 +25,8 @@ class Base:
         parts = ", ".join(f"{name} {'left out' if part is None else part}" for name, part in self.parts.items())
         merged = f"{f' ({parts})' if parts else ''}{merged}"
         return f"{self.path}{merged}{'' if self.quantised == 'none' else f', quantised to {self.quantised}'}"
+
+
+def file_stem(name: str) -> str:
+    """Return `name` with letters of any alphabet, digits and _ . - only, for the name of a file."""
+    return re.sub(r"[^\w.-]+", "_", name)

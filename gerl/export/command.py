@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from gerl.config import ModelConfig
 from gerl.config.bounded_text import MALFORMED, read_values
 from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
-from gerl.export.base import Base
+from gerl.export.base import Base, file_stem
 from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
 from gerl.utils.files import reason, write_atomically
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gerl")
 
 KINDS = {"ema": "ema/", "raw": "lora/"}  # prefixes of tensor names in a checkpoint
+TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # the name of a run without `out`
 STATE = "state.safetensors"
 
 
@@ -147,13 +149,20 @@ def _run(request: Request) -> list[Path]:
         written = write_atomically(request.folder, lambda folder: pipe.save_pretrained(str(folder)))
         facts["absent"] = required_and_absent(pipe)
     elif loras:
-        files = lora_files(request.format, loras, base)
+        files = lora_files(request.format, loras, base, run_stem(run_dir, checkpoint.step))
         written = write_atomically(request.folder, lambda folder: write_files(files, folder))
     else:
         written = write_atomically(request.folder, lambda folder: write_denoisers(checkpoint, request.weights, folder))
     denoisers = models_in(request.folder)
     logger.info("%s", render("exported.txt.j2", written=written, base=base, denoisers=denoisers, **facts).rstrip())
     return written
+
+
+def run_stem(run_dir: Path, step: int) -> str:
+    """Return the name, without suffix, of a file with the LoRA of a step; a run named by its time has its folder's."""
+    run = run_dir.resolve()
+    name = f"{run.parent.name}_{run.name}" if TIME.match(run.name) else run.name
+    return f"{file_stem(name)}_step{step}"
 
 
 def share_run(request: Request) -> list[Path]:

@@ -44,10 +44,11 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, bytes]:
+def lora_files(format: str, loras: Mapping[str, Lora], base: Base, stem: str = "lora") -> dict[str, bytes]:
     """Return the files of a format by name relative to `out`, with the base in their metadata.
 
-    Raises `ModelError` if the format does not support the base model.
+    `stem`: name of kohya's file, since ComfyUI has those of all runs in one folder; with several denoisers, the start
+    of their names. Raises `ModelError` if the format does not support the base model.
     """
     files: dict[str, bytes] = {}
     match format:
@@ -61,7 +62,8 @@ def lora_files(format: str, loras: Mapping[str, Lora], base: Base) -> dict[str, 
             for name, lora in loras.items():
                 denoiser = skeleton(base, name)
                 check_fit(lora, denoiser, f"{name} of {base.path}")
-                content = files[f"lora_{name}.safetensors"] = kohya_file(lora, denoiser, str(base))
+                file = f"{stem}_{name}.safetensors" if len(loras) > 1 else f"{stem}.safetensors"
+                content = files[file] = kohya_file(lora, denoiser, str(base))
                 try:
                     convert(load(content), denoiser, name)
                 except ModelError as error:

@@ -2,14 +2,13 @@
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from gerl.errors import ModelError
 from gerl.export import card
-from gerl.export.base import Base
+from gerl.export.base import Base, file_stem
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
 from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
@@ -61,7 +60,7 @@ def _comfyui(
     model: card.BaseModel,
     repository: str,
 ) -> tuple[card.ComfyFiles, dict[str, bytes]]:
-    stem = re.sub(r"[^\w.-]", "_", repository.rpartition("/")[2])
+    stem = file_stem(repository.rpartition("/")[2])
     files: dict[str, bytes] = {}
     try:
         for name, lora in loras.items():

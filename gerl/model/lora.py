@@ -462,20 +462,20 @@ def _read(file: Path, models: Denoisers) -> dict[str, Layers]:
         names, configs = {key.partition(".")[0] for key in tensors}, _configs(header, tensors)
         if names <= models.keys() and all(KEY.fullmatch(key) for key in tensors):
             return {name: _renamed(layers, models[name]) for name, layers in _of_peft(tensors, configs).items()}
-        stem = file.stem.removeprefix("lora_")
-        found = named_halves(tensors, models, stem)
+        found = named_halves(tensors, models, file.stem)
         if found is not None and not any(configs.values()):
             return found
-        name = _denoiser_of(stem, denoisers)
+        name = _denoiser_of(file.stem, denoisers)
         return _of_peft(*convert(tensors, denoisers[name], name))
     except ModelError as error:
         raise ModelError(f"{file} is not a LoRA that gerl can train on: {error}") from None
 
 
 def _denoiser_of(name: str, denoisers: Denoisers) -> str:
-    """Return the denoiser that a file is for, by the name of the file or its folder, or the only one."""
-    if name in denoisers:
-        return name
+    """Return the denoiser that a file is for, by the end of its name or that of its folder, or the only one."""
+    for denoiser in denoisers:
+        if f"_{name}".endswith(f"_{denoiser}"):
+            return denoiser
     if len(denoisers) > 1:
         raise ModelError(
             "it does not say which denoiser it belongs to: name it lora_NAME.safetensors (kohya), or its folder "

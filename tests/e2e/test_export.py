@@ -148,6 +148,7 @@ def test_kohya_in_diffusers(place: Callable[..., Place], name: str, targets: str
     case = place(name, targets)
     out = case.export(tmp_path / "out", "format=kohya")
     (file,) = out.iterdir()
+    assert file.stem.startswith(f"{case.run.name}_step"), "all LoRAs of ComfyUI are in one folder"
     names = load_file(file)
     assert {name.split(".", 1)[1] for name in names} == {"lora_down.weight", "lora_up.weight", "alpha"}
     assert all(name.startswith("lora_unet_") for name in names)
@@ -192,7 +193,7 @@ def test_two_denoisers(place: Callable[..., Place], tmp_path: Path) -> None:
     of_diffusers.transformer_2.load_lora_adapter(outs["diffusers"], prefix="transformer_2", use_safetensors=True)
     for name in ("transformer", "transformer_2"):
         PeftModel.from_pretrained(getattr(of_peft, name), str(outs["peft"] / name))
-        file = outs["kohya"] / f"lora_{name}.safetensors"
+        (file,) = outs["kohya"].glob(f"*_{name}.safetensors")
         of_kohya.load_lora_weights(file, load_into_transformer_2=name == "transformer_2")
     merged = wan.stock(wan.export(tmp_path / "merged", "format=merged"))
     for pipe in (of_diffusers, of_peft, of_kohya, merged):

@@ -752,7 +752,9 @@ def test_two_denoisers_need_to_be_told_apart(tmp_path: Path) -> None:
     pipe = BUILD["wan_2"]()
     pipe.save_pretrained(tmp_path / "model")
     write_files(lora_files("kohya", random_loras(pipe), Base(str(tmp_path / "model"), ALPHA)), tmp_path / "out")
-    file = (tmp_path / "out" / "lora_transformer.safetensors").rename(tmp_path / "mine.safetensors")
+    file = (tmp_path / "out" / "lora_transformer.safetensors").rename(tmp_path / "mine_transformer_2.safetensors")
+    assert set(read_layers(file, find_denoisers(pipe))) == {"transformer_2"}
+    file = file.rename(tmp_path / "mine.safetensors")
     with pytest.raises(ModelError, match=r"lora_NAME\.safetensors.*one of transformer, transformer_2"):
         read_layers(file, find_denoisers(pipe))
 
