@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import threading
 from array import array
 from bisect import bisect_left
@@ -127,6 +128,8 @@ PARTS = {
 }
 LORA = "lora/pytorch_lora_weights.safetensors"  # of a checkpoint
 RECENT = 20  # steps whose mean time is that of the next ones
+DOING = 3  # last lines of the log that say what a run does before anything is measured
+PREFIX = re.compile(r"^[\d-]+T[\d:.]+Z [A-Z]+ [\w.]+: ")  # of a line of the log
 LINES = 200  # of the log
 SIGNALS = 200  # of the guard
 GAIN = ("gain", "gain_low", "gain_high")  # of a scorer, paired, with its interval
@@ -204,7 +207,7 @@ class RunData:
             "facts": [pair for pair in facts([], config) if pair[0] not in ("steps", "time")],
             "label": settings.training_label(config),
             "explanation": settings.explanation(config),
-            "doing": (self.log() or [""])[-1] if alive and not names else "",
+            "doing": [PREFIX.sub("", line) for line in self.log()[-DOING:]] if alive and not names else [],
             "names": names,
             "scorers": settings.scorers(config),
             "roles": settings.roles(config),

@@ -429,7 +429,7 @@ function showReward() {
   chart($("reward-chart"), [
     { name: state.overview.label, colour: COLOURS[0], ...training, pale: true },
     { name: "held-out", colour: COLOURS[1], ...held, bars: errorsOf(held.x), dots: true },
-  ], { label: "reward by step", empty: state.overview.doing && "the first point comes after the first validation" });
+  ], { label: "reward by step", empty: state.overview.doing.length && "the first point comes after the first validation" });
 }
 
 function showFigures() {
@@ -450,7 +450,7 @@ function showFigures() {
     card(overview.alive ? "last step" : "ended", "", new Date(overview.time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }));
     cards[cards.length - 1].children[1].id = "ago";
   }
-  if (!cards.length && overview.doing) cards.push(make("div", { class: "doing" }, make("div", { class: "soft", text: "now" }), make("div", { text: overview.doing })));
+  if (!cards.length && overview.doing.length) cards.push(make("div", { class: "doing" }, make("div", { class: "soft", text: "It loads the model, and measures it on the held-out prompts. Its last lines:" }), ...overview.doing.map((text) => make("div", { text }))));
   $("numbers").replaceChildren(...cards);
   showAgo();
 }
@@ -1000,7 +1000,7 @@ async function changedTo(signatures) {
   const work = new Map(parts.filter((part) => WORK[part]).map((part) => WORK[part]));
   if (parts.includes("metrics") || parts.includes("validation")) work.set("warnings", showWarnings);
   if (parts.includes("validation")) work.set("episodes", showEpisodes);
-  if (parts.includes("log") && state.overview?.doing) work.set("metrics", showMetrics); // nothing is measured yet: it shows the log
+  if (parts.includes("log") && state.overview?.doing.length) work.set("metrics", showMetrics); // nothing is measured yet: it shows the log
   if (work.has("metrics")) work.delete("overview");
   const order = ["overview", "metrics", "validation", "episodes", "live", "timeline", "warnings", "settings", "log"];
   await Promise.all(order.filter((name) => work.has(name)).map((name) => once(name, work.get(name))));

@@ -92,7 +92,10 @@ async function home() {
     stale = held || document.activeElement?.placeholder === "note";
     if (stale) return;
     const focused = document.activeElement?.dataset?.key, any = found.runs.length + found.drafts.length;
+    const first = found.jobs.some((job) => !KEPT.has(job.state)); // what runs is above, what has ended below
+    if (first !== (queue.nextSibling === runs)) main.insertBefore(queue, first ? runs : sampler);
     queue.hidden = !found.jobs.length;
+    runs.hidden = first && !any;
     fill(queue, make("h2", { text: "Queue" }, make("span", { className: "soft", text: found.devices[0] === "cpu" ? "one job at a time" : `one job at a time on each of ${found.devices.length} GPU(s)` })), jobList(found.jobs));
     fill(runs, any ? [make("p", { className: "row" }, make("a", { className: "first", href: "/new", text: "Start a new run" })), runList(found)] : welcome());
     fill(sampler, found.sampler && [`Loaded to draw images: ${found.sampler.title}.`, make("a", { href: `/job?job=${found.sampler.id}`, text: "log" }), keyed("unload", button("Unload", () => send("job", { job: found.sampler.id, action: "stop" })))]);
@@ -113,18 +116,20 @@ const welcome = () => [
 ];
 
 function jobList(jobs) {
-  const shown = [...jobs.filter((job) => !KEPT.has(job.state)), ...jobs.filter((job) => KEPT.has(job.state)).slice(0, 8)];
-  return make("ul", { className: "list" }, shown.map((job) => make("li", {},
-    make("div", {},
-      make("span", { className: `tag ${job.state}`, text: isStopping(job) ? "stopping" : job.state }), " ",
-      make("a", { href: `/job?job=${job.id}`, text: `${job.id}: ${job.command} ${job.title === job.command ? "" : job.title}` }),
-      make("details", { className: "line" }, make("summary", { text: "command" }), make("div", { className: "soft mono", text: job.line }))),
-    make("div", { className: "actions" },
-      job.state === "waiting" && keyed(`up ${job.id}`, button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` })),
-      job.state === "waiting" && keyed(`down ${job.id}`, button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` })),
-      !KEPT.has(job.state) && keyed(`stop ${job.id}`, button(isStopping(job) ? "Stop at once" : "Stop", () => stop(job), { ariaLabel: `stop job ${job.id}` })),
-      job.run && make("a", { href: `/watch/?run=${encodeURIComponent(job.run)}`, text: "Watch" })))));
+  const active = jobs.filter((job) => !KEPT.has(job.state)), ended = jobs.filter((job) => KEPT.has(job.state)).slice(0, 8);
+  const list = (some) => make("ul", { className: "list" }, some.map(jobRow));
+  return [active.length ? list(active) : null, ended.length ? keyed("ended", make("details", { open: document.querySelector("[data-key=ended]")?.open }, make("summary", { text: "What has ended" }), list(ended))) : null];
 }
+
+const jobRow = (job) => make("li", {},
+  make("div", {},
+    make("span", { className: `tag ${job.state}`, text: isStopping(job) ? "stopping" : job.state }), " ",
+    make("a", { href: `/job?job=${job.id}`, text: `${job.id}: ${job.title.startsWith(job.command) ? "" : `${job.command} `}${job.title}` })),
+  make("div", { className: "actions" },
+    job.state === "waiting" && keyed(`up ${job.id}`, button("Up", () => send("job", { job: job.id, action: "up" }), { ariaLabel: `move job ${job.id} up` })),
+    job.state === "waiting" && keyed(`down ${job.id}`, button("Down", () => send("job", { job: job.id, action: "down" }), { ariaLabel: `move job ${job.id} down` })),
+    !KEPT.has(job.state) && keyed(`stop ${job.id}`, button(isStopping(job) ? "Stop at once" : "Stop", () => stop(job), { ariaLabel: `stop job ${job.id}` })),
+    job.run && make("a", { href: `/watch/?run=${encodeURIComponent(job.run)}`, text: "Watch" })));
 
 const isStopping = (job) => job.state === "running" && job.stopping;
 const keyed = (key, element) => { element.dataset.key = key; return element; };
@@ -171,19 +176,21 @@ const command = (name, args, title, run) => send("command", { command: name, arg
 async function job() {
   const number = new URLSearchParams(location.search).get("job") || "";
   const box = make("section", { className: "card" }), log = make("pre", { tabIndex: 0, ariaLabel: "log" });
-  main.append(make("h1", { text: `Job ${number}` }), box);
+  const title = make("h1", { text: `Job ${number}` });
+  main.append(title, box);
   let timer = 0, shown = "";
   const show = async () => {
     clearTimeout(timer);
     const found = await ask("log", { job: number });
     if (found.state === "running") timer = setTimeout(() => guarded(show), REFRESH);
     if (shown === (shown = JSON.stringify(found))) return;
+    title.textContent = `Job ${number}: ${found.title}`;
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
     fill(log, linked(found.log || "nothing yet"));
     fill(box,
       make("p", {}, make("span", { className: `tag ${found.state}`, text: found.state })),
       commandBlock(found.line),
-      found.files.length ? make("p", { className: "row" }, found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
+      found.files.length ? make("p", { className: "row" }, "Files:", found.files.map((file) => make("a", { href: `/result/${number}/${file}`, text: file, target: "_blank" }))) : null,
       found.card ? [make("h3", { text: "Model card" }), make("pre", { text: found.card, tabIndex: 0 }), cardPictures(number, found.files)] : null,
       make("h3", { text: "Log" }), log);
     if (atEnd) log.scrollTop = log.scrollHeight;
@@ -743,15 +750,15 @@ async function compare() {
     fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
     [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
     const select = document.getElementById("format");
-    if (!select.options.length) fill(select, formats.map((name) => make("option", { value: name, text: FORMATS[name] || name })));
+    if (!select.options.length) fill(select, [...Object.keys(FORMATS), ...formats.filter((name) => !(name in FORMATS))].map((name) => make("option", { value: name, text: FORMATS[name] || name })));
   };
   run.addEventListener("change", () => guarded(show));
   if (runs.length) await show();
   else say("There are no runs to compare yet.");
 }
 
-const FORMATS = {
-  kohya: "ComfyUI and kohya's tools (kohya)", diffusers: "diffusers", peft: "PEFT (peft)", merged: "the whole model with the LoRA in it (merged)",
+const FORMATS = { // those that most people need come first
+  kohya: "for ComfyUI and kohya's tools (kohya)", diffusers: "for diffusers (diffusers)", peft: "for PEFT (peft)", merged: "the whole model with the LoRA in it (merged)",
   hub: "a repository for the Hugging Face Hub, with its card (hub)", run: "a copy of the run without secrets (run)",
 };
 
@@ -812,7 +819,7 @@ function exportCard(run, loras) {
     const [first] = chosen(loras).slice(-1), copied = format.value === "run" && !more.length;
     if (!first && !copied) throw new Error("choose a checkpoint");
     const out = more.length ? more : [`format=${format.value}`, `out={out}/${copied ? "run" : "lora"}`];
-    const { job: number } = await command("export", [`run=${copied ? first?.value.split("/checkpoints/")[0] ?? run.value : first.value}`, ...out, ...keys.value.split(/\s+/).filter(Boolean)], `${run.value}`);
+    const { job: number } = await command("export", [`run=${copied ? first?.value.split("/checkpoints/")[0] ?? run.value : first.value}`, ...out, ...keys.value.split(/\s+/).filter(Boolean)], `export ${run.value}`);
     location.href = `/job?job=${number}`;
   };
   const upload = async () => {

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shlex
 import shutil
 import tempfile
 import threading
@@ -42,7 +41,7 @@ from gerl.web.server import Gate, Subscriber, Visit, admit_page, cookie_of, is_t
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts
 from gerl.web.studio.drafts import NAMELESS, Check, Draft, Problem, described, folder_of, read_draft
-from gerl.web.studio.jobs import Jobs, Store, as_rows
+from gerl.web.studio.jobs import Jobs, Store, as_rows, shell_line
 from gerl.web.studio.sampler import ROWS, Sampler, SampleRequest, read_lines
 
 logger = logging.getLogger("gerl")
@@ -190,7 +189,7 @@ def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     found = asdict(checked if sentence else studio.named(draft, checked))
     del found["prompts"]
     problems = [asdict(Problem(sentence, "name", nameless))] * bool(sentence) + found["problems"]
-    line = shlex.join(["gerl", draft.command, *found["arguments"]]) if found["arguments"] and not nameless else ""
+    line = shell_line(["gerl", draft.command, *found["arguments"]]) if found["arguments"] and not nameless else ""
     said = {"line": line, "problems": problems, "name": "" if nameless else draft.name}
     return found | said | {"saved": saved, "revision": given.get("revision") if sentence else draft.revision}
 

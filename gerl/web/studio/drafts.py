@@ -320,8 +320,8 @@ def changes_to(
     if draft.scorers:
         for name in {**now, **before}:
             old, new = (str(scorers[name]["weight"]) if name in scorers else "" for scorers in (before, now))
-            if name in before and name not in draft.scorers:  # the default of gerl, see `read_inputs`
-                new = "measured, not rewarded" if name in now else "removed"
+            if name in before and name not in draft.scorers:
+                new = "removed" if name not in now else "measured, not rewarded" if float(old) else old
             if old != new:
                 rows.append((f"reward.scorers.{name}", new, old))
     return rows

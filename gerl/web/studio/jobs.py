@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -81,7 +82,7 @@ class Job:
     @property
     def line(self) -> str:
         """The command line, with the GPUs that it was given."""
-        line = shlex.join(["gerl", self.command, *self.arguments])
+        line = shell_line(["gerl", self.command, *self.arguments])
         return f"{VISIBLE}={','.join(self.devices)} {line}" if self.devices not in ([], ["cpu"]) else line
 
 
@@ -378,6 +379,12 @@ def clock_of(pid: int) -> int | None:
         return None
     state, *rest = stat.rpartition(")")[2].split()  # the name before may have spaces
     return None if state in "ZX" else int(rest[18])
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return a line for a shell: as `shlex.join`, but with double quotes around single ones where these suffice."""
+    plain = re.compile(r"""[^"$`\\!]*'[^"$`\\!]*""")
+    return " ".join(f'"{word}"' if plain.fullmatch(word) else shlex.quote(word) for word in words)
 
 
 def is_alive(pid: int, clock: int | None) -> bool:

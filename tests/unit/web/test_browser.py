@@ -291,3 +291,24 @@ def test_the_report_is_the_page_frozen_into_a_file(page: Any, tmp_path: Path) ->
     assert (
         page.get_by_role("heading", name="Before and after").is_visible() and not page.locator("#buttons").is_visible()
     )
+
+
+def test_before_anything_is_measured_the_page_says_what_happens(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "validation")
+    (run / "log.txt").write_text("2026-05-01T10:00:00.000Z INFO gerl.trainer.run: <b>loading</b> the model\n")
+    lock = RunLock(run)
+    lock.acquire()
+    try:
+        with serving(tmp_path / "outputs") as (url, _):
+            page.goto(url)
+            sync_api.expect(page.locator(".doing")).to_contain_text("<b>loading</b> the model")
+            assert "gerl.trainer" not in page.inner_text(".doing")
+            with (run / "log.txt").open("a") as log:
+                log.write("2026-05-01T10:00:01.000Z INFO gerl.trainer.run: measuring the base model\n")
+            sync_api.expect(page.locator(".doing")).to_contain_text("measuring the base model")
+            add_rows(run, 0, 3)
+            sync_api.expect(page.locator(".doing")).to_have_count(0)
+    finally:
+        lock.release()

@@ -1,11 +1,14 @@
 import base64
 import io
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from gerl.web.pages import GAP, enlarge, grid, thumbnail, to_data_uri
+import reward_models.votes
+from gerl.web.pages import ASSETS, GAP, enlarge, grid, thumbnail, to_data_uri
 
 
 def image(height: int, width: int, value: int = 0) -> np.ndarray:
@@ -71,3 +74,16 @@ def test_small_images_stay_exact_and_large_ones_are_reduced() -> None:
     large = thumbnail(np.zeros((600, 1000, 3), np.uint8), 256)
     assert large.startswith("data:image/jpeg;base64,") and len(large) < 10_000
     assert len(thumbnail(np.zeros((20_000, 256, 3), np.uint8), 256)) < 20_000  # not a page-long strip
+
+
+def test_all_pages_have_the_same_colours() -> None:
+    votes = Path(reward_models.votes.__file__).parent / "page" / "vote.css"
+
+    def colours(file: Path) -> list[dict[str, str]]:
+        light, dark, *_ = re.findall(r":root \{(.*?)\}", file.read_text(encoding="utf-8"), re.S)
+        return [dict(re.findall(r"--(\w+): (#\w+);", block)) for block in (light, dark)]
+
+    expected = colours(ASSETS / "live.css")
+    for file in (ASSETS / "page.html.j2", votes):
+        for found, known in zip(colours(file), expected, strict=True):
+            assert len(found) > 5 and {name: known.get(name, value) for name, value in found.items()} == found, file

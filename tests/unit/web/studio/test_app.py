@@ -79,7 +79,6 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
         ["trainer.steps", "3", "76"],
         ["reward.scorers.mine", "0.5", ""],
         ["reward.scorers.ocr", "measured, not rewarded", "1.0"],
-        ["reward.scorers.colour", "measured, not rewarded", "0.0"],
     ]
     kept = requests.get(f"{url}/api/draft", params={"name": "first"}, timeout=10).json()
     assert kept["texts"] == texts and kept["scorers"] == {"mine": {"weight": 0.5}}

@@ -93,7 +93,7 @@ def test_a_wrong_value_is_answered_beside_its_field(page: Any, url: str) -> None
     page.fill('textarea[aria-label="function of mine"]', "def compute_score(images):\n    return [1.0] * len(images)\n")
     page.wait_for_selector(".status.good")
     assert "trainer.steps=3" in page.inner_text(".side-panel pre")
-    assert page.locator(".changes tr").count() == 5  # the steps, and the scorers
+    assert page.locator(".changes tr").count() == 4  # the steps, and two scorers
     page.reload()
     page.wait_for_selector(".status.good")
     assert page.input_value('[id="field-trainer.steps"]') == "3" and name in page.url

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from gerl.errors import GerlError, TrustError
 from gerl.web.studio import jobs as jobs_module
-from gerl.web.studio.jobs import Job, Jobs, Store, user_key
+from gerl.web.studio.jobs import Job, Jobs, Store, shell_line, user_key
 
 # `COMMAND SECONDS CODE` sleeps and exits; as gerl does, it ends with 130 after an interrupt
 PROGRAM = ("sh", "-c", 'trap "exit 130" INT; echo slept; sleep $2 & wait $!; exit $3', "sh")
@@ -280,3 +281,27 @@ def test_what_was_typed_is_readable_for_its_user_only(store: Store) -> None:
     until(jobs, lambda: job.ended is not None)
     for file in (store.path, jobs.folder(job) / "log.txt", jobs.folder(job) / "exit"):
         assert file.stat().st_mode & 0o077 == 0, file
+
+
+WORDS = [
+    "plain",
+    "two words",
+    "out='a b'",
+    "a='$HOME'",
+    "a='`id`'",
+    "a='\\'",
+    "a='\"'",
+    "a='!'",
+    "",
+    "a='\n'",
+    "*",
+    "~",
+]
+
+
+def test_a_line_is_read_by_a_shell_as_its_words() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {shell_line(WORDS)}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\0")[:-1] == WORDS
+    assert shell_line(["out='a b'"]) == "\"out='a b'\""
