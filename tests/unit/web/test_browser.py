@@ -236,6 +236,7 @@ def test_an_episode_is_a_row_of_its_turns(page: Any, tmp_path: Path) -> None:
             assert live.locator(".tile").count() == 4 and live.locator(".tile.on").count() == 1
             alt = live.locator(".tile.on img").get_attribute("alt")
             assert alt.startswith(PROMPTS[0]) and "turn 0, draw" in alt and "goes on to turn 1, edit" in alt
+            sync_api.expect(live.locator(".tile img").nth(3)).to_be_visible()
             first, second = (live.locator(".tile img").nth(i).bounding_box() for i in (0, 3))
             assert first["x"] < second["x"]
             rows = page.locator("#episode-list .at")
