@@ -477,7 +477,7 @@ function promptCard() {
     fill(cut, (truncated.length ? truncated : ["The model reads every prompt to its end."]).map((text) => make("p", { className: truncated.length ? "wrong" : "soft", text })));
   };
   return card("Prompts", area("prompts.txt", WORDS["prompts.txt"], ["One per line. A few hundred are enough to start.", form.promptNote], "data.train", WORDS["data.train"]),
-    area("held_out.txt", WORDS["held_out.txt"], ["Never trained on: 30 to 100 that show whether it learns.", form.heldNote], "validation.data", WORDS["validation.data"]),
+    area("held_out.txt", WORDS["held_out.txt"], ["Never trained on: 30 to 100 that show whether it learns. Empty: the recipe's, or a tenth of your prompts.", form.heldNote], "validation.data", WORDS["validation.data"]),
     make("p", { className: "row" }, button("Find prompts that are too long", lengths)), cut);
 }
 
@@ -714,7 +714,7 @@ function showPlan(found) {
   const own = draft.keys.experiment === OWN;
   if (form.sampleTexts.value === form.offered) form.sampleTexts.value = form.offered = (facts.first || []).join("\n");
   fill(form.promptNote, facts.prompts && !(own && problems.some(({ key }) => key === "prompts.txt")) && promptFacts(facts.prompts));
-  fill(form.heldNote, facts.held_out && promptFacts(facts.held_out), facts.trained ? make("p", { className: "wrong", text: `${facts.trained} of them are also trained on: they show what it knows by heart, not what it learned.` }) : null);
+  fill(form.heldNote, facts.held_out && (facts.split ? make("p", { text: `${facts.split}.` }) : promptFacts(facts.held_out)), facts.trained ? make("p", { className: "wrong", text: `${facts.trained} of them are also trained on: they show what it knows by heart, not what it learned.` }) : null);
   form.recipeReward.textContent = own || !facts.scorers ? "" : `The recipe's: ${Object.entries(facts.scorers).filter(([, weight]) => weight).map(([name]) => name).join(", ")}. Choose one to replace it.`;
   form.recipeMethod.textContent = `the recipe's${facts.preset && !draft.keys.algorithm ? ` (${facts.preset})` : ""}`;
   form.oneStep.textContent = facts.images ? `each draws ${facts.images} images and learns from them.` : "";

@@ -178,9 +178,8 @@ def check_draft(studio: Studio, given: Mapping[str, Any]) -> Any:
     nameless = isinstance(given.get("name"), str) and not folder_of(given["name"])
     draft, was = read_draft({**given, "name": UNNAMED} if nameless else given), given.get("was")
     sentence = NAMELESS if nameless else studio.taken(draft, was)
-    is_kept = not sentence and given.get("keep", True)
-    saved = is_kept and studio.keep(draft, was)
-    if sentence or saved != is_kept:  # its files are not those of a draft or run that has the name
+    saved = bool(not sentence and given.get("keep", True) and studio.keep(draft, was))
+    if not saved:  # its files are not those of a draft or run that has the name
         with tempfile.TemporaryDirectory() as place:
             draft.write(Path(place))
             checked = studio.compose(draft, Path(place))

@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -24,6 +25,7 @@ from gerl.commandline.composition import (
     Composed,
     asked_for,
     compose_run,
+    experiments,
     is_of_run,
     read,
     replaced_scorers,
@@ -31,11 +33,12 @@ from gerl.commandline.composition import (
     with_folder,
 )
 from gerl.config import keys
+from gerl.config.blocks import HELD_OUT as HELD_OUT_SHARE
 from gerl.config.bounded_text import load_yaml
 from gerl.config.changes import settings_of
 from gerl.config.reading import flow
 from gerl.config.user_files import only_typed
-from gerl.data.sources import count_trained
+from gerl.data.sources import count_trained, source_names
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 from gerl.run.card import redact
@@ -272,8 +275,15 @@ def _compose(draft: Draft, arguments: list[str]) -> tuple[Composed, Composed]:
         given = [EXAMPLE, *arguments] if draft.votes else arguments
         asked = asked_for(given)
         composed = compose_run(given, asked)
-        recipe = compose_run([a for a in arguments if a.startswith("experiment=")])
+        started = [a for a in arguments if a.startswith("experiment=")]
+        recipe = _shipped(*started) if draft.keys.get("experiment") in experiments() else compose_run(started)
         return dataclasses.replace(composed, replaced=replaced_scorers(given, asked)), recipe
+
+
+@cache
+def _shipped(experiment: str) -> Composed:
+    """Compose an experiment that ships with gerl, whose file does not change."""
+    return compose_run([experiment])
 
 
 def _facts(composed: Composed) -> dict[str, Any]:
@@ -299,6 +309,7 @@ def _read(composed: Composed, recipe: Composed, found: Check, draft: Draft) -> C
         "prompts": about(prompts),
         "held_out": about(held_out),
         "trained": count_trained(prompts, held_out),
+        "split": inputs.split.removeprefix(", "),
         "first": [prompt.text for prompt in (held_out or prompts)[:FIRST_PROMPTS]],
     }
     distinct = {prompt.text: prompt for prompt in [*held_out, *prompts]}
@@ -339,6 +350,8 @@ def problem_of(error: GerlError, draft: Draft, root: Path) -> Problem:
     """Return the message that the command line would print; of a pasted text as its user sees it, lines from 1."""
     sentence = with_notes(str(error), error)
     key = key_in(sentence)
+    if sentence.startswith(auto := f"validation.data={source_names(HELD_OUT_SHARE)}: "):  # of the prompts to learn from
+        key, sentence = "data.train", sentence.removeprefix(auto)
     for file, of in FILES.items():
         if key == of and file in draft.texts and of not in draft.keys:
             path = re.escape(str(draft.folder(root) / file))
@@ -355,14 +368,15 @@ def problem_of(error: GerlError, draft: Draft, root: Path) -> Problem:
 
 
 def with_lines(sentence: str, text: str) -> str:
-    """Return a sentence that names the prompts of `text` by their numbers from 0 with their lines from 1 instead."""
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    """Return a sentence that names a prompt of `text` by its number with its line, from 1, instead.
 
-    def line_of(match: re.Match[str]) -> str:
-        number = int(match[1])
-        return f"line {lines[number]}" if number < len(lines) else match[0]
-
-    return re.sub(r"\bprompt (\d+)\b", line_of, sentence)
+    Numbers are those of the prompts that are trained on or held out, so that the line is found by its words.
+    """
+    match = re.search(r"\bprompt \d+(?=(:? )(.*))", sentence, re.S)
+    for number, line in enumerate(text.splitlines(), 1):
+        if match and line.strip() and match[2].startswith(f"{line.strip()!r:.80}"):
+            return f"{sentence[: match.start()]}line {number}{sentence[match.end() :]}"
+    return sentence
 
 
 def key_in(sentence: str) -> str:

@@ -15,7 +15,9 @@ from watching import make_run
 
 from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
+from gerl.data.sources import hold_out
 from gerl.preflight.sizing.hardware import GPUS
+from gerl.protocol import Prompt
 from gerl.web.server import address, serving
 from gerl.web.studio import drafts
 from gerl.web.studio.app import Studio, build_studio
@@ -56,17 +58,18 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
     url, studio = opened
     texts = {
         "prompts.txt": 'a red sign that reads "A"\na red sign that reads "A"',
+        "held_out.txt": 'a red sign that reads "B"',
         "mine.py": "def compute_score(images): ...",
     }
     found = post(url, "draft", draft("first", {"mine": {"weight": 0.5}}, texts, trainer__steps="3")).json()
     folder = studio.root / "studio" / "drafts" / "first"
     assert found["problems"] == [] and (folder / "mine.py").read_text() == texts["mine.py"] + "\n"
     scorers = f"reward.scorers={{mine: {{path: {folder / 'mine.py'}, weight: 0.5}}}}"
-    prompts = f"data.train={folder / 'prompts.txt'}"
+    prompts = [f"data.train={folder / 'prompts.txt'}", f"validation.data={folder / 'held_out.txt'}"]
     assert found["arguments"] == [
         "experiment=signs",
         "trainer.steps=3",
-        prompts,
+        *prompts,
         scorers,
         f"out={studio.root / 'first'}",
     ]
@@ -76,6 +79,7 @@ def test_a_draft_is_the_command_that_it_shows(opened: tuple[str, Studio]) -> Non
     assert found["facts"]["preset"] == "awm_fast"  # and not the name of its class
     assert found["changes"] == [  # what was typed, and not what follows from it
         ["data.train", "typed here", "signs_train"],
+        ["validation.data", "typed here", "signs_val"],
         ["trainer.steps", "3", "76"],
         ["reward.scorers.mine", "0.5", ""],
         ["reward.scorers.ocr", "measured, not rewarded", "1.0"],
@@ -126,6 +130,19 @@ def test_all_problems_are_answered_at_once(opened: tuple[str, Studio]) -> None:
     assert problems["prompts.txt"].startswith("line 4: 'a fox'") and problems["held_out.txt"].startswith("line 1: ")
     assert not [sentence for sentence in problems.values() if "drafts" in sentence], "paths that nobody typed"
     assert "32 or 40" in problems["sampling.width"] and not found["saved"] and found["line"] == ""
+
+
+def test_a_prompt_that_is_held_out_is_answered_where_it_was_typed(opened: tuple[str, Studio]) -> None:
+    signs, by_side = [f'a sign that reads "{k}"' for k in range(12)], dict[bool, list[str]]()
+    for k in range(40):
+        lines = [*signs[:7], f"a fox {k}", *signs[7:]]
+        _, held_out = hold_out([Prompt(i, line) for i, line in enumerate(lines)], 0.1)
+        by_side[held_out[0].text == lines[7]] = lines
+    assert set(by_side) == {True, False}
+    for lines in by_side.values():
+        given = draft("share", texts={"prompts.txt": "\n".join(lines)}) | {"keep": False}
+        (problem,) = post(opened[0], "draft", given).json()["problems"]
+        assert problem["key"] == "prompts.txt" and problem["sentence"].startswith("line 8: 'a fox ")
 
 
 def test_a_run_of_ones_own_model_has_fields_to_fill_in(opened: tuple[str, Studio]) -> None:
@@ -432,8 +449,8 @@ def test_pages_are_told_of_changes(opened: tuple[str, Studio]) -> None:
 
 
 FIELDS: dict[str, dict[str, Any]] = {  # no service is started
-    "draft": {"name": "odd", "keys": {}, "scorers": {}, "texts": {}, "votes": False, "revision": 0, "keep": True,
-              "was": "x"},
+    "draft": {"name": "odd", "keys": {}, "scorers": {}, "texts": {}, "votes": False, "revision": 5, "keep": True,
+              "was": "x"},  # which is stale: what is composed is below
     "start": {"name": "first", "gpus": 9},
     "command": {"command": "sh", "arguments": [], "title": "t", "run": "signs/one"},
     "job": {"job": 999, "action": "stop"},
@@ -456,8 +473,10 @@ VALUES = (
 
 def test_no_type_of_a_field_is_an_error_of_the_server(opened: tuple[str, Studio]) -> None:
     failed = []
-    for name, fields in FIELDS.items():
-        for field, value in ((field, value) for field in fields for value in VALUES):
+    composed = {"keys": {}, "scorers": {}, "name": "odd", "keep": False}
+    asked = [(name, fields, field) for name, fields in FIELDS.items() for field in fields]
+    for name, fields, field in [*asked, ("draft", composed, "scorers")]:
+        for value in VALUES:
             rest = "".join(f", {json.dumps(key)}: {json.dumps(fields[key])}" for key in fields if key != field)
             text = f'{{"{field}": {value}{rest}}}'
             answer = requests.post(
