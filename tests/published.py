@@ -22,7 +22,7 @@ COMMITS = {
     "THUDM/ImageReward": "c1392c6",
     "Tencent-Hunyuan/MixGRPO": "e5cdd6a",
     "Tencent-Hunyuan/SRPO": "81e5898",
-    "Tencent-Hunyuan/UniRL": "not known: 1a7b501 has no examples/diffusion/sd3/sd3_flowdppo.yaml",
+    "Tencent-Hunyuan/UniRL": "1a7b501",
     "X-GenGroup/Flow-Factory": "not known: could not be read again",
     "XueZeyue/DanceGRPO": "15cc71d",
     "jacklishufan/diffusion-kto": "226bbd0",

@@ -11,7 +11,7 @@ STEP = "yifan123/flow_grpo flow_grpo/diffusers_patch/sd3_sde_with_logprob.py"
 DANCE = "XueZeyue/DanceGRPO scripts/finetune/finetune_flux_grpo.sh"
 MIX = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh"
 FLASH = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO_Flash.sh"
-DPPO = "Tencent-Hunyuan/UniRL examples/diffusion/sd3/sd3_flowdppo.yaml"
+DPPO = "Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml"
 TEMP = "Shredded-Pork/TempFlow-GRPO config/dgx.py"
 TEMP_STEP = "Shredded-Pork/TempFlow-GRPO flow_grpo/diffusers_patch/sd3_sde_with_logprob_perstep.py"
 BRANCH = "Fredreic1849/BranchGRPO scripts/finetune/finetune_flux_branchgrpo_8gpus.sh"
@@ -110,16 +110,19 @@ PUBLISHED: dict[str, Sourced] = {
     | clip(2e-6, f"{GUARD}:76"),
     "flow_dppo": {
         "actor.updates_per_step": (2, f"{DPPO}:123"),
-        "actor.lr": (3e-4, f"{DPPO}, learning_rate"),
+        "actor.lr": (3e-4, f"{DPPO}:64"),
         "algorithm.advantage_std": ("batch", f"{DPPO}:27"),
-        "algorithm.kl_threshold": (1e-5, f"{DPPO}:114"),
-        "algorithm.kl_coef": (0.0, f"{DPPO}:117"),
-        "sampling.kernel": ("flow_sde", f"{DPPO}, FlowSDEStrategy"),
+        "algorithm.kl_threshold": (1e-5, f"{DPPO}:116"),
+        "algorithm.kl_coef": (0.0, f"{DPPO}:108, none"),
+        "sampling.kernel": ("flow_sde", f"{DPPO}:47"),
         "sampling.noise_level": (0.7, f"{DPPO}:141"),
         "sampling.num_inference_steps": (10, f"{DPPO}:137"),
+        "sampling.guidance_scale": (1.0, f"{DPPO}:138"),
+        "rollout.n": (16, f"{DPPO}:142"),
+        "rollout.prompts_per_step": (48, f"{DPPO}:20"),
         "sampling.same_init_noise": (False, f"{DPPO}:144"),
-        "sampling.window_size": (3, f"{DPPO}:149, of any three steps; here they follow each other"),
-        "sampling.window_range": ([0, 5], f"{DPPO}:148"),
+        "sampling.window_size": (3, f"{DPPO}:152, of any three steps; here they follow each other"),
+        "sampling.window_range": ([0, 5], f"{DPPO}:151"),
     },
     "dance_grpo": {
         "actor.updates_per_step": (3, f"{DANCE}:34 and :52, 12 images by 4"),
@@ -228,6 +231,7 @@ SIZE: Sourced = {
 
 DEVIATIONS: dict[str, Sourced] = {
     "flow_grpo_fast": SIZE,
+    "flow_dppo": SIZE,
     "neighbor_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
     "tree_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
     "flow_grpo": SIZE
