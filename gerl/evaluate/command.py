@@ -76,8 +76,8 @@ class Options:
         True,
     )
     trust: bool = key(
-        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
-        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        "true: run the code that the run's settings name (algorithm, scorers, prompts, pipeline); false: refuse it, "
+        "with the files and their SHA-256",
         False,
     )
 

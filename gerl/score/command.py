@@ -296,8 +296,8 @@ class Request:
         "one prompt for all images of a folder; without prompts and prompt: NAME.txt next to each image"
     )
     trust: bool = key(
-        "true or false; whether code that the settings of a run name may run: its own algorithm, scorers, prompts "
-        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        "true: run the code that the run's settings name (algorithm, scorers, prompts, pipeline); false: refuse it, "
+        "with the files and their SHA-256",
         False,
     )
     out: Path = key("folder for scores.csv, scores.jsonl and gallery.html", required=True)

@@ -45,8 +45,8 @@ class Request:
         "float32, 0.05 in half precision"
     )
     trust: bool = key(
-        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
-        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        "true: run the code that the run's settings name (algorithm, scorers, prompts, pipeline); false: refuse it, "
+        "with the files and their SHA-256",
         False,
     )
     out: Path | None = key("the comparison for machines, a .json file, in addition to the one on the terminal")
@@ -65,7 +65,7 @@ PARSER = Parser(
     ),
     blocks=("reward",),
     bare="dump",
-    notes="The configuration is that of the dump; give for example model.path=FOLDER where the model lies elsewhere. "
+    notes="The configuration is that of the dump; pass model.path=FOLDER if the model has moved. "
     "Exit code 1: a number differs by more than the tolerance.",
 )
 

@@ -53,8 +53,8 @@ class Request:
         "float32, 0.05 in half precision"
     )
     trust: bool = key(
-        "true or false; whether code that the settings of the run name may run: its own algorithm, scorers, prompts "
-        "and pipeline; false: what needs it is refused, with the files and their SHA-256",
+        "true: run the code that the run's settings name (algorithm, scorers, prompts, pipeline); false: refuse it, "
+        "with the files and their SHA-256",
         False,
     )
     out: Path | None = key("the checks for machines, a .json file, in addition to the table on the terminal")
@@ -72,7 +72,7 @@ PARSER = Parser(
     ),
     blocks=("reward",),
     bare="run",
-    notes="The configuration is that of the run; give for example model.path=FOLDER where a file lies elsewhere. "
+    notes="The configuration is that of the run; pass what has moved, such as model.path=FOLDER. "
     "Exit code 1: a check failed. What cannot be checked is reported, and is no failure.",
 )
 
