@@ -1,7 +1,8 @@
-"""Make the pictures of docs/studio.md and the animation of the README: `python docs/studio_pictures.py [FOLDER]`.
+"""Make the pictures of docs/studio.md and docs/vote.md, and the animation of the README.
 
 Drives the studio in a browser as a reader would: from an empty folder to a trained, evaluated and exported LoRA with a
-reward function typed into the page, in two to four minutes on two cores. Needs the package playwright and chromium.
+reward function typed into the page, in two to four minutes on two cores; then votes.
+Needs the package playwright and chromium.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 SIZE, WIDE = (1200, 800), 900  # pixels: of the browser, and of the animation
@@ -31,15 +32,14 @@ CODE = '''def compute_score(images, prompts):
 
 
 @contextmanager
-def studio(root: Path) -> Iterator[str]:
-    """Run `gerl studio` on a folder; yields its address, with the token."""
-    command = [sys.executable, "-m", "gerl", "studio", f"folder={root.name}", "port=0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root.parent)
+def serving(folder: Path, *arguments: str) -> Iterator[str]:
+    """Run a command of gerl that serves a page; yields its address, with the token."""
+    command = [sys.executable, "-m", "gerl", *arguments, "port=0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder)
     assert process.stderr is not None
-    match = re.match(r"http://\S+", process.stderr.readline())
-    assert match is not None
+    found = (re.search(r"http://\S+", line) for line in process.stderr)
     try:
-        yield match[0]
+        yield next(match[0] for match in found if match)
     finally:
         process.terminate()
         process.wait()
@@ -137,6 +137,28 @@ def trained(page: Page, url: str) -> dict[str, Any]:
     return next(job for job in found["jobs"] if job["command"] == "train")
 
 
+SIGNS = ["PILOT", "7261", "CAT", "FOX"]
+VOTED = ["experiment=signs", "data.train=signs.txt", "validation.data=null", "rollout.prompts_per_step=4"]
+
+
+def vote(browser: Browser, folder: Path) -> None:
+    """Take the pictures of voting: in the light, ranking in the dark, on a phone."""
+    (folder / "signs.txt").write_text("".join(f'a red sign that reads "{word}"\n' for word in SIGNS), encoding="utf-8")
+    views = {"vote": ("light", 1100), "vote_rank": ("dark", 1100), "vote_phone": ("light", 390)}
+    with serving(folder, "vote", *VOTED, "rollout.n=6", "out=voted") as url:
+        for name, (scheme, width) in views.items():
+            page = browser.new_page(viewport={"width": width, "height": 700}, color_scheme=scheme)  # type: ignore[arg-type]
+            page.goto(url)
+            page.wait_for_selector("#stage img", timeout=120_000)
+            page.wait_for_timeout(1500)
+            if name == "vote_rank":
+                for key in "r342":
+                    page.keyboard.press(key)
+            page.wait_for_timeout(500)
+            page.screenshot(path=PICTURES / f"{name}.png")
+            page.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="of the runs; default: a temporary one")
@@ -147,13 +169,14 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]})
         page.set_default_timeout(120_000)
-        with studio(root) as opening:
+        with serving(root.parent, "studio", f"folder={root.name}") as opening:
             url = opening.partition("/?")[0]
             film, start = Film(page), time.monotonic()
             page.goto(opening)  # a cookie keeps the token
             drive(page, url, film, args.steps)
             sys.stdout.write(json.dumps({"seconds": round(time.monotonic() - start)}) + "\n")
         film.write(PICTURES / "studio.webp")
+        vote(browser, Path(place))
         browser.close()
     return 0
 

@@ -113,6 +113,40 @@ def test_start_is_in_view_wherever_the_page_is(page: Any, url: str) -> None:
     assert page.is_disabled(".start-bar button.first")
 
 
+COVERED = """() => {
+  const it = document.activeElement, box = it.getBoundingClientRect();
+  const [head, bar] = [".head", ".start-bar"].map((name) => document.querySelector(name));
+  const isBelow = box.top < head.getBoundingClientRect().bottom - 1;
+  const isBehind = Math.min(box.bottom, box.top + 20) > bar.getBoundingClientRect().top + 1;
+  const isCovered = !bar.contains(it) && !head.contains(it) && (isBelow || isBehind);
+  return `${it.id || it.textContent.trim()}${isCovered ? " is covered" : ""}`;
+}"""
+
+
+def test_a_run_is_started_by_keyboard_alone_and_what_has_the_focus_is_in_view(page: Any, url: str) -> None:
+    page.goto(f"{url}/new?from=signs")
+    page.wait_for_selector(".status.good")
+    page.focus("#main")
+    passed = []
+    while "Start" not in passed and len(passed) < 80:
+        page.keyboard.press("Tab")
+        passed.append(page.evaluate(COVERED))
+        if passed[-1] == "field-name":
+            page.keyboard.press("Control+A")
+            page.keyboard.type(f"keyboard {page.viewport_size['width']}")
+            page.wait_for_url("**/new?draft=keyboard*")
+            page.wait_for_selector(".status.good")
+    fields = [each.removeprefix("field-") for each in passed if each.startswith("field-")]
+    assert fields == [
+        "name", "experiment", "model.path", "card", "prompts.txt", "held_out.txt", "sampling.width",
+        "sampling.height", "trainer.steps", "algorithm",
+    ]  # fmt: skip
+    assert not [each for each in passed if "covered" in each]
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{url}/")
+    page.wait_for_selector(f"section[aria-label=Queue] a:has-text('keyboard {page.viewport_size['width']}')")
+
+
 def test_a_card_fills_in_the_keys_that_fit_the_recipe(page: Any, url: str) -> None:
     page.goto(f"{url}/new?from=flux1_dev_pickscore")
     page.wait_for_selector("#field-card")
