@@ -116,7 +116,7 @@ const welcome = () => [
 ];
 
 function jobList(jobs) {
-  const active = jobs.filter((job) => !KEPT.has(job.state)), ended = jobs.filter((job) => KEPT.has(job.state)).slice(0, 8);
+  const active = ["running", "waiting"].flatMap((state) => jobs.filter((job) => job.state === state)), ended = jobs.filter((job) => KEPT.has(job.state)).slice(0, 8);
   const list = (some) => make("ul", { className: "list" }, some.map(jobRow));
   return [active.length ? list(active) : null, ended.length ? keyed("ended", make("details", { open: document.querySelector("[data-key=ended]")?.open }, make("summary", { text: "What has ended" }), list(ended))) : null];
 }
