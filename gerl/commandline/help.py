@@ -36,7 +36,7 @@ def help_text(program: str, arguments: Sequence[str] = ()) -> str:
     else:
         presets = [f"algorithm={name}" for name in shipped("algorithm")]
         own = [argument for argument in arguments if argument.startswith("algorithm.path=")][-1:]
-        chosen = own or [argument for argument in arguments if argument in presets][-1:] or ["algorithm=flow_grpo"]
+        chosen = own or [argument for argument in arguments if argument in presets][-1:] or ["algorithm=awm_fast"]
         lines.append(f"The most used keys, with their defaults under {chosen[0]}; an experiment changes some of them.")
         lines.append("  --help algorithm=NAME  those of another algorithm, or of algorithm.path=FILE.py")
         lines.append("  --help all             every key")

@@ -157,7 +157,7 @@ def test_a_run_stands_for_its_best_checkpoint(run: Any, tmp_path: Path, caplog: 
         remark in caplog.text and remark in summary["remarks"][0] and remark in (tmp_path / "gallery.html").read_text()
     )
     assert (summary["prompts_reported"], summary["prompts_of_the_choice"]) == (4, 0)
-    assert summary["remarks"][1].startswith("4 of the 4 prompts are those of data.train")
+    assert summary["remarks"][1].startswith("4 of the 4 prompts are in data.train")
     found = gerl.evaluate(lora=run.folder, split=False, trust=True)
     assert found.complete and "(split=false)" in found.remarks[0]
 
@@ -211,7 +211,7 @@ def test_an_image_without_a_score_is_listed_or_stops(
         (["out=x", "lora=."], 2, "has no pytorch_lora_weights.safetensors"),
         (["out=x", "validation.data=null"], 2, "prompts is missing, and signs has no validation.data"),
         (["out=x", "prompts=gone.txt"], 1, "prompts=gone.txt: prompt file gone.txt does not exist"),
-        (["out=x", "model=./gone"], 1, "model.path='./gone' is not a pipeline"),
+        (["out=x", "model=./gone", "reward.scorers.sharpness.weight=1"], 1, "model.path='./gone' is not a pipeline"),
         (["out=x", "reward.scorers.seed.path=s.py"], 2, "reward.scorers.seed: this name is a column of scores.csv"),
     ],
 )

@@ -20,7 +20,7 @@ from gerl.commandline.composition import (
     shipped,
     without_options,
 )
-from gerl.config import SamplingConfig, ScorerConfig, from_mapping, load
+from gerl.config import ScorerConfig, from_mapping, load
 from gerl.config.registry import ALGORITHMS
 from gerl.errors import ConfigError
 from gerl.evaluate.command import parse as evaluation
@@ -257,7 +257,7 @@ def test_an_experiment_of_your_own(tmp_path: Path) -> None:
     assert composed.experiment == composed.run_dir.parent.name == "my_try__2"
     path.write_text("trainer:\n  steps: 4\n")  # read anew each time, and without the one before
     again = compose_run([f"experiment={path}"]).config
-    assert (again.trainer.steps, again.sampling) == (4, SamplingConfig(same_init_noise=True))
+    assert (again.trainer.steps, again.sampling) == (4, compose_run(["experiment=plain"]).config.sampling)
 
 
 def test_the_config_of_a_run_is_an_experiment(tmp_path: Path) -> None:

@@ -49,6 +49,6 @@ def test_help_shows_the_most_used_keys_of_the_chosen_algorithm(name: str) -> Non
 
 def test_without_an_algorithm_help_is_that_of_the_default_one() -> None:
     text = help_text("PROGRAM")
-    assert "  algorithm.name=flow_grpo\n" in text and "  algorithm.clip_low=0.0001\n" in text
-    assert "algorithm.timesteps" not in text and "sampling.compression" not in text
+    assert "  algorithm.name=awm\n" in text and "  algorithm.timesteps=1\n" in text
+    assert "algorithm.critic" not in text and "sampling.compression" not in text
     assert text == help_text("PROGRAM", ["-h", "algorithm=nope", "trainer.steps=3"])
