@@ -21,10 +21,11 @@ DPO = "SalesforceAIResearch/DiffusionDPO train.py"
 DPO_RUN = "SalesforceAIResearch/DiffusionDPO launchers/sd15.sh"
 DMDR = "vvvvvjdy/dmdr train_cc/sit/scripts/dmdr_sitxl_refl.sh"
 DDRL = "nvidia-cosmos/cosmos-rl examples/ddrl.md"
+DDRL_2B = "configs/cosmos-predict2-5/cosmos-predict2-5-2b-720-reason-embedding-ddrl.toml"
 
 SMALL = "a step that a small machine can take"
 LEVELS = "the noise levels of the sampler's steps are those to choose from"
-UNET = "published for all weights; gerl trains a LoRA"
+ALL_WEIGHTS = "published for all weights; gerl trains a LoRA"
 GUIDANCE = "null is the pipeline's own, which for the published model is the published one"
 
 
@@ -78,7 +79,7 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.inverted_strength": ([0.3, 0.01], f"{SRPO_RUN}:48"),
         "sampling.num_inference_steps": (25, f"{SRPO_RUN}:39"),
         "sampling.sigmas": ("linear", f"{SRPO}:431"),
-        "sampling.guidance_scale": (3.5, f"{SRPO}:566"),
+        "sampling.guidance_scale": (3.5, f"{SRPO}:570, in training; the rollout has 1 ({SRPO_RUN}:34)"),
         "actor.lr": (5e-6, f"{SRPO_RUN}:30"),
         "actor.weight_decay": (1e-4, f"{SRPO_RUN}:45"),
         "actor.max_grad_norm": (0.1, f"{SRPO_RUN}:44"),
@@ -153,7 +154,11 @@ PUBLISHED: dict[str, Sourced] = {
         "actor.lr": (1e-7, f"{KTO_RUN}:19"),
         "actor.updates_per_step": (1, f"{KTO_RUN}:13"),
     },
-    "sft": {"actor.updates_per_step": (1, f"{DPO_RUN}:12"), "rollout.prompts_per_step": (2048, f"{DPO_RUN}:5")},
+    "sft": {
+        "actor.updates_per_step": (1, f"{DPO_RUN}:12"),
+        "rollout.prompts_per_step": (2048, f"{DPO_RUN}:5"),
+        "actor.lr": (2.05e-5, f"{DPO_RUN}:15, 1e-8 for each of 2048 images"),
+    },
     "diffusion_dpo_offline": {
         "algorithm.reference": ("base", f"{DPO}:1132"),
         "algorithm.beta": (5000.0, f"{DPO_RUN}:18"),
@@ -165,6 +170,9 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.matching_coef": (1.0, "vvvvvjdy/dmdr train_cc/sit/train_sitxl_refl_deepspeed.py:566"),
         "algorithm.fake_scale": (2.0, f"{DMDR}:23"),
         "sampling.num_inference_steps": (1, f"{DMDR}:20"),
+        "sampling.guidance_scale": (1.0, "vvvvvjdy/dmdr train_cc/sit/train_sitxl_refl_deepspeed.py:416, none"),
+        "rollout.n": (1, "vvvvvjdy/dmdr train_cc/sit/train_sitxl_refl_deepspeed.py:411, a class of its own for each"),
+        "rollout.prompts_per_step": (192, f"{DMDR}:28, on each of 8 GPUs"),
         "actor.lr": (1e-5, f"{DMDR}:30"),
     },
     "draft": {"algorithm.name": ("draft", "arXiv 2309.17400")},
@@ -179,6 +187,8 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.same_init_noise": (False, f"{DDRL}:80"),
         "sampling.guidance_scale": (1.0, f"{DDRL}:88, 0 of Cosmos, which means the same"),
         "rollout.n": (8, f"{DDRL}:71"),
+        "rollout.prompts_per_step": (16, f"{DDRL}:49 and :69, 256 GPUs / 8 images / 2 GPUs of an image ({DDRL_2B}:32)"),
+        "actor.lr": (1e-5, f"nvidia-cosmos/cosmos-rl {DDRL_2B}:212"),
     },
 }  # fmt: skip
 
@@ -193,14 +203,18 @@ DEVIATIONS: dict[str, Sourced] = {
         "rollout.n": (1, "images are not compared, so each has a prompt of its own"),
         "actor.updates_per_step": (1, "on policy, as the distance to the teacher is defined"),
     },
-    "kto": {"rollout.prompts_per_step": (16, "one GPU takes them"), "actor.lr": (3e-4, UNET)},
-    "sft": {"rollout.prompts_per_step": (16, SMALL)},
-    "diffusion_dpo_offline": {"rollout.prompts_per_step": (16, SMALL), "actor.lr": (3e-4, UNET)},
+    "kto": {"rollout.prompts_per_step": (16, "one GPU takes them"), "actor.lr": (3e-4, ALL_WEIGHTS)},
+    "sft": {"rollout.prompts_per_step": (16, SMALL), "actor.lr": (3e-4, ALL_WEIGHTS)},
+    "diffusion_dpo_offline": {"rollout.prompts_per_step": (16, SMALL), "actor.lr": (3e-4, ALL_WEIGHTS)},
     "dmdr": {
         "algorithm.matching_coef": (0.01, "published beside a reward that is differentiated"),
         "sampling.num_inference_steps": (4, "what most few-step models are made for"),
-        "actor.lr": (3e-4, UNET),
+        "sampling.guidance_scale": (None, "null is the pipeline's own: few-step models sample as they were distilled"),
+        "rollout.n": (12, "published beside a reward that is differentiated; a policy gradient compares images"),
+        "rollout.prompts_per_step": (8, SMALL),
+        "actor.lr": (3e-4, ALL_WEIGHTS),
     },
+    "ddrl": {"rollout.prompts_per_step": (8, SMALL), "actor.lr": (3e-4, ALL_WEIGHTS)},
 }
 
 ALONE = "a gradient compares no images"
@@ -226,7 +240,7 @@ OWN: dict[str, dict[str, str]] = {
         key: "as the preset few_step_grpo"
         for key in (
             "algorithm.matching_steps", "algorithm.timestep_weights", "sampling.kernel", "sampling.noise_level",
-            "sampling.window_range", "sampling.same_init_noise", "rollout.n", "rollout.micro_batch_size",
+            "sampling.window_range", "sampling.same_init_noise", "rollout.micro_batch_size",
             "actor.updates_per_step",
         )
     },
@@ -245,3 +259,15 @@ OWN: dict[str, dict[str, str]] = {
     },
     "ddrl": {"sampling.kernel": "as flow_grpo", "sampling.noise_level": "as flow_grpo"},
 }  # fmt: skip
+
+FILES = "images of a file are trained on, and nothing is sampled"
+NO_CODE = "there is no code, and the paper could not be had again to look it up"
+FIXED = "published for a fixed set of images and all weights of Stable Diffusion 1.5, not for rollouts"
+UNSET: dict[str, dict[str, str]] = {
+    **{
+        name: {"sampling.guidance_scale": FILES, "rollout.n": FILES} for name in ("kto", "sft", "diffusion_dpo_offline")
+    },
+    "srpo": {"rollout.prompts_per_step": f"one on each GPU, of which the script ({SRPO_RUN}:1) leaves the number open"},
+    "draft": dict.fromkeys(("sampling.guidance_scale", "rollout.prompts_per_step", "actor.lr"), NO_CODE),
+    "rwr": dict.fromkeys(("sampling.guidance_scale", "rollout.n", "rollout.prompts_per_step", "actor.lr"), FIXED),
+}

@@ -136,12 +136,13 @@ PUBLISHED: dict[str, Table] = {
         "algorithm.timesteps": (1, FLOW + "scripts/train_sd3_dpo.py:890"),
         "sampling.num_inference_steps": (40, FLOW + "config/dpo.py:36"),
         "sampling.guidance_scale": (4.5, FLOW + "config/dpo.py:38"),
-        "sampling.kernel": ("flow_sde", FLOW + "config/base.py:54"),
+        "sampling.kernel": ("flow_sde", FLOW + "config/base.py:61"),
         "rollout.n": (24, FLOW + "config/dpo.py:42"),
+        "rollout.prompts_per_step": (1, FLOW + "config/dpo.py:41-43, scripts/single_node/dpo.sh:1, one on its one GPU"),
         "actor.updates_per_step": (1, FLOW + "config/dpo.py:50"),
-        "actor.lr": (3e-4, FLOW + "config/base.py:63"),
-        "actor.weight_decay": (1e-4, FLOW + "config/base.py:69"),
-        "actor.max_grad_norm": (1.0, FLOW + "config/base.py:76"),
+        "actor.lr": (3e-4, FLOW + "config/base.py:76"),
+        "actor.weight_decay": (1e-4, FLOW + "config/base.py:82"),
+        "actor.max_grad_norm": (1.0, FLOW + "config/base.py:89"),
         "actor.ema_decay": ("0.9 every 8 steps", FLOW + "scripts/train_sd3_dpo.py:422"),
     },
     "best_of_n": {  # SD3.5-M, GenEval
@@ -149,12 +150,13 @@ PUBLISHED: dict[str, Table] = {
         "algorithm.timesteps": (1, FLOW + "scripts/train_sd3_sft.py:812"),
         "sampling.num_inference_steps": (40, FLOW + "config/sft.py:36"),
         "sampling.guidance_scale": (4.5, FLOW + "config/sft.py:38"),
-        "sampling.kernel": ("flow_sde", FLOW + "config/base.py:54"),
+        "sampling.kernel": ("flow_sde", FLOW + "config/base.py:61"),
         "rollout.n": (24, FLOW + "config/sft.py:42"),
+        "rollout.prompts_per_step": (1, FLOW + "config/sft.py:41-43, scripts/single_node/sft.sh:1, one on its one GPU"),
         "actor.updates_per_step": (1, FLOW + "config/sft.py:50"),
-        "actor.lr": (3e-4, FLOW + "config/base.py:63"),
-        "actor.weight_decay": (1e-4, FLOW + "config/base.py:69"),
-        "actor.max_grad_norm": (1.0, FLOW + "config/base.py:76"),
+        "actor.lr": (3e-4, FLOW + "config/base.py:76"),
+        "actor.weight_decay": (1e-4, FLOW + "config/base.py:82"),
+        "actor.max_grad_norm": (1.0, FLOW + "config/base.py:89"),
         "actor.ema_decay": ("0.9 every 8 steps", FLOW + "scripts/train_sd3_sft.py:424"),
     },
 }
@@ -164,6 +166,7 @@ SMALL = "a step that a small machine can take; the recipes have the published on
 GUIDANCE = "null is the pipeline's own: models that were distilled to take guidance need theirs; the recipes set it"
 ALL_LEVELS = "each level of the range once: less variance for as many denoiser runs as the rollout"
 ODE = "the images are wanted, not the noise: deterministic sampling draws better ones in a quarter of the steps"
+ONE = "each GPU takes one there, and the published command starts one GPU: with eight the gradient is less noisy"
 EVERY_STEP = "0.9 of every eighth step there; these weights are for validation only, and gerl's runs are shorter"
 PER_STEP = "its decays count optimizer steps, two a trainer step; gerl's count trainer steps"
 DEVIATIONS: dict[str, Table] = {
@@ -208,6 +211,7 @@ DEVIATIONS: dict[str, Table] = {
         "sampling.guidance_scale": (None, GUIDANCE),
         "actor.ema_decay": (0.9, EVERY_STEP),
         "rollout.n": (12, SMALL),
+        "rollout.prompts_per_step": (8, ONE),
     },
     "best_of_n": {
         "algorithm.timesteps": (None, ALL_LEVELS),
@@ -216,6 +220,7 @@ DEVIATIONS: dict[str, Table] = {
         "sampling.guidance_scale": (None, GUIDANCE),
         "actor.ema_decay": (0.9, EVERY_STEP),
         "rollout.n": (12, SMALL),
+        "rollout.prompts_per_step": (8, ONE),
     },
 }
 OWN = {
@@ -223,3 +228,4 @@ OWN = {
     "best_of_n": {"sampling.solver": ODE, "sampling.sigmas": "what a second-order solver gains from"},
     "dgpo": {"sampling.sigmas": "as DiffusionNFT's for this solver"},
 }
+UNSET: dict[str, dict[str, str]] = {}

@@ -13,6 +13,7 @@ MIX = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO.sh"
 FLASH = "Tencent-Hunyuan/MixGRPO scripts/finetune/finetune_flux_grpo_MixGRPO_Flash.sh"
 DPPO = "Tencent-Hunyuan/UniRL examples/diffusion/sd3_flowdppo.yaml"
 TEMP = "Shredded-Pork/TempFlow-GRPO config/dgx.py"
+TEMP_RUN = "Shredded-Pork/TempFlow-GRPO scripts/multi_node/train_sd3_pr.sh"
 TEMP_STEP = "Shredded-Pork/TempFlow-GRPO flow_grpo/diffusers_patch/sd3_sde_with_logprob_perstep.py"
 BRANCH = "Fredreic1849/BranchGRPO scripts/finetune/finetune_flux_branchgrpo_8gpus.sh"
 DDPO = "kvablack/ddpo-pytorch config/base.py"
@@ -62,6 +63,9 @@ MIX_GRPO: Sourced = {
     "algorithm.timestep_fraction": (1.0, "Tencent-Hunyuan/MixGRPO fastvideo/train_grpo_flux.py, all of the window"),
     "sampling.kernel": ("flow_sde", f"{MIX}:196"),
     "sampling.noise_level": (0.7, f"{MIX}:55"),
+    "sampling.guidance_scale": (3.5, "Tencent-Hunyuan/MixGRPO fastvideo/train_grpo_flux.py:134"),
+    "rollout.n": (12, f"{MIX}:150"),
+    "rollout.prompts_per_step": (32, f"{MIX}:82 and :128, one on each of 4 x 8 GPUs"),
     "sampling.num_inference_steps": (25, f"{MIX}:54"),
     "sampling.sigmas": ("linear", "Tencent-Hunyuan/MixGRPO fastvideo/train_grpo_flux.py:187"),
     "sampling.same_init_noise": (True, f"{MIX}:155"),
@@ -73,13 +77,6 @@ MIX_GRPO: Sourced = {
     "sampling.compression": (1.0, f"{MIX}:75"),
 } | clip(1e-4, f"{MIX}:156", 16 * 90 * 90)
 
-UNREAD = (
-    "algorithm.likelihood",
-    "rollout.n",
-    "rollout.prompts_per_step",
-    "sampling.guidance_scale",
-)  # of grpo_guard.py
-
 PUBLISHED: dict[str, Sourced] = {
     "flow_grpo": FLOW_GRPO,
     "flow_grpo_fast": FLOW_GRPO
@@ -89,7 +86,10 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.kl_coef": (0.0, f"{FLOW}:186"),
         "algorithm.likelihood": ("squared_error", f"{STEP}:86"),
         "algorithm.timestep_fraction": (1.0, f"{BASE}:105"),
-        "sampling.guidance_scale": (1.0, f"{FLOW}, geneval_sd3_fast_nocfg"),
+        "sampling.guidance_scale": (1.0, f"{FLOW}:172"),
+        "rollout.n": (24, f"{FLOW}:178"),
+        "rollout.prompts_per_step": (48, f"{FLOW}:179"),
+        "sampling.num_inference_steps": (10, f"{FLOW}:170"),
         "sampling.kernel": ("cps", f"{FLOW}:191"),
         "sampling.noise_level": (0.8, f"{FLOW}:188"),
         "sampling.window_size": (3, f"{FLOW}:189"),
@@ -97,7 +97,7 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.window_schedule": ("random", "yifan123/flow_grpo scripts/train_sd3_fast.py:662"),
     }
     | clip(1e-5, f"{FLOW}:185"),
-    "grpo_guard": {k: v for k, v in FLOW_GRPO.items() if k not in UNREAD}
+    "grpo_guard": {k: v for k, v in FLOW_GRPO.items() if k != "algorithm.likelihood"}
     | {
         "actor.updates_per_step": (2, f"{GUARD}:50"),
         "actor.lr": (1e-4, f"{GUARD}:78"),
@@ -105,6 +105,9 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.kl_coef": (0.0, f"{GUARD}:58"),
         "algorithm.timestep_weights": ("inverse_dt", "yifan123/flow_grpo scripts/train_sd3_GRPO_Guard.py:932"),
         "sampling.num_inference_steps": (10, f"{GUARD}:37"),
+        "sampling.guidance_scale": (4.5, f"{GUARD}:39"),
+        "rollout.n": (24, f"{GUARD}:47"),
+        "rollout.prompts_per_step": (48, f"{GUARD}:48"),
         "sampling.same_init_noise": (False, f"{GUARD}:62"),
     }
     | clip(2e-6, f"{GUARD}:76"),
@@ -133,6 +136,9 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.timestep_fraction": (0.6, f"{DANCE}:56"),
         "sampling.kernel": ("dance_sde", "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py:131"),
         "sampling.noise_level": (0.3, f"{DANCE}:46"),
+        "sampling.guidance_scale": (3.5, "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py:240"),
+        "rollout.n": (12, f"{DANCE}:52"),
+        "rollout.prompts_per_step": (16, f"{DANCE}:21 and :29, one on each of 2 x 8 GPUs"),
         "sampling.num_inference_steps": (16, f"{DANCE}:45"),
         "sampling.sigmas": ("linear", "XueZeyue/DanceGRPO fastvideo/train_grpo_flux.py:311"),
         "sampling.same_init_noise": (True, f"{DANCE}:57"),
@@ -154,6 +160,11 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.kl_coef": (0.004, f"{TEMP}:149"),
         "algorithm.timestep_weights": ("std", "Shredded-Pork/TempFlow-GRPO scripts/train_sd3_pr.py"),
         "rollout.n": (4, f"{TEMP}:141"),
+        "rollout.prompts_per_step": (
+            48,
+            f"{TEMP_RUN}:4, config/dgx.py:140-142: 48 GPUs, 4 batches of an image, 4 of a prompt",
+        ),
+        "sampling.guidance_scale": (4.5, f"{TEMP}:136"),
         "sampling.kernel": ("flow_sde", f"{TEMP_STEP}:51"),
         "sampling.noise_level": (0.7, f"{TEMP_STEP}:48"),
         "sampling.num_inference_steps": (10, f"{TEMP}:134"),
@@ -168,6 +179,8 @@ PUBLISHED: dict[str, Sourced] = {
         "algorithm.split_steps": ([0, 3, 6, 9], f"{BRANCH}:28"),
         "algorithm.split_noise": (4.0, f"{BRANCH}:29"),
         "rollout.n": (1, f"{BRANCH}:89, one tree of 16 images"),
+        "rollout.prompts_per_step": (16, f"{BRANCH}:58 and :66, two on each of 8 GPUs"),
+        "sampling.guidance_scale": (3.5, "Fredreic1849/BranchGRPO fastvideo/train_branchgrpo_flux.py:735"),
         "sampling.kernel": ("dance_sde", "Fredreic1849/BranchGRPO fastvideo/train_branchgrpo_flux.py:229"),
         "sampling.noise_level": (0.3, f"{BRANCH}:83"),
         "sampling.num_inference_steps": (20, f"{BRANCH}:82"),
@@ -186,14 +199,19 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.noise_level": (1.0, f"{DDPO}:48"),
         "sampling.num_inference_steps": (50, f"{DDPO}:45"),
         "sampling.guidance_scale": (5.0, f"{DDPO}:50"),
+        "rollout.n": (1, "kvablack/ddpo-pytorch scripts/train.py:319, each image with a prompt of its own"),
+        "rollout.prompts_per_step": (256, f"{DDPO_JPEG}:18"),
     }
     | clip(1e-4, f"{DDPO}:87", 4 * 64 * 64),
-    "dense_grpo": {  # what the paper does not say is Flow-GRPO's, as in the paper
+    "dense_grpo": {  # what the paper does not say is Flow-GRPO's, whose settings its appendix A adopts
         "algorithm.advantage_std": ("group", "arXiv 2601.20218 equation 10"),
         "sampling.num_inference_steps": (10, "arXiv 2601.20218 section 5.1"),
         "sampling.noise_level": (0.7, "arXiv 2601.20218 section 5.3"),
+        "sampling.guidance_scale": (4.5, f"{FLOW}:92"),
         "rollout.n": (24, "arXiv 2601.20218 section 5.1"),
-        "actor.updates_per_step": (2, f"{FLOW}:121"),
+        "rollout.prompts_per_step": (48, f"{FLOW}:97"),
+        "actor.lr": (3e-4, "arXiv 2601.20218 appendix A"),
+        "actor.updates_per_step": (2, f"{FLOW}:98"),
     },
     "neighbor_grpo": {
         "algorithm.timesteps": (4, "arXiv 2511.16955 table 3"),
@@ -219,21 +237,25 @@ PUBLISHED: dict[str, Sourced] = {
         "sampling.window_size": (3, "arXiv 2512.08153 table 3"),
         "sampling.window_schedule": ("geometric", "arXiv 2512.08153 equation 7"),
         "rollout.n": (1, "arXiv 2512.08153 table 3"),
+        "rollout.prompts_per_step": (16, "zh-ding/TreeGRPO README.md, sample.num_prompts=2 on each of 8 GPUs"),
         "actor.lr": (1e-5, "arXiv 2512.08153"),
     },
 }
 
-SIZE: Sourced = {
-    "rollout.n": (12, SMALL),
-    "rollout.prompts_per_step": (8, SMALL),
-    "sampling.guidance_scale": (None, GUIDANCE),
-}
+STEP: Sourced = {"rollout.prompts_per_step": (8, SMALL), "sampling.guidance_scale": (None, GUIDANCE)}
+SIZE: Sourced = STEP | {"rollout.n": (12, SMALL)}
 
 DEVIATIONS: dict[str, Sourced] = {
     "flow_grpo_fast": SIZE,
     "flow_dppo": SIZE,
+    "grpo_guard": SIZE,
+    "dense_grpo": STEP,
+    "ddpo": {
+        "rollout.n": (12, "in small steps a prompt seldom comes again: its images of one step fill its history"),
+        "rollout.prompts_per_step": (8, SMALL),
+    },
     "neighbor_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
-    "tree_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS)},
+    "tree_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS), "rollout.prompts_per_step": (8, SMALL)},
     "flow_grpo": SIZE
     | {
         "algorithm.kl_coef": (0.0, KL_BY_REWARD),
@@ -243,11 +265,12 @@ DEVIATIONS: dict[str, Sourced] = {
         ),
         "sampling.same_init_noise": (True, "rewards of a group then differ by the noise that is scored only"),
     },
-    "dance_grpo": {"sampling.num_inference_steps": (10, MODEL_STEPS)},
-    "mix_grpo": {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},
-    "mix_grpo_flash": {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},
-    "tempflow_grpo": {"algorithm.kl_coef": (0.0, KL_BY_REWARD)},
-    "branch_grpo": {
+    "dance_grpo": STEP | {"sampling.num_inference_steps": (10, MODEL_STEPS)},
+    "mix_grpo": STEP | {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},
+    "mix_grpo_flash": STEP | {"actor.lr": (3e-4, ALL_WEIGHTS), "sampling.num_inference_steps": (10, MODEL_STEPS)},
+    "tempflow_grpo": STEP | {"algorithm.kl_coef": (0.0, KL_BY_REWARD)},
+    "branch_grpo": STEP
+    | {
         "actor.lr": (3e-4, ALL_WEIGHTS),
         "actor.updates_per_step": (4, "an update takes whole trees, of which a step has few"),
         "algorithm.split_steps": ([0, 1, 3, 4], "the published noise levels, in 10 steps rather than 20"),
@@ -263,5 +286,13 @@ OWN: dict[str, dict[str, str]] = {
     "tree_grpo": {
         "rollout.micro_batch_size": "a tree",
         "actor.updates_per_step": "with one the clip range would never act",
+    },
+}
+
+NO_CODE = "there is no code, and the paper could not be had again to look it up"
+UNSET: dict[str, dict[str, str]] = {
+    "neighbor_grpo": {"rollout.prompts_per_step": NO_CODE, "sampling.guidance_scale": NO_CODE},
+    "tree_grpo": {
+        "sampling.guidance_scale": "the README of its code has none, and the paper could not be had again to look it up"
     },
 }

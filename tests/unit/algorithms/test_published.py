@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from published import COMMITS, DEVIATIONS, GERLS_OWN, OWN, PAPERS, PUBLISHED
+from published import COMMITS, DEVIATIONS, GERLS_OWN, OBLIGATORY, OWN, PAPERS, PUBLISHED, UNSET
 
 from gerl.commandline.composition import compose_run, config_folder
 from gerl.config.changes import flat_settings, settings_of
@@ -53,6 +53,23 @@ def test_the_table_has_every_setting_of_a_preset(preset: str) -> None:
     assert keys_of(preset) - set(PUBLISHED[preset]) == set(own)
 
 
+def test_guidance_images_prompts_and_rate_have_a_source_or_a_reason_why_there_is_none() -> None:
+    missing, twice, unnamed = [], [], []
+    for preset, published in PUBLISHED.items():
+        unset, deviations = UNSET.get(preset, {}), DEVIATIONS.get(preset, {})
+        assert all(unset.values())
+        explained = [*published, *OWN.get(preset, {}), *unset]
+        missing += [f"{preset} {key}" for key in OBLIGATORY if key not in explained]
+        twice += [f"{preset} {key}" for key in unset if explained.count(key) > 1 or key not in OBLIGATORY]
+        left = set(OBLIGATORY[:3]) & set(published) & set(deviations) - keys_of(preset)
+        values = [f"{key}={published[key][0]:g}" for key in sorted(left)]
+        unnamed += [f"{preset} {value}" for value in values if value not in text_of(preset)]
+    assert set(UNSET) <= set(PUBLISHED)
+    assert not missing, f"neither in PUBLISHED nor in OWN nor in UNSET: {missing}"
+    assert not twice, f"UNSET is for obligatory keys that are nowhere else: {twice}"
+    assert not unnamed, f"the header has to name what was published: {unnamed}"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_setting_of_a_preset_says_where_it_is_from(preset: str) -> None:
     lines = [line for line in text_of(preset).splitlines() if re.match(r"  \w+:", line)]
@@ -67,7 +84,7 @@ def test_sources_name_a_repository_of_which_the_commit_is_listed_or_a_paper() ->
                 cited.setdefault(source.split(" ")[0], []).append((preset, key, source))
     assert set(cited) == set(COMMITS)
     for commit in COMMITS.values():
-        assert re.fullmatch(r"[0-9a-f]{7}", commit) or commit.startswith("not ")
+        assert re.fullmatch(r"[0-9a-f]{7}", commit)
 
 
 def test_every_policy_gradient_with_a_clip_takes_several_updates() -> None:
