@@ -388,7 +388,7 @@ SCORERS = [
     row("word as weight", "train reward.scorers.ocr.weight=high", "reward.scorers.ocr.weight='high': ", "number"),
     row("weight twice", "train reward.scorers.ocr.weight=1 reward.scorers.ocr.weight=0", "reward.scorers.ocr.weight=1 and reward.scorers.ocr.weight=0 ", "keep one"),
     row("weight 0", "train reward.scorers.ocr.weight=0", "reward.scorers ", r"weight.*reward\.scorers\.ocr\.weight=1"),
-    row("no scorers", "train reward.scorers={} trainer.steps=1", "reward.scorers ", "add one, such as"),
+    row("no scorers", "train reward.scorers={} trainer.steps=1", "there is no reward: ", "pickscore.*ocr.*function"),
     row("scorer with a plus", "train '+reward.scorers.ocr={weight: 1}' trainer.steps=-1", "trainer.steps=-1: "),
     row("reserved name", "train reward.scorers.reward.weight=1", "reward.scorers.reward: ", "another"),
     row("no file of a scorer", "train " + MINE % "nofile", "reward.scorers.mine.path=nofile.py: ", "correct", 1),

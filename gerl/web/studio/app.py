@@ -121,7 +121,7 @@ class Studio:
         `files`: the folder in place of that of the runs, below which its files are.
         """
         trust = self.is_trained_here(draft.keys.get("experiment", ""))
-        return drafts.check(draft, self.root, trust, files or self.root)
+        return drafts.check(draft, self.root, trust, files)
 
     def named(self, draft: Draft, found: Check) -> Check:
         """Return what was found of a draft, with the problem that its name is that of a run."""

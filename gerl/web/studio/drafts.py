@@ -60,6 +60,7 @@ REQUIRED = {  # key -> what to fill in for it
     "reward.scorers": "choose a reward: pickscore (what people like), ocr (text in quotes), or a function of yours",
 }
 READ = {PROMPTS: "prompts", "data.train": "prompts", HELD_OUT: "held_out", "validation.data": "held_out"}  # -> fact
+REWARDLESS = "there is no reward: "  # how `check_named` begins
 STAND_IN = "jpeg_compressibility"  # a scorer of any prompt
 MOST_PROBLEMS = 12
 FIRST = ("experiment", "algorithm")  # keys of files come first, as people write them
@@ -191,16 +192,16 @@ class Check:
     prompts: list[Prompt] = field(default_factory=list)  # of distinct texts
 
 
-def check(draft: Draft, root: Path, trust: bool, files: Path) -> Check:
+def check(draft: Draft, root: Path, trust: bool = False, files: Path | None = None) -> Check:
     """Compose a draft, and read its prompts, as a run does before it loads anything.
 
-    `root`: the folder of the runs. `files`: the folder in its place below which the files of the draft are.
+    `root`: the folder of the runs. `files`: the folder below which those of the draft are, if it is another.
 
     What has a problem is left out, and the rest is checked again, until nothing is wrong. Code that only the run names
     of which it is a copy does not run unless `trust`: keys that are typed name what may.
     """
     problems = [Problem(sentence, key, True) for key, sentence in missing(draft).items()]
-    left, found = with_stand_ins(draft), Check([])
+    left, found, files = with_stand_ins(draft), Check([]), files or root
     while len(problems) < MOST_PROBLEMS:
         try:
             arguments = left.arguments(files)
@@ -212,6 +213,8 @@ def check(draft: Draft, root: Path, trust: bool, files: Path) -> Check:
             break
         except GerlError as error:
             problem = problem_of(error, left, files)
+            if problem in problems:
+                break
             problems.append(problem)
             if not leave_out(left, problem.key):
                 break
@@ -253,6 +256,10 @@ def with_stand_ins(draft: Draft) -> Draft:
 def leave_out(draft: Draft, key: str) -> bool:
     """Remove what has a problem from a draft; returns whether there was something to remove."""
     name = key.removeprefix("reward.scorers.").partition(".")[0]
+    if key == "reward.scorers":
+        draft.keys.pop(key, None)
+        draft.scorers[STAND_IN] = {}
+        return True
     if key in draft.texts or key in draft.keys:
         return (draft.texts.pop(key, None) or draft.keys.pop(key, None)) is not None
     if key.startswith("reward.scorers.") and name in draft.scorers:
@@ -350,6 +357,8 @@ def problem_of(error: GerlError, draft: Draft, root: Path) -> Problem:
     """Return the message that the command line would print; of a pasted text as its user sees it, lines from 1."""
     sentence = with_notes(str(error), error)
     key = key_in(sentence)
+    if sentence.startswith(REWARDLESS):
+        key = "reward.scorers"
     if sentence.startswith(auto := f"validation.data={source_names(HELD_OUT_SHARE)}: "):  # of the prompts to learn from
         key, sentence = "data.train", sentence.removeprefix(auto)
     for file, of in FILES.items():
@@ -358,7 +367,7 @@ def problem_of(error: GerlError, draft: Draft, root: Path) -> Problem:
             sentence = re.sub(rf"({re.escape(of)}=)?'?{path}'?:? *", "", sentence)
             return Problem(with_lines(sentence, draft.texts[file]), file)
         if key == of and of not in draft.keys:
-            return Problem(sentence.replace(f"{of}=", "the recipe's prompts: ", 1), file)
+            return Problem(f"the recipe's prompts, {sentence}", file)
     name, _, inner = key.removeprefix("reward.scorers.").partition(".")
     if key.startswith("reward.scorers.") and name in draft.scorers and key not in draft.keys:
         path = re.escape(str(draft.folder(root) / f"{name}.py"))
