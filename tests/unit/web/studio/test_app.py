@@ -322,6 +322,14 @@ def test_a_run_is_queued_stopped_and_cannot_be_started_twice(opened: tuple[str, 
     assert post(url, "start", {"name": "run", "gpus": 9}).status_code == 409
 
 
+def test_the_model_that_draws_is_no_job_of_the_queue(tmp_path: Path) -> None:
+    with open_studio(tmp_path) as (url, studio):
+        studio.jobs.add("serve", ["pipeline=signs"], "signs", gpus=0)
+        studio.jobs.add("train", [], "a run")
+        found = requests.get(f"{url}/api/home", timeout=10).json()
+        assert [job["command"] for job in found["jobs"]] == ["train"] and found["sampler"]["title"] == "signs"
+
+
 @pytest.mark.parametrize(
     ("name", "body"),
     [

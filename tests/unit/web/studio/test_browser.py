@@ -3,6 +3,7 @@
 It needs the package playwright and a Chromium that is installed (GERL_BROWSER names it, else one on the PATH).
 """
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from watching import make_run
 
 from gerl.commandline.command import listen
+from gerl.web.pages import encode
 from gerl.web.server import address, serving
 from gerl.web.studio.app import build_studio
 
@@ -226,6 +229,45 @@ def test_a_run_is_listed_with_its_last_picture_and_its_page_has_the_links(page: 
     assert page.locator("nav a").all_inner_texts() == ["Runs", "New run", "Compare"]
     page.click("nav a:text('Compare')")
     page.wait_for_url("**/compare")
+
+
+def test_the_images_of_a_comparison_are_pairs_that_enlarge(page: Any, url: str) -> None:
+    """The service that draws is not started: its answers are given."""
+    pictures = [
+        base64.b64encode(encode(Image.new("RGB", (8, 8), colour), False)[0]).decode() for colour in ("red", "blue")
+    ]
+    answers = iter(pictures)
+    page.route(
+        "**/api/checkpoints?*",
+        lambda route: route.fulfill(
+            json={
+                "checkpoints": [{"step": 5, "folder": "f", "best": True}],
+                "formats": ["diffusers", "kohya"],
+                "first": [],
+            }
+        ),
+    )
+    page.route(
+        "**/api/sample",
+        lambda route: route.fulfill(
+            json={"images": [next(answers)] * 2, "prompts": ["<b>a</b>", "b"], "folder": "", "note": ""}
+        ),
+    )
+    page.goto(f"{url}/compare")
+    page.wait_for_selector("fieldset input")
+    assert page.locator("#format option").first.inner_text().startswith("for ComfyUI")
+    page.fill("#own-prompts", "<b>a</b>\nb")
+    page.click("text=Draw")
+    page.wait_for_selector(".pair >> nth=1")
+    assert page.locator(".pair").first.inner_text().split() == "base model step 5, strength 1 <b>a</b>".split()
+    page.click(".pair button >> nth=0")
+    page.wait_for_selector("dialog[open]")
+    assert page.inner_text("dialog figcaption") == "<b>a</b>: base model"
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("dialog figcaption") == "<b>a</b>: step 5, strength 1"
+    assert page.get_attribute("dialog img", "src").endswith(pictures[1])
+    page.keyboard.press("Escape")
+    assert page.locator("dialog").count() == 0
 
 
 def test_a_name_can_be_typed_slowly_and_the_editor_can_be_left_by_key(page: Any, url: str) -> None:
