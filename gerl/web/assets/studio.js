@@ -334,7 +334,7 @@ function sampleBox() {
     const prompts = texts.value.split("\n").filter((text) => text.trim());
     fill(shown, make("p", { className: "soft", role: "status", text: "Drawing ... the first time the model is loaded." }));
     try {
-      form.sampled = await send("sample", { draft: draft.name, prompts });
+      form.sampled = await send("sample", { draft: savedName(), prompts });
     } catch (error) {
       fill(shown);
       throw error;
@@ -473,7 +473,7 @@ function promptCard() {
   const lengths = async () => {
     await verify();
     fill(cut, make("p", { className: "soft", text: "Reading ... the first time the model is loaded." }));
-    const { truncated } = await send("lengths", { draft: draft.name }).catch((error) => { fill(cut); throw error; });
+    const { truncated } = await send("lengths", { draft: savedName() }).catch((error) => { fill(cut); throw error; });
     fill(cut, (truncated.length ? truncated : ["The model reads every prompt to its end."]).map((text) => make("p", { className: truncated.length ? "wrong" : "soft", text })));
   };
   return card("Prompts", area("prompts.txt", WORDS["prompts.txt"], ["One per line. A few hundred are enough to start.", form.promptNote], "data.train", WORDS["data.train"]),
@@ -534,7 +534,7 @@ function rewardCard() {
       throw new Error("let the model draw some images first: the reward is tried on them");
     }
     await verify();
-    const { job: number } = await send("try", { draft: draft.name, folder: form.sampled.folder });
+    const { job: number } = await send("try", { draft: savedName(), folder: form.sampled.folder });
     fill(trial, make("p", { className: "soft", text: "Scoring ..." }));
     let found;
     do {
@@ -656,6 +656,13 @@ async function verifyNow(keep) {
   if (draft.name === name) form.folder.textContent = found.name && found.name !== name ? `Its folder is “${found.name}”.` : "";
   showProblems(found.problems);
   showPlan(found);
+}
+
+// The name under which the draft was saved: that of its folder.
+function savedName() {
+  const wrong = form.check.problems.find(({ key }) => key === "name");
+  if (wrong) throw new Error(wrong.sentence);
+  return form.saved;
 }
 
 // Start and status, always in view.

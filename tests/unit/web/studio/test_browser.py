@@ -270,6 +270,23 @@ def test_the_images_of_a_comparison_are_pairs_that_enlarge(page: Any, url: str) 
     assert page.locator("dialog").count() == 0
 
 
+def test_a_draft_of_any_name_is_drawn_and_started_by_its_folder(page: Any, url: str) -> None:
+    asked_for: list[Any] = []
+    page.route("**/api/sample", lambda route: (asked_for.append(route.request.post_data_json), route.abort())[1])
+    page.goto(f"{url}/new?from=signs")
+    page.wait_for_selector(".status.good")
+    name = f"any, {page.viewport_size['width']}"
+    page.fill("#field-name", f' {name} "猫"')
+    page.wait_for_selector("#help-name:has-text('Its folder is')")
+    page.click("text=What the model draws now")
+    page.click("text=Draw these prompts")
+    page.wait_for_selector("#message:not([hidden])")
+    assert [each["draft"] for each in asked_for] == [f"{name.replace(',', '')} 猫"]
+    page.wait_for_selector(".status.good")
+    page.click(".start-bar .first")
+    page.wait_for_selector(f"section[aria-label=Queue] a:has-text('{name.replace(',', '')} 猫')")
+
+
 def test_a_name_can_be_typed_slowly_and_the_editor_can_be_left_by_key(page: Any, url: str) -> None:
     name = f"slow-{page.viewport_size['width']}"
     page.goto(f"{url}/new?from=signs")
