@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("work") / "outputs"
     make_run(root / "signs" / "one")
     app, studio = build_studio(root, None, True)
-    studio.jobs.program, studio.jobs.devices = ("sh", "-c", "echo http://localhost:1/; sleep 60", "sh"), ["cpu"]
+    studio.jobs.program, studio.jobs.devices = ("sh", "-c", "echo http://localhost:1/; sleep 900", "sh"), ["cpu"]
     studio.jobs.add(
         "train", ["reward.scorers={a: {path: /a/very/long/path/without/any/space/in/it.py}}"], "<b>bold</b>"
     )
