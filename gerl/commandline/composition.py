@@ -398,10 +398,10 @@ def _compose(overrides: Sequence[str], below: Sequence[str] = ()) -> ParsedComma
         values = _blocks(whole, [str(name) for name in whole if name != "hydra"], resolve=False)
     set_keys(values, [read(o) for o in below])
     there = _scorers_of_files(overrides) if any(o.startswith(f"~{WHOLE}.") for o in overrides) else ()
-    trained = deepcopy(values["data"].get("train"))
+    trained = deepcopy(values["data"]["train"])
     set_keys(values, [o for o in given if not is_hydra(o)], removable=[f"{WHOLE}.{name}" for name in there])
-    held_out = values["validation"]
-    if values["data"]["train"] != trained and held_out["data"] and "validation.data" not in map(key_of, overrides):
+    held_out, train = values.get("validation", {}), values.get("data", {}).get("train")
+    if train not in (None, trained) and held_out.get("data") and "validation.data" not in map(key_of, overrides):
         held_out["data"] = HELD_OUT  # the experiment's are not of these prompts
     values = resolved(values, whole)
     _check_algorithm(values, chosen, overrides)

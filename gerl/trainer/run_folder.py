@@ -42,6 +42,7 @@ from gerl.config.changes import (
 from gerl.config.held_out import Goal
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
+from gerl.config.samplers import AUTO
 from gerl.data.sources import digest, load_prompts
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.card import secrets
@@ -451,7 +452,12 @@ def _log_kept_values(config: Config, asked: ParsedCommand) -> None:
         own = without(own, ["reward.scorers"])
     else:
         own["reward"]["scorers"] = {n: s for n, s in scorers.items() if n in named or not stays_watched(s)}
-    if kept := changes(own, values):
+    # `auto` has no other value: the run's is what it stands for
+    if kept := [
+        change
+        for change in changes(own, values)
+        if AUTO not in (change.new if isinstance(change.new, list) else [change.new])
+    ]:
         names = {"experiment": asked.experiment, "algorithm": asked.preset}
         given = " ".join(f"{key}={value}" for key, value in names.items() if key in asked.given)
         said = ", ".join(f"{key} {shown(old)} (not {shown(new)})" for key, old, new in map(astuple, kept))
