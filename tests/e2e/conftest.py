@@ -134,11 +134,12 @@ def arguments(model: Path, workplace: Path) -> Arguments:
         }
         if scorer:
             values["reward.scorers.bright.path"] = workplace / scorer
-        if any(override.startswith("experiment=") for override in (*overrides, *(f"{name}=" for name in keys))):
-            del values["algorithm"]  # the experiment's
+        given = (*overrides, *(f"{name}=" for name in keys))
+        if any(override.startswith(("experiment=", "checkpoint.resume=/")) for override in given):
+            del values["algorithm"]  # that of the experiment or the run
         values |= {name.replace("__", "."): value for name, value in keys.items()}
-        given = {override.partition("=")[0]: override for override in overrides}  # of two the last one
-        return [*(f"{name}={value}" for name, value in values.items() if name not in given), *given.values()]
+        last = {override.partition("=")[0]: override for override in overrides}  # of two
+        return [*(f"{name}={value}" for name, value in values.items() if name not in last), *last.values()]
 
     return build
 
