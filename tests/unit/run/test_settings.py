@@ -43,7 +43,8 @@ def test_an_unknown_algorithm_shows_no_difference() -> None:
     ],
 )  # fmt: skip
 def test_the_curves_are_described_as_they_were_drawn(overrides: list[str], noisy: bool, said: list[str]) -> None:
-    values = config(*overrides)
+    preset = [] if overrides[0].startswith("algorithm=") else ["algorithm=flow_grpo"]
+    values = config(*preset, *overrides)
     assert ("noise" in training_label(values)) == noisy
     text = explanation(values)
     assert all(part in text for part in said), text
