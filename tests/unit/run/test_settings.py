@@ -38,7 +38,7 @@ def test_an_unknown_algorithm_shows_no_difference() -> None:
         (["algorithm=diffusion_nft"], False, ["an average of the trained weights"]),
         (["validation.num_inference_steps=40", "validation.guidance_scale=2"], True, ["steps 40", "guidance 2"]),
         (["validation.images_per_prompt=3", "validation.width=64"], True, ["3 images per prompt", "width of 64"]),
-        (["validation.data=signs_train"], True, ["of the training file"]),
+        (["data.train=signs_train", "validation.data=signs_train"], True, ["of the training file"]),
         (["algorithm=flow_grpo", "actor.ema_decay=0"], True, ["sampled by the trained weights without"]),
     ],
 )  # fmt: skip
