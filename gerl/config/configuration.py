@@ -143,7 +143,7 @@ def described(config: Config, preset: str = "") -> str:
     sides = [own if side is None else str(side) for side in (sampling.height, sampling.width)]
     size = f"{own} size" if sampling.height is sampling.width is None else " x ".join(sides) + " (height x width)"
     guidance = f"{own} guidance" if sampling.guidance_scale is None else f"guidance {sampling.guidance_scale:g}"
-    layers = model.lora_targets or "the attention layers"
+    layers = model.lora_targets or "attention and feed-forward layers"
     trained = f"LoRA rank {model.lora_rank} on {layers}" if model.train == "lora" else f"model.train={model.train}"
     scorers = config.reward.scorers.items()
     reward = " + ".join(name if s.weight == 1 else f"{s.weight:g} {name}" for name, s in scorers if s.weight)

@@ -140,6 +140,13 @@ def test_the_first_program_and_the_first_command_train_every_family_alike(
     assert {key for key, value in settings[0].items() if settings[1][key] != value} <= OTHERWISE
     run_of(Path("python")).assert_same(run_of(Path("command")), 2)
 
+    tutorial = ROOT / "docs" / "tutorial.md"
+    (reward,) = (b.text for b in blocks(tutorial) if b.text.startswith("# my_reward.py\n"))
+    Path("my_reward.py").write_text(reward)
+    (command,) = (c for _, c in commands(tutorial) if c.startswith("gerl train model.path="))
+    own = re.sub(r"model\.path=\S+", "model.path=pipeline", command)
+    assert train.main([*shlex.split(own)[2:], *given[:-3], "hydra.run.dir=tutorial", *given[-2:]]) == 0
+
 
 @more
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"line {block.line}")
