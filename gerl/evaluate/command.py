@@ -151,6 +151,7 @@ def run(request: Request) -> Evaluation:
 def _run(request: Request) -> Evaluation:
     config, out = request.config, request.out
     resolve(config.model.path)
+    check_named(config.reward)
     prescribed = None if request.suite is None else f"suite={request.suite.name} prescribes all its prompts"
     whole = prescribed if request.split else "split=false"
     selection = select(request.loras, {n: run for n, (run, _) in request.runs.items()}, _prompts(request), whole)
@@ -313,7 +314,6 @@ def _request(
         )
     if config.validation.data is None:
         raise ConfigError(f"prompts is missing, and {chosen} has no validation.data: give prompts=FILE")
-    check_named(config.reward)
     config = replace(config, reward=with_all_active(without_people(config.reward)))
     check_columns(config.reward, COLUMNS)
     images = options.images or (config.validation.images_per_prompt if pinned is None else pinned.images)

@@ -339,7 +339,6 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
 
     Raises `GerlError`: images, prompts or scorers are invalid, or no image has a total; what was scored is written.
     """
-    check_named(config.reward)
     reward = with_all_active(config.reward)
     if reward.by_latents("validation") is not None:
         raise ConfigError(
@@ -347,6 +346,7 @@ def run(request: Request, config: Config) -> list[ScoredImage]:
             "it with '~reward.scorers.base_alignment', or compare LoRAs with python -m gerl.evaluate"
         )
     items = read_items(request.images, request.prompts, request.prompt, config.data)
+    check_named(reward)
     try:
         check_reward(reward, [item.prompt for item in items])
     except DataError as error:

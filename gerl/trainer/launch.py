@@ -73,13 +73,13 @@ def read_inputs(composed: Composed, resumed: bool = False) -> Inputs:
     Raises `GerlError` for what a run would be refused for.
     """
     config = composed.config
-    if config.data.train_on == "rollouts":
-        check_named(config.reward, "" if config.data.train else "; and prompts, such as data.train=my_prompts.txt")
     check_trackers(config.logger)
     check_size(config.model.path, config.sampling.height, config.sampling.width)
     model = config.model.for_resume() if resumed else config.model
     if model.lora is not None:
         local_lora(model.lora)
+    if config.data.train_on == "rollouts":
+        check_named(config.reward, "" if config.data.train else "; and prompts, such as data.train=my_prompts.txt")
     with waiting("reading the prompts"):
         with explained(composed.kept):
             prompts = read_prompts(config, "data.train", config.data.train)

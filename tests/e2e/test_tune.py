@@ -17,7 +17,7 @@ def test_a_search_ends_with_a_lora_a_report_and_an_experiment(
     arguments: Callable[..., list[str]], workplace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = arguments(tmp_path, validation__data=workplace / "val.txt")
-    left_out = ("trainer.steps=", "hydra.run.dir=")
+    left_out = ("trainer.steps=", "hydra.run.dir=", "algorithm=", "validation.every=", "checkpoint.every=")
     keys = [key for key in given if not key.startswith(left_out)]
     searched = ["evaluations=1200", "presets=flow_grpo,refl", "rates=1e-3,1e-2", f"out={tmp_path / 'found'}"]
     assert main([*searched, *keys]) == 0

@@ -1,24 +1,17 @@
 """Coverage: every pipeline of the zoo passes its checks, and the pages say so."""
 
-import json
 import os
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
-from diffusers.utils import dynamic_modules_utils
 from drills import PIPELINES, sampled
-from zoo import conditioned, text_to_image
+from zoo import conditioned
 from zoo.base import Entry
 from zoo.checks import Report, check_entry
 from zoo.entries import ENTRIES, name_of
-
-from gerl.config import ModelConfig
-from gerl.model.loading import load_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, MATRIX = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "pipelines.md"
@@ -45,23 +38,6 @@ def test_the_pictures_of_one_prompt_for_all_samples_of_it(entry: Entry) -> None:
     check_entry(replace(entry, batch=2, cfg=None, inputs=entry.inputs if each else once))
 
 
-def test_the_pipeline_of_the_docs_is_trained_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    folder = tmp_path / "my_model"
-    source = next(
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "class" in block
-    )
-    parts = text_to_image.sana().components
-    diffusers.SanaPipeline(**parts).save_pretrained(folder)
-    (folder / "my_pipeline.py").write_text(source)
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": ["my_pipeline", "MyPipeline"]}))
-    config = ModelConfig(path=str(folder))
-    report = check_entry(Entry("MyPipeline", "text to image", lambda: load_pipeline(config, "cpu"), size=64))
-    assert "micro_batch" in report.passed[False]
-
-
 def test_there_are_at_least_forty_pipelines() -> None:
     assert len({(e.name, e.task) for e in ENTRIES}) == len(ENTRIES)
     assert len(ENTRIES) >= 40
@@ -72,7 +48,7 @@ def test_the_pages_name_every_pipeline_and_every_limit() -> None:
     short, _, limits = PAGE.read_text().partition("## What a pipeline needs")[0].partition("\nLimits:\n")
     listed = re.findall(r"`(\w+Pipeline)`", " ".join(re.findall(r"^\| .*", short, re.M)))
     trained = {e.name for e in ENTRIES}
-    assert sorted(listed) == sorted(trained) and f"these {len(trained)} pipelines" in short
+    assert sorted(listed) == sorted(trained) and f"These {len(trained)} pipelines" in short
     limited = {e.name for e in ENTRIES if e.limit or e.fails or e.batch == 1}
     assert set(re.findall(r"`(\w+Pipeline)`", " ".join(re.findall(r"^\| ([^|]*)", limits, re.M)))) == limited
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", MATRIX.read_text(), re.M)

@@ -17,7 +17,7 @@ from gerl.errors import ConfigError
 
 FIELDS = dict(keys())
 SAMPLES = ["true", "false", "7", "0.5", "[1,2]", "none", "text", "-1", "{a: 1}", "a/b"]
-SMALL = ["experiment=plain", "rollout.micro_batch_size=64"]
+SMALL = ["experiment=plain", "algorithm=flow_grpo", "rollout.micro_batch_size=64"]  # those programs train by GRPO
 
 
 def written(line: str) -> tuple[str, str]:
@@ -172,7 +172,7 @@ def test_what_is_written_composes_or_has_a_value_and_a_reason(line: str) -> None
     done = [argument for argument in arguments if not argument.endswith(f"={OPEN}")]
     keys_read = [a.partition("=")[0].partition(".")[2] for a in done if a.startswith("algorithm.")]
     chosen = [f"algorithm={readers(leaf)[0]}" for leaf in keys_read[:1] if "flow_grpo" not in readers(leaf)]
-    small = [a for a in SMALL if a.partition("=")[0] not in {d.partition("=")[0] for d in done}]
+    small = [a for a in SMALL if a.partition("=")[0] not in {d.partition("=")[0] for d in (*chosen, *done)}]
     if "algorithm=opd" in done:
         small.append("algorithm.teachers=[{guidance: 3}]")
     compose_run([*small, *chosen, *done])
