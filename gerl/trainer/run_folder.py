@@ -73,7 +73,7 @@ def identity(config: Config) -> dict[str, str]:
     prompts = (config.data.train, config.validation.data, config.data.regularise)
     named = {key: value for key, value in zip(CONTENT, prompts, strict=False) if value and value != HELD_OUT}
     found = {key: digest(value, config.data, key) for key, value in named.items()}
-    if config.validation.data == HELD_OUT:  # it decides which prompts of data.train are trained on
+    if config.validation.data == HELD_OUT and config.data.train:  # it decides which of its prompts are trained on
         found["data.train"] += f" without {config.validation.share:g}"
     if (path := config.algorithm.path) is not None and (text := ALGORITHMS.text(path)):
         found["algorithm.path"] = hashlib.sha256(text).hexdigest()
