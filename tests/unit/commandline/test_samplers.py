@@ -120,9 +120,9 @@ def test_a_model_of_the_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     recorded = composed("experiment=sdxl_pickscore")  # gerl knows the scheduler
     assert recorded.config.sampling.solver == "euler" and "EulerDiscreteScheduler" in recorded.sampler
-    unknown = composed("model.path=nobody/nothing", "algorithm=flow_grpo")
+    unknown = composed("model.path=nobody/offline", "algorithm=flow_grpo")  # of which no other test asks
     assert unknown.config.sampling.kernel == "flow_sde"
-    assert "cannot be read: model.path='nobody/nothing'" in unknown.sampler and "HF_HUB_OFFLINE" in unknown.sampler
+    assert "cannot be read: model.path='nobody/offline'" in unknown.sampler and "HF_HUB_OFFLINE" in unknown.sampler
 
 
 def test_files_are_read_from_the_hub_and_its_cache_without_libraries_of_models(tmp_path: Path) -> None:
