@@ -151,7 +151,6 @@ def run(request: Request) -> Evaluation:
 def _run(request: Request) -> Evaluation:
     config, out = request.config, request.out
     resolve(config.model.path)
-    check_named(config.reward)
     prescribed = None if request.suite is None else f"suite={request.suite.name} prescribes all its prompts"
     whole = prescribed if request.split else "split=false"
     selection = select(request.loras, {n: run for n, (run, _) in request.runs.items()}, _prompts(request), whole)
@@ -253,6 +252,7 @@ def _overlap(request: Request, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _prompts(request: Request) -> list[Prompt]:
+    check_named(request.config.reward)
     validation, pinned = request.config.validation, request.suite
     assert validation.data is not None
     if pinned is None or pinned.suite.prompts is None:
