@@ -14,6 +14,7 @@ from gerl.config import Config, ModelConfig
 from gerl.config.bounded_text import MALFORMED, read_json
 from gerl.config.roles import role_config
 from gerl.config.samplers import AUTO, CHOICES, Scheduler, check_sampler, choose, is_open
+from gerl.config.user_files import is_trusted
 from gerl.errors import ModelError
 
 INDEX, FILE = "model_index.json", "scheduler_config.json"
@@ -61,7 +62,9 @@ def _chosen(sampling: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[dict
         return {}, ""
     scheduler, why = None, "it has no scheduler"
     try:
-        scheduler = read_scheduler(str(model.get("path", ModelConfig.path)), model.get("parts"), fetched=True)
+        scheduler = read_scheduler(
+            str(model.get("path", ModelConfig.path)), model.get("parts"), fetched=is_trusted(str(model.get("path")))
+        )
     except ModelError as error:
         why = f"its scheduler cannot be read: {error}"
     chosen = choose(sampling, scheduler or Scheduler("", None, {}))
@@ -120,7 +123,7 @@ def _read(path: str, names: tuple[str, ...], fetched: bool) -> dict[str, Any] | 
     file = next((file for file in files if file.is_file()), None)
     try:
         content = None if file is None else read_json(file)
-    except (OSError, *MALFORMED):  # loading says what is wrong with it
+    except (OSError, *MALFORMED):  # reported when the model is loaded
         return None
     return content if isinstance(content, dict) else None
 

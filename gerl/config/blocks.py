@@ -493,8 +493,8 @@ class RewardConfig(Block):
 class ValidationConfig(Block):
     data: Given | None = main_key(
         HELD_OUT,
-        "held-out prompts, in the same formats as data.train, without weights; auto: a share of data.train, on which "
-        "is not trained; null: no validation",
+        "held-out prompts, in the same formats as data.train, without weights; auto: a share of data.train, which is "
+        "not trained on; null: no validation",
     )
     share: float = key(
         0.1,

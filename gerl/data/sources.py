@@ -50,10 +50,10 @@ def load(given: object, data: DataConfig, name: str) -> list[Prompt]:
     return prompts
 
 
-def load_prompts(config: Config, key: str, given: object) -> list[Prompt]:
+def load_split(config: Config, key: str, given: object) -> list[Prompt]:
     """Load the prompts of `given`, the value of `key`; raises as `load` does.
 
-    With `validation.data=auto` those of `data.train` lack the ones that are held out, which `given="auto"` means.
+    `validation.data=auto` splits `data.train`: its key loads the prompts to train on, `given="auto"` the held-out ones.
     """
     if given != HELD_OUT and (key != "data.train" or config.validation.data != HELD_OUT):
         return load(given, config.data, key)
@@ -64,8 +64,7 @@ def load_prompts(config: Config, key: str, given: object) -> list[Prompt]:
 def hold_out(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Split `prompts` into those to train on and the `share` that is held out, each with consecutive ids.
 
-    The choice depends on the texts and condition images alone, so that equal prompts are on one side, and more prompts
-    change it little.
+    The choice depends on texts and condition images alone: equal prompts are on one side, and the order is irrelevant.
     """
     digests = {p.id: hashlib.sha256("\0".join(_identity(p)).encode("utf-8", "surrogatepass")).digest() for p in prompts}
     ranked = sorted(set(digests.values()))

@@ -13,7 +13,7 @@ from gerl.algorithms.signal_checks import nearer_bound, ratio_limit
 from gerl.cluster import Cluster
 from gerl.config import Config, sources
 from gerl.data import tables
-from gerl.data.sources import check_mixture, load_prompts
+from gerl.data.sources import check_mixture, load_split
 from gerl.errors import DataError, GerlError, TrainingError
 from gerl.model.loading import check_model, replaced_scheduler
 from gerl.model.schedulers import SUBSTITUTES
@@ -87,7 +87,7 @@ def read_prompts(config: Config, report: Report) -> list[Prompt]:
         except DataError as error:
             report.notes.append(f"data.train={source.path}: {error}; using a synthetic prompt here")
             return []
-    prompts = load_prompts(config, "data.train", config.data.train)
+    prompts = load_split(config, "data.train", config.data.train)
     check_mixture(config, prompts)
     report.prompts = len(prompts)
     report.steps_per_epoch = prompt_schedule(config, prompts).steps_per_epoch

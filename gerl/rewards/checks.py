@@ -12,7 +12,7 @@ from gerl.data.sources import (
     contrasted,
     limit_prompts,
     load,
-    load_prompts,
+    load_split,
     rows_have_images,
     source_names,
 )
@@ -50,7 +50,7 @@ def read_prompts(
     arrange: Callable[[list[Prompt]], list[Prompt]] = list,
 ) -> list[Prompt]:
     """Read at most `most` prompts of `given`, the value of `key`, as `arrange` orders them, and check the scorers."""
-    prompts = load_prompts(config, key, given)
+    prompts = load_split(config, key, given)
     if key == "data.train":
         check_mixture(config, prompts[:most])
         if rows_have_images(config.data, key):

@@ -54,9 +54,10 @@ def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Configuration and prompts of a run, for its first line of log what is held out of `data.train`, if anything.
+    """Configuration and prompts of a run.
 
-    `kept`: a sentence about scorers of the experiment that stay watched.
+    `kept`: a sentence about scorers of the experiment that stay watched. `split`: the end of the first log line, about
+    prompts held out of `data.train`.
     """
 
     config: Config
@@ -101,7 +102,7 @@ def _with_held_out(config: Config, trained: int, held_out: int) -> tuple[Config,
     """Return the configuration, without validation if no prompt of `data.train` is held out, and the words for it."""
     share = f"validation.share={config.validation.share:g}"
     if held_out:
-        return config, f", {held_out} of {trained + held_out} prompts held out of training ({share})"
+        return config, f", {trained} prompts to train on and {held_out} held out ({share})"
     alone = replace(config, validation=replace(config.validation, data=None))
     return alone, f", no held-out prompts ({trained} are too few for {share}; validation.data=FILE sets others)"
 

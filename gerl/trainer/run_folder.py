@@ -43,7 +43,7 @@ from gerl.config.held_out import Goal
 from gerl.config.reading import typed
 from gerl.config.registry import ALGORITHMS
 from gerl.config.samplers import AUTO
-from gerl.data.sources import digest, load_prompts
+from gerl.data.sources import digest, load_split
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.card import secrets
 from gerl.run.checkpoint import (
@@ -351,7 +351,7 @@ def _planned_steps(config: Config) -> int:
         return config.trainer.steps
     from gerl.algorithms.planning import planned_steps  # imported here: other runs are answered without the algorithms
 
-    return planned_steps(config, load_prompts(config, "data.train", config.data.train))
+    return planned_steps(config, load_split(config, "data.train", config.data.train))
 
 
 def read_configuration(file: Path, asked: ParsedCommand | None = None) -> tuple[Settings, str, str]:

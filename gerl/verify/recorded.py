@@ -13,7 +13,7 @@ from gerl.commandline.composition import compose_changes
 from gerl.config import Config
 from gerl.config.blocks import HELD_OUT
 from gerl.config.changes import Settings
-from gerl.data.sources import TABLES, contrasted, limit_prompts, load_prompts
+from gerl.data.sources import TABLES, contrasted, limit_prompts, load_split
 from gerl.errors import CheckpointError, DataError
 from gerl.model.paths import INDEX
 from gerl.protocol import Prompt
@@ -163,7 +163,7 @@ class RunRecord:
         train = key == "data.train"
         given, most = (config.data.train, None) if train else (config.validation.data, config.validation.max_prompts)
         try:
-            prompts = load_prompts(config, key, given)
+            prompts = load_split(config, key, given)
             prompts = limit_prompts(prompts, most, config.data.train if given == HELD_OUT else given)
         except DataError as error:
             raise NotCheckedError(str(error)) from None

@@ -136,7 +136,7 @@ def arguments(model: Path, workplace: Path) -> Arguments:
             values["reward.scorers.bright.path"] = workplace / scorer
         given = (*overrides, *(f"{name}=" for name in keys))
         if any(override.startswith(("experiment=", "checkpoint.resume=/")) for override in given):
-            del values["algorithm"]  # that of the experiment or the run
+            del values["algorithm"]  # the experiment or the run sets it
         values |= {name.replace("__", "."): value for name, value in keys.items()}
         last = {override.partition("=")[0]: override for override in overrides}  # of two
         return [*(f"{name}={value}" for name, value in values.items() if name not in last), *last.values()]

@@ -25,7 +25,7 @@ from gerl.data.sources import (
     hold_out,
     limit_prompts,
     load,
-    load_prompts,
+    load_split,
     log_prompts,
     max_prompts_per_step,
     may_have_pictures,
@@ -76,10 +76,10 @@ def test_of_many_prompts_no_more_are_held_out_than_a_validation_needs() -> None:
 def test_prompts_are_split_only_without_held_out_prompts_of_their_own(here: Path) -> None:
     (here / "c.txt").write_text("\n".join(f"{i}" for i in range(20)))
     config = Config(data=DataConfig(train="c.txt"), validation=ValidationConfig(share=0.25))
-    parts = [load_prompts(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "auto"))]
+    parts = [load_split(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "auto"))]
     assert [len(part) for part in parts] == [15, 5]
     config = replace(config, validation=ValidationConfig(data="a.txt"))
-    parts = [load_prompts(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "a.txt"))]
+    parts = [load_split(config, key, given) for key, given in (("data.train", "c.txt"), ("validation.data", "a.txt"))]
     assert [len(part) for part in parts] == [20, 2]
 
 
