@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from gerl.commandline.composition import Composed, compose_changes, compose_run
 from gerl.config.roles import role_config
+from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError
 from gerl.objects import offered
 
@@ -123,6 +124,9 @@ def test_a_model_of_the_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: 
     unknown = composed("model.path=nobody/offline", "algorithm=flow_grpo")  # of which no other test asks
     assert unknown.config.sampling.kernel == "flow_sde"
     assert "cannot be read: model.path='nobody/offline'" in unknown.sampler and "HF_HUB_OFFLINE" in unknown.sampler
+    with only_typed(()):  # the configuration of somebody else's run: the Hub is not asked
+        unasked = composed("model.path=nobody/other", "algorithm=flow_grpo")
+    assert unasked.config.sampling.kernel == "flow_sde" and "HF_HUB_OFFLINE" not in unasked.sampler
 
 
 def test_files_are_read_from_the_hub_and_its_cache_without_libraries_of_models(tmp_path: Path) -> None:
