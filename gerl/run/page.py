@@ -19,6 +19,7 @@ from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular, unlinked
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.checkpoint import alive_since, checkpoint_paths
+from gerl.run.hacking import PAIRS, hacking_card
 from gerl.run.health import Health
 from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes, live_steps, read_spans
 from gerl.run.live import FOLDER as LIVE
@@ -265,15 +266,18 @@ class RunData:
         return {}
 
     def lora(self) -> tuple[int, bytes] | None:
-        """Return the step and file of the latest LoRA; None if there is none."""
+        """Return the step and file of the latest LoRA, of a hacked run of the one to use; None if there is none."""
         for step, path in self._loras():
             if (found := content(self.folder, str(path.relative_to(self.folder)))) is not None:
                 return step, found
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
+        card = self._hacking()[0]
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
-            yield int(path.name.rpartition("_")[2]), path / LORA
+            step = int(path.name.rpartition("_")[2])
+            if card is None or card["use"] == step:
+                yield step, path / LORA
 
     def sheet(self, step: int, held_out: bool = False) -> tuple[bytes, str] | None:
         """Return the sheet of a step's images, or of its held-out episodes, and its media type; None: there is none."""
@@ -298,7 +302,29 @@ class RunData:
         with self._lock:
             findings = sorted(self.columns().health.found.values(), key=lambda finding: -finding.step)
         health = [{"step": finding.step, "text": finding.text} for finding in findings]
-        return {"guard": guard[: -SIGNALS - 1 : -1], "health": health}
+        return {"guard": guard[: -SIGNALS - 1 : -1], "health": health, "hacking": self._hacking()[0]}
+
+    def hacking_picture(self, pair: int, side: int) -> tuple[bytes, str] | None:
+        """Return an image of a pair of the card of a hacked run, before (0) or after (1), and its media type."""
+        return self._hacking()[1].get((pair, side))
+
+    def _hacking(self) -> tuple[dict[str, Any] | None, dict[tuple[int, int], tuple[bytes, str]]]:
+        """Return the card of a hacked run, None without signals, and its images by pair and side."""
+        names = ("guard.jsonl", "validation", "checkpoints", "config.yaml")
+        now = [signature(self.folder / name) for name in names]
+
+        def make() -> tuple[dict[str, Any] | None, dict[tuple[int, int], tuple[bytes, str]]]:
+            card = hacking_card(self.folder, self.config()[1])
+            if card is None:
+                return None, {}
+            sides = {(i, k): pair for i, pair in enumerate(card.pairs) for k in (0, 1)}
+            images = {(i, k): encoded(pair.after if k else pair.before) for (i, k), pair in sides.items()}
+            values = {"title": card.title, "lasts": card.lasts, "steps": card.steps, "falls": card.falls}
+            values |= {"advice": card.advice, "use": card.use, "version": "-".join(now)}
+            values |= {"prompts": [pair.prompt for pair in card.pairs]}
+            return values, images
+
+        return self.keep("hacking", now, make) if now[0] else (None, {})
 
     def settings(self, other: "RunData | None") -> dict[str, Any]:
         """Return the configuration: its text, differences from the defaults and, if given, from `other`."""
@@ -561,12 +587,14 @@ def frozen(run_dir: Path, config: tuple[str, dict[str, Any]]) -> dict[str, Any]:
         "warnings": run.warnings(),
         **prompts,
     }
+    hacked = {(i, k): run.hacking_picture(i, k) for i in range(PAIRS) for k in (0, 1)}
     return {
         "signatures": dict.fromkeys(FROZEN_PARTS, "frozen"),
         "answers": answers,
         "pictures": pictures,
         "sheet": data_uri(*sheet) if sheet is not None else "",
         "episodes": {str(step): data_uri(*found) for step, found in sheets.items() if found is not None},
+        "hacked": {f"{i}/{k}": data_uri(*found) for (i, k), found in hacked.items() if found is not None},
     }
 
 

@@ -25,6 +25,7 @@ from gerl.config.bounded_text import MALFORMED
 from gerl.errors import GerlError
 from gerl.run.card import CARD, TRAINED, read_sessions
 from gerl.run.guard import read_guard
+from gerl.run.hacking import hacking_card
 from gerl.run.health import Health
 from gerl.run.page import facts, frozen
 from gerl.run.settings import changes, planned_steps, read_config, roles, shown_config
@@ -49,9 +50,11 @@ def write_report(run_dir: Path) -> Path:
         )
     rows = sorted(read_metrics(run_dir / "metrics.jsonl"), key=lambda row: row["step"])
     validations = load_validations(run_dir)
-    compared = BeforeAfter(validations[0], validations[-1] if validations[1:] else None) if validations else None
     text, config = read_config(run_dir / "config.yaml")
     text = shown_config(text, config)
+    hacking = hacking_card(run_dir, config)
+    doubtful, last = hacking is not None and hacking.lasts, validations[-1] if validations[1:] else None
+    compared = BeforeAfter(validations[0], last, doubtful) if validations else None
     health = Health(config)
     for row in rows:
         health.observe(row)
@@ -68,7 +71,9 @@ def write_report(run_dir: Path) -> Path:
         headline=_headline(rows, compared),
         compared=compared,
         turns=roles(config),
-        warnings=[*overlap, *(finding.text for finding in health.found.values()), *guarded],
+        hacking=hacking,
+        warnings=[*overlap, *(finding.text for finding in health.found.values())],
+        signals=guarded,
         code=_usage(run_dir, config, validations),
         starts=_starts(run_dir / CARD),
         changes=changes(config) if config else [],

@@ -513,6 +513,12 @@ class BeforeAfter:
 
     first: Validation
     last: Validation | None
+    doubtful: bool = False  # whether a gain in reward may be none: `better` is not said of it
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """What a prompt with a gain is called, and one with a loss."""
+        return ("rose", "fell") if self.doubtful else ("better", "worse")
 
     @cached_property
     def gains(self) -> list[Gain]:
@@ -540,7 +546,8 @@ class BeforeAfter:
         better, equal, worse = (trends.count(trend) for trend in ("up", "flat", "down"))
         missing = len(self.gains) - len(trends)
         note = f", {missing} without a reward" if missing else ""
-        return f"{better} better, {equal} equal, {worse} worse of {len(self.gains)} held-out prompts{note}"
+        up, down = self.words
+        return f"{better} {up}, {equal} equal, {worse} {down} of {len(self.gains)} held-out prompts{note}"
 
     @cached_property
     def featured(self) -> list[Card]:
@@ -553,7 +560,7 @@ class BeforeAfter:
         if self.last is None or not self.known:
             return [Section("all", "", list(map(self._card, self.pictured)))] if self.pictured else []
         found = []
-        for trend, name in (("up", "better"), ("down", "worse"), ("flat", "equal")):
+        for trend, name in zip(("up", "down", "flat"), (*self.words, "equal"), strict=True):
             chosen = sorted((g for g in self.pictured if g.trend == trend), key=lambda g: -abs(g.value or 0.0))
             order = ", largest change first" if trend != "flat" and chosen[1:] else ""
             title = f"{len(chosen)} {name} of the {len(self.pictured)} shown{order}"

@@ -169,6 +169,7 @@ def build_routes(site: Site, studio: bool = False) -> list[Route]:
         of_run("/trace.json", lambda run, _: _attachment(run, "trace.json", json.dumps(run.trace()))),
         of_run("/lora.safetensors", lora),
         of_run("/held_out", lambda run, r: _image(run.picture(query_int(r, "step"), query_int(r, "row")))),
+        of_run("/hacked", lambda run, r: _image(run.hacking_picture(query_int(r, "pair"), query_int(r, "side")))),
         of_run("/sheet", lambda run, request: _image(run.sheet(query_int(request, "step")))),
         of_run("/episodes", lambda run, request: _image(run.sheet(query_int(request, "step"), held_out=True))),
         Route("/api/events", partial(_events, site)),

@@ -96,6 +96,11 @@ function episodesAt(found) {
   return `episodes?${new URLSearchParams({ run: state.run, step: found.step, v: state.signatures.validation })}`;
 }
 
+function hackedAt(card, pair, side) {
+  if (FROZEN) return FROZEN.hacked[`${pair}/${side}`];
+  return `hacked?${new URLSearchParams({ run: state.run, pair, side, v: card.version })}`;
+}
+
 // --- full-size images
 
 let album = []; // the images of a part of the page: [node, caption]
@@ -437,10 +442,10 @@ function showFigures() {
   const known = held.y.filter((value) => value !== null), cards = [];
   const card = (label, big, note, trend) => cards.push(make("div", {}, make("div", { class: "soft", text: label }), make("div", { class: `big ${trend || ""}` }, ...[big].flat()), note ? make("div", { class: "soft", text: note }) : null));
   if (known.length > 1) {
-    const gain = known[known.length - 1] - known[0], best = Math.max(...known), low = curve("val/reward/gain_low").y, high = curve("val/reward/gain_high").y;
-    card("held-out reward", [score(known[0]), make("span", { class: "arrow", text: "→" }), score(known[known.length - 1])], `best ${score(best)} at step ${held.x[held.y.indexOf(best)]}`);
+    const doubtful = $("sections").classList.contains("doubtful"), gain = known[known.length - 1] - known[0], best = Math.max(...known), low = curve("val/reward/gain_low").y, high = curve("val/reward/gain_high").y;
+    card("held-out reward", [score(known[0]), make("span", { class: "arrow", text: "→" }), score(known[known.length - 1])], `${doubtful ? "highest" : "best"} ${score(best)} at step ${held.x[held.y.indexOf(best)]}`);
     const from = low[low.length - 1] ?? null, to = high[high.length - 1] ?? null;
-    const interval = from !== null ? `95 % interval ${signed(from)} to ${signed(to)}` : changed();
+    const interval = (doubtful ? "in doubt, see above; " : "") + (from !== null ? `95 % interval ${signed(from)} to ${signed(to)}` : changed());
     card("gain", signed(gain), interval, from !== null && from > 0 ? "up" : to !== null && to < 0 ? "down" : "");  // coloured only if it excludes 0
   } else if (known.length) card("held-out reward", score(known[0]), "before training");
   const recent = training.y.slice(-10).filter((value) => value !== null);
@@ -469,7 +474,8 @@ function changed() {
   if (!found || found.steps.length < 2) return "";
   const a = found.rewards[0], b = found.rewards[found.rewards.length - 1], count = { up: 0, same: 0, down: 0 };
   a.forEach((before, i) => before !== null && b[i] !== null && count[Math.abs(b[i] - before) < 5e-4 ? "same" : b[i] > before ? "up" : "down"]++);
-  return `${count.up} better, ${count.same} equal, ${count.down} worse`;
+  const [up, down] = $("sections").classList.contains("doubtful") ? ["rose", "fell"] : ["better", "worse"];
+  return `${count.up} ${up}, ${count.same} equal, ${count.down} ${down}`;
 }
 
 function figureIn(parent, id, title) {
@@ -559,16 +565,44 @@ function latest(rows) {
 async function showWarnings() {
   const run = state.run, found = await get("warnings", { run });
   if (run !== state.run || !found) return;
-  const lines = [...latest(found.guard), ...found.health];
-  $("warning-list").replaceChildren(...lines.slice(0, 30).map((row) => {
+  const signals = latest(found.guard), card = found.hacking, lines = card ? found.health : [...signals, ...found.health];
+  showHacking(card);
+  $("signal-count").textContent = `All ${signals.length} signals of the guard`;
+  $("signal-list").replaceChildren(...sentences(card ? signals : []));
+  $("warning-list").replaceChildren(...sentences(lines));
+  $("warnings").hidden = !lines.length;
+}
+
+/** The card of a run with signs of reward hacking: images before and after, what fell, and what to do. */
+function showHacking(card) {
+  $("hacking").hidden = !card;
+  const doubted = Boolean(card?.lasts), before = $("sections").classList.contains("doubtful");
+  $("sections").classList.toggle("doubtful", doubted);
+  if (doubted !== before && state.overview) showFigures();
+  if (!card) return;
+  $("hacking").classList.toggle("hacked", card.lasts);
+  $("hacking-title").textContent = card.title;
+  const captions = card.prompts.flatMap((prompt) => card.steps.map((step) => `${prompt}, step ${step}`));
+  const images = captions.map((caption, i) => [() => picture(hackedAt(card, i >> 1, i % 2), caption), caption]);
+  $("hacking-pairs").replaceChildren(...card.prompts.map((prompt, pair) => make("div", { class: "pair card" },
+    make("div", { class: "both" }, ...card.steps.map((step, side) => make("figure", {},
+      make("button", { type: "button", class: "zooms", on: { click: () => zoom(images, 2 * pair + side) } }, make("img", { src: hackedAt(card, pair, side), alt: captions[2 * pair + side] })),
+      make("figcaption", { text: `step ${step}` })))),
+    make("p", {}, make("span", { text: prompt, title: prompt })))));
+  $("hacking-falls").replaceChildren(...card.falls.map((text) => make("li", { text })));
+  $("hacking-advice").replaceChildren(...card.advice.map(([text, keys]) => make("li", {}, text, keys ? make("code", { text: keys }) : null)));
+}
+
+/** Signals and findings, each with the images where it shows most. */
+function sentences(rows) {
+  return rows.slice(0, 30).map((row) => {
     const action = row.action && row.action !== "warn" ? ` (${row.action})` : "";
     const sentence = make("p", {}, make("span", { class: "when", text: `${row.since === undefined ? "step" : `steps ${row.since} to`} ${row.step}${row.signal ? `, ${row.signal}` : ""}` }), `${row.text ?? ""}${action}`);
     const rows = Array.isArray(row.shown) ? row.shown.filter(Number.isInteger).slice(0, 8) : [];
     const usable = state.heldOut && state.heldOut.steps.includes(row.step) ? rows.filter((i) => state.heldOut.shown.includes(i)) : [];
     if (!usable.length) return sentence;
     return make("div", {}, sentence, make("div", { class: "strip" }, ...usable.map((i) => make("img", { src: pictureAt(row.step, i), alt: `${captionOf(i)}, step ${row.step}`, title: captionOf(i), loading: "lazy" }))));
-  }));
-  $("warnings").hidden = !lines.length;
+  });
 }
 
 // --- held-out prompts
@@ -1025,7 +1059,7 @@ async function open(run) {
   Object.assign(state, { run, signatures: {}, overview: null, series: {}, width: -1, generation: -1, last: null, heldOut: null, row: null, place: null, liveStep: null, episodeStep: null, opened: new Set() });
   state.others.delete(run);
   for (const id of ["charts", "all-charts"]) $(id).replaceChildren();
-  for (const id of ["warnings", "time", "extremes", "episodes", "live", "speed", "curves"]) $(id).hidden = true;
+  for (const id of ["hacking", "warnings", "time", "extremes", "episodes", "live", "speed", "curves"]) $(id).hidden = true;
   pause();
   if (!FROZEN) history.replaceState(null, "", `${location.pathname}?${new URLSearchParams({ run })}`);
   showOthers();

@@ -137,8 +137,37 @@ def test_each_image_of_a_prompt_is_named_and_signals_of_a_kind_are_one_line(page
         text(page, "#now-note", "step 20: 0.100 +0.000")
         assert page.eval_on_selector("#now img", SHADE) == 100
         sync_api.expect(page.locator("#extreme-list .pair").first).to_contain_text("blue2/20.300 → 0.700")
-        assert page.locator("#warning-list p").all_inner_texts() == ["steps 10 to 20, watchedocr fell, 20"]
-        assert page.locator("#warning-list img").count() == 2
+        page.locator("#hacking summary").click()
+        assert page.locator("#signal-list p").all_inner_texts() == ["steps 10 to 20, watchedocr fell, 20"]
+        assert page.locator("#signal-list img").count() == 2 and page.locator("#warnings").is_hidden()
+
+
+def test_a_hacked_run_has_one_card_and_no_green_gain(page: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "outputs" / "x" / "one")
+    signal = {"step": 20, "signal": "watched", "column": "ocr", "value": -0.1, "text": "ocr fell", "shown": [1, 0]}
+    with serving(tmp_path / "outputs") as (url, _):
+        page.goto(url)
+        text(page, "#slider-step", "step 20")
+        assert page.locator("#hacking").is_hidden() and page.locator("#sections.doubtful").count() == 0
+        (run / "guard.jsonl").write_text(json.dumps(signal) + "\n")
+        for address in (url, write_report(run).as_uri()):
+            if address != url:
+                page.goto(address)
+            text(page, "#hacking-title", "Probably hacked since step 20")
+            sync_api.expect(page.locator("#hacking-pairs .pair")).to_have_count(3)
+            assert page.locator("#hacking-pairs p").all_inner_texts() == [PROMPTS[1], PROMPTS[0], PROMPTS[2]]  # as text
+            shades = [page.locator("#hacking-pairs img").nth(i).evaluate(SHADE) for i in (0, 1)]
+            assert shades == [0, 100]  # of the first step and of the flagged one
+            assert page.locator("#hacking-falls li").count() == 1 and page.locator("#signal-list").is_hidden()
+            sync_api.expect(page.locator("#numbers")).to_contain_text("in doubt, see above; ")
+            gain, ink = (
+                page.eval_on_selector(where, "(node) => getComputedStyle(node).color")
+                for where in ("#extreme-list .up", "#extreme-list .pair")
+            )
+            assert gain == ink
+            page.locator("#hacking-pairs .zooms").nth(1).click()
+            text(page, "#zoom-note", f"{PROMPTS[1]}, step 20")
+            page.keyboard.press("Escape")
 
 
 def test_fifty_pages_are_open_and_show_what_is_new(browser: Any, tmp_path: Path) -> None:
