@@ -970,11 +970,12 @@ class GuardConfig(Block):
         "a signal",
         low=0,
     )
-    kl_start: float = key(
-        0.01, "kl and rollback: the weight of the KL after the first signals, if algorithm.kl_coef is lower", above=0
+    kl_share: float = key(
+        1.0,
+        "the weight of the KL after the first signals (kl, rollback; warn names it): the gradient of the KL is so many "
+        "times as large as the reward's, measured on the next step; doubled at later signals",
+        above=0,
     )
-    kl_factor: float = key(2.0, "kl and rollback: factor for the weight of the KL at later signals", above=1)
-    kl_most: float = key(1.0, "kl and rollback: upper limit of the weight of the KL", above=0)
     rollbacks: int = key(3, "maximum number of rollbacks; signals after that end the run", low=1)
 
     def check(self) -> None:
@@ -984,22 +985,11 @@ class GuardConfig(Block):
                     f"guard.ignored: there is no signal {name!r}, only {', '.join(SIGNALS)}, and their columns, "
                     "such as looks/red"
                 )
-        if self.kl_start > self.kl_most:
-            raise ConfigError(
-                f"guard.kl_start={self.kl_start}: it exceeds the limit guard.kl_most={self.kl_most}; raise that, "
-                "or lower this"
-            )
 
     @property
     def raises_kl(self) -> bool:
         """Whether signals raise the KL weight."""
         return self.action in ("kl", "rollback")
-
-    def raised(self, coef: float) -> float:
-        """Return the KL weight after signals, given the weight `coef` before."""
-        if coef < self.kl_start:
-            return self.kl_start
-        return max(coef, min(self.kl_most, coef * self.kl_factor))
 
     def counts(self, signal: str, column: str) -> bool:
         """Whether the signal is considered, that is, not in `ignored`."""

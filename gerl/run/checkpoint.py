@@ -500,7 +500,7 @@ class RunState:
     unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
     worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
     kl_coef: float | None = None  # the weight of the KL that the guard has raised; None: algorithm.kl_coef
-    rollbacks: int = 0  # times that the guard has taken the run back
+    returns: list[int] = field(default_factory=list)  # steps to which the guard has taken the run back, in order
     algorithm: dict[str, Any] = field(default_factory=dict)  # see `Algorithm.state`
     identity: dict[str, str] = field(default_factory=dict)  # digests of the prompts and of the base weights
     extensions: dict[str, Any] = field(default_factory=dict)  # by name, see `Extension.state`

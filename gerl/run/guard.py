@@ -85,6 +85,7 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 # of the first images, by which changes of looks, of diversity and of surprise are measured.
 
 FILE = "guard.jsonl"
+EVENTS = ("rollback", "advice")  # its rows that are no signals
 # drifts beyond these many standard deviations over the first prompts count
 LOST, SURPRISING, DRIFT, ALIKE = 0.25, 2.0, 1.5, 1.0
 SHOWN = 8  # images shown per signal
@@ -362,6 +363,7 @@ class GuardLog:
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
             write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
+        self.empty, self.advised = not kept, any(row["signal"] == "advice" for row in kept)
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
     def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
@@ -376,17 +378,24 @@ class GuardLog:
         self._append(lines)
         return due
 
-    def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float) -> str:
+    def advise(self, step: int, weight: float, text: str, action: str) -> None:
+        """Record a weight of the KL that would help, known since `step`, with its sentence."""
+        self.advised = True
+        self._append_event("advice", "kl_coef", {"step": step, "value": weight, "threshold": 0.0}, text, action)
+
+    def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float | None) -> str:
         """Record a rollback to `step`, with its reason; returns its sentence."""
         first, reasons = why[0], ", ".join(signal.key for signal in why)
-        text = (
-            f"the run returned here from step {first.step} because of {reasons}, and continued with kl_coef={kl:g}: "
-            f"{first.text}"
-        )
-        row = {"step": step, "signal": "rollback", "column": f"from step {first.step}", "value": float(first.step)}
-        row |= {"threshold": kl, "text": text, "shown": [], "size": None, "action": "rollback"}
-        self._append([f"{json.dumps(finite(row))}\n"])
+        weight = "a weight of the KL that the next step measures" if kl is None else f"kl_coef={kl:g}"
+        text = f"the run returned here from step {first.step} because of {reasons}, with {weight}: {first.text}"
+        values = {"step": step, "value": float(first.step), "threshold": kl}
+        self._append_event("rollback", f"from step {first.step}", values, text, "rollback")
         return text
+
+    def _append_event(self, name: str, column: str, values: Mapping[str, Any], text: str, action: str) -> None:
+        row = {"step": values["step"], "signal": name, "column": column, **values}
+        row |= {"text": text, "shown": [], "size": None, "action": action}
+        self._append([f"{json.dumps(finite(row))}\n"])
 
     def _append(self, lines: Sequence[str]) -> None:
         if lines:

@@ -27,7 +27,7 @@ from gerl.rewards.total import thresholds
 from gerl.run.attempts import SUCCESS
 from gerl.run.card import TRAINED, changed_software, secrets
 from gerl.run.checkpoint import shortened
-from gerl.run.guard import read_guard
+from gerl.run.guard import EVENTS, read_guard
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
@@ -257,7 +257,7 @@ def closing_screen(config: Config, run_dir: Path, step: int, seconds: float) -> 
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
     lines += [f"report: {written}", trained]
-    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] != "rollback"]
+    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] not in EVENTS]
     if rows:
         keys = [f"{row['signal']}/{row['column']}" for row in rows]
         lines.append(f"guard:  {shortened(keys)} after the last step; gerl export prefers a checkpoint without signals")

@@ -164,22 +164,25 @@ def begin_again(run: Run) -> None:
 
 
 def roll_back(run: Run, directive: RollBack) -> None:
-    """Return to an earlier checkpoint and raise the weight of the KL."""
+    """Return to an earlier checkpoint and raise the weight of the KL; raises the error that ends the run, if any."""
     checkpoint = directive.checkpoint
     run.writer.finish()
-    times = run.state.rollbacks + 1
+    returns = [*run.state.returns, checkpoint.step]
     with signals.deferred(), waiting(f"rolling back to step {checkpoint.step}"):
         run.discard()
         run.fleet.clear()
         run.load(checkpoint)
-        run.state.rollbacks = times
-        run.set_kl_coef(directive.kl_coef)
+        run.state.returns = returns
+        if directive.kl_coef is not None:
+            run.set_kl_coef(directive.kl_coef)
         run.save()  # so that a resumed run knows of the rollback
         run.writer.finish()
         set_aside(run.run_dir, checkpoint.step, with_images=True)
         run.reopen_log(kept=run.state.step - bool(run.state.unlogged))
         run.notify("rolled_back", directive)
         run.remember()
+    if directive.error is not None:
+        raise directive.error
 
 
 # --- the end of a run that does not finish

@@ -511,7 +511,7 @@ class Run:
             if self.fleet.recovery is not None:
                 step.metrics |= self.fleet.recovery.metrics()
             step.metrics |= {} if self.state.kl_coef is None else {"guard/kl_coef": self.state.kl_coef}
-            step.metrics |= {"guard/rollbacks": float(self.state.rollbacks)} if self.state.rollbacks else {}
+            step.metrics |= {"guard/rollbacks": float(len(self.state.returns))} if self.state.returns else {}
         self.metrics_log.log(step.number, step.metrics)
         self.latest, self.state.unlogged = step.metrics, {}
 

@@ -179,6 +179,7 @@ class Actor:
         self.most: int | None = None  # rows of a replay that fit into memory; None: no known limit
         self.divides = ranks is None  # whether it searches for that limit
         self.say: Callable[[str], None] = logger.warning
+        self.subtracted: list[torch.Tensor] = []  # a gradient, see `gerl.workers.kl_gradient`
         self.looked = False  # whether layers were checked for a missing gradient
         self.optimizer = build_optimizer(config, self.parameters)
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule

@@ -225,11 +225,15 @@ class LocalFleet:
 
     def step(self, finished: int, last: bool, resets: bool) -> list[StepResult]:
         """Take an optimizer step with the sum of all gradients; `last`: also end the trainer step."""
+        return self.trainers.run(PolicyWorker.step, finished, self.sum_gradients(), last, resets)
+
+    def sum_gradients(self) -> bool:
+        """Sum the gradients of workers in one process; returns whether the next call has to, as a collective call."""
         together = len(self.trainers) > 1 and self.trainers.remote
-        if len(self.trainers) > 1 and not together:  # workers in one process have no collective
+        if len(self.trainers) > 1 and not together:
             total = torch.stack(self.trainers.run(gradient)).sum(0)
             self.trainers.run(set_gradient, total)
-        return self.trainers.run(PolicyWorker.step, finished, together, last, resets)
+        return together
 
     def finish_step(self, step: int, results: Sequence[StepResult], resets: bool) -> list[StepResult]:
         """End trainer step `step` on all processes, unless its last optimizer step, with `results`, did so."""

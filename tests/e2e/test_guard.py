@@ -1,12 +1,15 @@
 """The guard in whole runs: a reward that takes from a watched scorer is said, and ends the run where that is wanted."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gerl.run.checkpoint import find_checkpoint
 from gerl.run.guard import read_guard
@@ -15,6 +18,7 @@ from gerl.trainer.launch import launched
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.run_folder import open_run
 
+ROOT = Path(__file__).resolve().parents[2]
 # the brightness is trained, and the darkness watched
 DARK = """
 import numpy as np
@@ -71,52 +75,94 @@ def test_a_run_is_warned_and_goes_on(
     assert (pictures[0] != pictures[1]).any() and "bright on 24 images of 12 held-out prompts: " in caplog.text
 
 
+def advice(folder: Path) -> list[tuple[int, float]]:
+    """Step and value of the weights of the KL that the guard names."""
+    rows = [row for row in read_guard(folder) if row["signal"] == "advice"]
+    assert all(row["column"] == "kl_coef" and f"kl_coef={row['value']:g}" in row["text"] for row in rows)
+    return [(row["step"], row["value"]) for row in rows]
+
+
 def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Alarms until the run may not go back any more; a second run, stopped right after it went back, ends alike."""
-    whole = command("guard.action=rollback", "guard.rollbacks=1", "logger.report=true")
+    """It ends when it is back at the same step again; a second run, stopped after it first went back, ends alike."""
+    whole = command("guard.action=rollback", "logger.report=true")
     assert main(whole) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "guard.action=rollback ended the run" in error and "rolled back guard.rollbacks=1 times" in error
+    assert "guard.action=rollback ended the run" in error and "back at step 2 again although" in error
     run = run_of(tmp_path / "run")
-    rows = read_guard(run.folder)
-    back = [row for row in rows if row["signal"] == "rollback"]
-    assert [(row["threshold"], row["action"]) for row in back] == [(0.01, "rollback")]
-    assert run.column("guard/rollbacks")[-1] == 1 and run.column("guard/kl_coef")[-1] == 0.01
-    assert [row["step"] for row in run.metrics] == list(range(run.metrics[-1]["step"] + 1))
+    first, second = (row for row in read_guard(run.folder) if row["signal"] == "rollback")
+    assert (first["step"], first["threshold"], second["step"]) == (2, None, 2)
+    assert [row["step"] for row in run.metrics] == [0, 1, 2] and run.counters(2)["returns"] == [2, 2]
+    assert run.counters(2)["kl_coef"] == second["threshold"] and advice(run.folder) == [(2, second["threshold"])]
+    assert f"algorithm.kl_coef was {second['threshold'] / 2:g}" in error
+    assert f"algorithm.kl_coef={2 * second['threshold']:g}" in error and f"checkpoint.resume={run.folder}" in error
     assert "returned here from step" in (run.folder / "report.html").read_text()
-    assert len([r for r in caplog.records if "guard: the run returned here" in r.message]) == 1
-    target, first = back[0]["step"], int(back[0]["value"])
-    aside = run.folder / "abandoned" / f"after_step_{target}"
-    assert f'"step": {first}' in (aside / "guard.jsonl").read_text()
-    assert (aside / "validation" / f"step_{first:06d}.npz").exists()  # the images that show it
+    assert len([r for r in caplog.records if "guard: the run returned here" in r.message]) == 2
+    aside = run.folder / "abandoned" / "after_step_2"
+    assert f'"step": {int(first["value"])}' in (aside / "guard.jsonl").read_text()
+    assert (aside / "validation" / f"step_{int(first['value']):06d}.npz").exists()  # the images that show it
+    assert find_checkpoint(run.folder)[1].step == 2
 
     stopped = [argument.replace(str(tmp_path / "run"), str(tmp_path / "other")) for argument in whole]
     folder = open_run(stopped)
     assert folder is not None
     seen = list[int]()
     with pytest.raises(GeneratorExit), folder, launched(folder) as (trainer, steps):
-        while seen == sorted(set(seen)):  # until it has gone back, and trained a step
+        while seen == sorted(set(seen)):  # until it has gone back, and trained a step with the measured weight
             next(steps)
             seen.append(trainer.state.step)
         raise GeneratorExit
-    if seen[-1] > target:
-        shutil.rmtree(tmp_path / "other" / "checkpoints" / f"step_{seen[-1]}")  # as if it was killed before that
+    assert seen[-1] == 3
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "step_3")  # as if it was killed before that
+    capsys.readouterr()
     assert main([f"hydra.run.dir={tmp_path / 'other'}", "checkpoint.resume=auto"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == error.replace(str(tmp_path / "run"), str(tmp_path / "other"))
     other = run_of(tmp_path / "other")
-    other.assert_same(run, other.metrics[-1]["step"])
-    assert [row for row in read_guard(other.folder) if row["signal"] == "rollback"][-1]["threshold"] == 0.01
-    assert find_checkpoint(other.folder)[1].step == find_checkpoint(run.folder)[1].step
+    other.assert_same(run, 2)
+    assert advice(other.folder) == advice(run.folder)
+    higher = [
+        f"hydra.run.dir={tmp_path / 'other'}",
+        "checkpoint.resume=auto",
+        "algorithm.kl_coef=50",
+        "trainer.steps=3",
+    ]
+    assert main(higher) == 1 and advice(other.folder) == [(2, 100.0)]
+    assert "back at step 2 again although algorithm.kl_coef was 50: " in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_a_kl_of_more_weight(command: Any, tmp_path: Path, run_of: Any) -> None:
-    assert main(command("guard.action=kl", "guard.kl_start=0.5", "guard.kl_factor=4", "guard.kl_most=1")) == 0
-    run = run_of(tmp_path / "run")
-    first = read_guard(run.folder)[0]["step"]
-    weights = {row["step"]: row.get("guard/kl_coef") for row in run.metrics}
-    assert weights[first] is None and weights[first + 1] == 0.5 and weights[6] in (0.5, 1.0)
-    assert {row["step"] for row in run.metrics if "actor/kl" in row} == set(range(first + 1, 7))
+def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
+    command: Any, tmp_path: Path, run_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two workers, and over Ray, where one dies as it measures; without an action the training stays as it is."""
+    keys = ["guard.action=kl", "guard.kl_share=3", "cluster.num_workers=2"]
+    plain, same, two, ray = (
+        command(*k, f"hydra.run.dir={tmp_path / n}")
+        for n, k in {
+            "plain": ["guard.action=off"],
+            "same": [],
+            "two": keys,
+            "ray": [*keys, "cluster.launcher=ray"],
+        }.items()
+    )
+    assert [main(args) for args in (plain, same, two)] == [0, 0, 0]
+    run, unguarded = run_of(tmp_path / "two"), run_of(tmp_path / "plain")
+    (measured, weight), *later = advice(run.folder)
+    assert later == [(6, 2 * weight)] and measured == read_guard(run.folder)[0]["step"] + 1 == 5
+    assert [row.get("guard/kl_coef") for row in run.metrics] == [None] * 5 + [weight] * 2
+    assert {row["step"] for row in run.metrics if "actor/kl" in row} == {5, 6}
+    assert advice(tmp_path / "same") == [(5, weight)]
+    assert torch.equal(run_of(tmp_path / "same").lora(6), unguarded.lora(6))
+    for name in ("actor/grad_norm", "reward/mean", "evaluations/backward"):
+        assert run_of(tmp_path / "same").column(name) == unguarded.column(name)
+
+    (tmp_path / "kills").mkdir()
+    (tmp_path / "kills" / "_take_norm.1.5").write_text(str(int(signal.SIGKILL)))
+    monkeypatch.setenv("GERL_KILLS", str(tmp_path / "kills"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "in_workers"), str(ROOT)]))
+    assert main(ray) == 0 and not list((tmp_path / "kills").iterdir())
+    run_of(tmp_path / "ray").assert_same(run, 6)
+    assert advice(tmp_path / "ray") == advice(run.folder)
 
 
 def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(

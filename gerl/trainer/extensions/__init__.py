@@ -45,7 +45,6 @@ EXTENSIONS = (
     "chosen_metrics:ChosenMetrics",
     "stop_at:StopAt",
     "guard:HackingGuard",
-    "raise_kl:RaiseKL",
     "health:HealthChecks",
     "dump:StepDump",
     "timeline:TimelineFile",
@@ -68,11 +67,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class RollBack:
-    """Return to `checkpoint` because of `signals`, and continue with `kl_coef` as the weight of the KL."""
+    """Return to `checkpoint` because of `signals`, and continue with `kl_coef` as the weight of the KL.
+
+    `kl_coef`: None keeps that of the checkpoint. `error`: ends the run there.
+    """
 
     checkpoint: Checkpoint
-    kl_coef: float
+    kl_coef: float | None
     signals: tuple[Signal, ...]
+    error: Exception | None = None
 
 
 Directive = Save | Stop | RollBack

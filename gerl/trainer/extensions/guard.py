@@ -18,7 +18,7 @@ from gerl.run.guard import (
 )
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import Validation, validation_steps
-from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop
+from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop, kl_weight
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 from gerl.trainer.validation import load_scores
@@ -35,6 +35,8 @@ class HackingGuard(Extension):
 
     def starting(self, run: Run) -> None:
         self.log = GuardLog(run.run_dir, run.state.step)
+        if not (self.log.empty and not run.state.returns) and self.config.guard.action != "off":
+            kl_weight.join(run, self.log)
         self.peaks, self.best = {}, None
         first: Validation | None = None
         for earlier in validation_steps(run.run_dir):
@@ -72,6 +74,8 @@ class HackingGuard(Extension):
             run.alert(signal.step, sentence)
         step.metrics["guard/signals"] = float(len(step.signals))
         run.signals = [signal.key for signal in step.signals]
+        if step.signals and kl_weight.NAME not in run.extensions:
+            kl_weight.join(run, self.log)
         if step.signals and acts:
             ends = guard.action == "stop"
             step.directives.append(Stop(self._ended(step.signals)) if ends else self._roll_back(run, step))
@@ -84,15 +88,25 @@ class HackingGuard(Extension):
         checkpoint = best_checkpoint(run.run_dir / "checkpoints", step.number, criterion)
         if checkpoint is None:
             return Stop(self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; "))
-        if run.state.rollbacks >= guard.rollbacks:
+        if len(run.state.returns) >= guard.rollbacks:
             why = f"it has already rolled back guard.rollbacks={guard.rollbacks} times; "
             return Stop(self._ended(step.signals, why))
-        return RollBack(checkpoint, guard.raised(run.algorithm.kl_coef), tuple(step.signals))
+        before = run.algorithm.kl_coef if self.log.advised else 0.0
+        raised = kl_weight.FACTOR * before or None  # None: the next step measures it
+        error = None
+        if checkpoint.step in run.state.returns:  # training from there once more leads to the same signals
+            with_kl = "" if not before else f" although algorithm.kl_coef was {before:g}"
+            remedy = "" if raised is None else f"resume it with algorithm.kl_coef={kl_weight.FACTOR * raised:g}, "
+            why = f"it is back at step {checkpoint.step} again{with_kl}: take that checkpoint, {remedy}or "
+            error = self._ended(step.signals, why)
+        return RollBack(checkpoint, raised, tuple(step.signals), error)
 
     def rolled_back(self, run: Run, directive: RollBack) -> None:
         sentence = self.log.rolled_back_row(run.state.step, directive.signals, directive.kl_coef)
         logger.warning("step %d: guard: %s", run.state.step, sentence)
         run.alert(run.state.step, sentence)
+        if directive.kl_coef is not None:
+            self.log.advise(run.state.step, directive.kl_coef, sentence, self.config.guard.action)
 
     def _ended(self, found: list[Signal], why: str = "") -> GuardError:
         """Build the error that ends the run after the last validation; `why` says why it does not roll back."""

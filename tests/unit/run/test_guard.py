@@ -359,16 +359,6 @@ def test_going_back_is_a_row_of_the_step_that_the_run_goes_on_from(tmp_path: Pat
     assert GuardLog(tmp_path, 2) and read_guard(tmp_path) == [row]  # as a resumed run opens it
 
 
-def test_the_weight_of_the_kl_starts_and_doubles_up_to_its_most() -> None:
-    guard = GuardConfig(action="kl", kl_start=0.01, kl_most=0.03)
-    weights = [0.0]
-    for _ in range(4):
-        weights.append(guard.raised(weights[-1]))
-    assert weights == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.03]) and guard.raised(5.0) == 5.0
-    with pytest.raises(ConfigError, match=r"guard\.kl_start=0\.5: it exceeds the limit guard\.kl_most=0\.1"):
-        GuardConfig(kl_start=0.5, kl_most=0.1)
-
-
 def test_signals_that_are_ignored_are_named_in_words_that_there_are() -> None:
     config = GuardConfig(ignored=["looks/red", "diversity"])
     assert not config.counts("looks", "red") and not config.counts("diversity", "unlike_own")
