@@ -127,7 +127,7 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
         "algorithm.kl_coef=50",
         "trainer.steps=3",
     ]
-    assert main(higher) == 1 and advice(other.folder) == [(2, 100.0)]
+    assert main(higher) == 1 and advice(other.folder)[-1] == (2, 100.0)
     assert "back at step 2 again although algorithm.kl_coef was 50: " in capsys.readouterr().err
 
 
@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
         command(*k, f"hydra.run.dir={tmp_path / n}")
         for n, k in {
             "plain": ["guard.action=off"],
-            "same": [],
+            "same": keys[1:2],
             "two": keys,
             "ray": [*keys, "cluster.launcher=ray"],
         }.items()

@@ -96,8 +96,8 @@ class HackingGuard(Extension):
         error = None
         if checkpoint.step in run.state.returns:  # training from there once more leads to the same signals
             with_kl = "" if not before else f" although algorithm.kl_coef was {before:g}"
-            remedy = "" if raised is None else f"resume it with algorithm.kl_coef={kl_weight.FACTOR * raised:g}, "
-            why = f"it is back at step {checkpoint.step} again{with_kl}: take that checkpoint, {remedy}or "
+            remedy = "" if raised is None else f", or resume it with algorithm.kl_coef={kl_weight.FACTOR * raised:g}"
+            why = f"it is back at step {checkpoint.step} again{with_kl}: take that checkpoint{remedy}; "
             error = self._ended(step.signals, why)
         return RollBack(checkpoint, raised, tuple(step.signals), error)
 

@@ -69,16 +69,16 @@ def test_damage_between_two_validations_is_sudden() -> None:
     assert [guard.is_sudden(run("edges", 1, damage, {})) for damage in (sudden, gradual)] == [True, False]
 
 
-def test_each_action_exports_the_best_checkpoint_without_signals() -> None:
-    found = run("frame", 1, [0.0, 0.1, 0.4, 0.8], {"6": ["base/alignment"], "9": ["base/alignment"]})
-    found |= {"reward": [0.1, 0.2, 0.3, 0.4], "measures": {"ocr": [1.0, 0.9, 0.6, 0.2]}}
-    exported = {action: guard_actions.row(found, action) for action in guard_actions.ACTIONS}
-    assert {action: row["exported"] for action, row in exported.items()} == {
-        "off": 9, "warn": 3, "kl": 3, "rollback": 3, "stop": 3,
-    }  # fmt: skip
-    assert exported["warn"]["ocr"] == [1.0, 0.9] and exported["warn"]["alarms"] == 2
-    found["signals"] |= {"3": ["looks/red"]}  # all have signals
-    assert [guard_actions.row(found, action)["exported"] for action in ("warn", "stop")] == [9, 3]
+def test_each_action_exports_the_best_checkpoint_without_signals_or_the_base_model() -> None:
+    found = {"steps": [0, 6, 12, 18, 24], "reward": [0.1, 0.2, 0.3, 0.5, 0.4]}
+    for alarms, expected in (
+        ([], (18, 18)),
+        ([16, 18, 24], (12, 12)),
+        ([12, 24], (18, 6)),
+        ([4], (18, 0)),
+        ([4, 6, 12, 18, 24], (0, 0)),
+    ):
+        assert (guard_actions.exported(found, alarms, False), guard_actions.exported(found, alarms, True)) == expected
 
 
 def test_what_measures_the_damage_is_hidden_from_the_guard() -> None:
