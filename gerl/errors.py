@@ -37,6 +37,10 @@ class CheckpointError(GerlError):
     """A checkpoint cannot be written or read, or belongs to another run."""
 
 
+class FlaggedError(CheckpointError):
+    """Every validated checkpoint of a run has signals of the guard: none is used without being named."""
+
+
 class ClusterError(GerlError):
     """The workers cannot be placed or one of them died."""
 

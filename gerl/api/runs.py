@@ -17,7 +17,7 @@ from gerl.config.bounded_text import read_values
 from gerl.data.code import as_lines, row_of
 from gerl.errors import DataError, GerlError
 from gerl.model.paths import WEIGHTS
-from gerl.run.checkpoint import find_checkpoint
+from gerl.run.choice import find_checkpoint
 from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
@@ -78,8 +78,8 @@ class Run:
     def lora(self) -> Path:
         """Folder of the trained LoRA, for `pipe.load_lora_weights`.
 
-        From the best checkpoint (`checkpoint.best`), if possible without signals of the guard, else the newest.
-        Raises `CheckpointError` if there is none.
+        From the best checkpoint (`checkpoint.best`) without signals of the guard; without validations the newest.
+        Raises `FlaggedError` if every validated one has signals, `CheckpointError` if there is none.
         """
         checkpoint = find_checkpoint(self.folder)[1]
         if not (checkpoint.path / "lora" / WEIGHTS).is_file():

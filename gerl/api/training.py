@@ -31,6 +31,8 @@ from gerl.config.suggestions import plain as spelt
 from gerl.data.code import MapStyle, items, row_of
 from gerl.errors import ConfigError, DataError, GerlError, Stopped
 from gerl.objects import PREFIX, offered
+from gerl.run.checkpoint import load_checkpoint
+from gerl.run.choice import choice_of
 from gerl.trainer.launch import launched
 from gerl.trainer.run_folder import open_run
 from gerl.utils.files import write_file, writing
@@ -222,7 +224,8 @@ class Trainer:
     def _in_place(self) -> Iterator[None]:
         """Restore what training changes in the pipeline in memory, but keep the LoRA (its average).
 
-        Without a finished step the LoRA is removed, since another attempt would be refused because of it.
+        Without a finished step the LoRA is removed, since another attempt would be refused because of it. See also
+        `_without_signals`.
         """
         if self.pipe is None:
             yield
@@ -244,13 +247,33 @@ class Trainer:
             self.pipe.set_progress_bar_config(**bar)
             for p in open_to_training:
                 p.requires_grad_()
-            if self.policy is not None:
-                self.policy.keep_average()
+            if self.policy is not None and self._without_signals(self.policy):
                 if self.policy.trained and any(map(has_adapter, self.policy.denoisers.values())):
                     setattr(self.pipe, MARK, (self.folder, next(iter(self.policy.trained.values()))))
             else:
                 for denoiser in filter(has_adapter, find_denoisers(self.pipe).values()):
                     remove_lora(denoiser)
+
+    def _without_signals(self, policy: Policy) -> bool:
+        """Let the pipeline have the average of the last step, or if that has signals of the guard, of the `Choice`.
+
+        Returns False if that is the base model, which fully trained weights can no longer be.
+        """
+        policy.keep_average()
+        choice = choice_of(self.folder)
+        if choice is None or choice.offered == choice.latest:
+            return True
+        has = "these weights; " if policy.whole else "no LoRA; " if choice.use is None else "the LoRA of "
+        said = "step %d, the last one, has signals of the guard: the pipeline has %s%s"
+        logger.warning(said, choice.latest, has, choice.why)
+        if choice.use is not None and not policy.whole:
+            from gerl.utils.tensors import unpack_tensors  # imports torch
+
+            chosen = load_checkpoint(self.folder / "checkpoints" / f"step_{choice.use}")
+            averages = unpack_tensors(chosen.read("state.safetensors"))
+            for name, parameter in policy.trained.items():
+                parameter.data.copy_(averages[f"ema/{name}"])
+        return policy.whole or choice.use is not None
 
 
 def train(

@@ -537,7 +537,8 @@ class CheckpointConfig(Block):
     every: int = main_key(10, "trainer steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(
         2,
-        "latest checkpoints kept, in addition to the best by checkpoint.best, with and without signals of the guard",
+        "latest checkpoints kept, in addition to the best by checkpoint.best, with and without signals of the guard, "
+        "and those before and after the first signal",
         low=1,
     )
     best: str = key(
@@ -946,7 +947,7 @@ class GuardConfig(Block):
     action: Literal["off", "warn", "kl", "rollback", "stop"] = key(
         "warn",
         "response when held-out images indicate reward hacking or collapse (docs/guard.md): warn logs it, and the best "
-        "checkpoint is one without signals if there is any; kl also raises the weight of the KL; rollback returns to "
+        "checkpoint is one without signals, or none; kl also raises the weight of the KL; rollback returns to "
         "the best earlier checkpoint and continues with that weight raised; stop ends the run; off: no comparison",
     )
     judge: Literal["base", "off"] = key(

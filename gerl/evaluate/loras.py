@@ -11,7 +11,8 @@ from gerl.config.bounded_text import read_json, regular
 from gerl.errors import ConfigError, ModelError
 from gerl.model.paths import WEIGHTS
 from gerl.rewards.total import TOTAL
-from gerl.run.checkpoint import MANIFEST, STATE, find_checkpoint, load_checkpoint, models_in
+from gerl.run.checkpoint import MANIFEST, STATE, load_checkpoint, models_in
+from gerl.run.choice import find_checkpoint
 from gerl.run.settings import get
 from gerl.utils.files import reason
 

@@ -14,7 +14,8 @@ from gerl.errors import GerlError
 from gerl.evaluate.loras import find_lora
 from gerl.protocol import Prompt
 from gerl.run.attempts import held_out_metric
-from gerl.run.checkpoint import Checkpoint, comparable_checkpoints, criterion_of
+from gerl.run.checkpoint import Checkpoint
+from gerl.run.choice import comparable_checkpoints, criterion_of
 from gerl.run.settings import get
 from gerl.run.validation import Validation, load_validation
 

@@ -19,7 +19,8 @@ from gerl.config.user_files import only_typed
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.export.base import Base, file_stem
 from gerl.model.paths import resolve
-from gerl.run.checkpoint import Checkpoint, find_checkpoint, models_in
+from gerl.run.checkpoint import Checkpoint, models_in
+from gerl.run.choice import find_checkpoint
 from gerl.utils.files import reason, write_atomically
 from gerl.web.pages import render
 
@@ -49,8 +50,8 @@ class Request:
         "ema: the averaged weights, used for validation; or raw: those of the last optimizer step", "ema"
     )
     step: int | None = key(
-        "the checkpoint of this trainer step; default: the best by the run's checkpoint.best (its held-out reward), if "
-        "possible without signals of the guard, else the latest",
+        "the checkpoint of this trainer step; default: the best by the run's checkpoint.best (its held-out reward) "
+        "without signals of the guard; without validations the latest",
         unit="the number of a trainer step",
     )
     role: str | None = key("with episodes: the role whose LoRA it is; default: the run's own")

@@ -5,14 +5,13 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -21,8 +20,6 @@ from typing import Any, BinaryIO
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gerl.config.bounded_text import MALFORMED, read_json, regular
-from gerl.config.changes import flat_settings
-from gerl.config.held_out import BY_REWARD, REWARD, Criterion
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run.card import secrets
 from gerl.utils.files import file_digest, reason
@@ -119,8 +116,11 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint and verify every file against the manifest; `CheckpointError` names a damaged file."""
+def load_checkpoint(path: Path, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint and verify every file against the manifest; `CheckpointError` names a damaged file.
+
+    `verify`: False reads only its state.
+    """
     manifest = _read_json(path, MANIFEST)
     number = manifest.get("format")
     if type(number) is not int:
@@ -139,7 +139,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, f"{MANIFEST} is not a list of files") from error
     if STATE not in expected:
         raise _damaged(path, f"{MANIFEST} does not list {STATE}")
-    for name, (digest, size) in expected.items():
+    for name, (digest, size) in expected.items() if verify else ():
         if not _is_relative(name):
             raise _damaged(path, f"{name!r} lies outside it")
         with _reading(path, name):
@@ -188,70 +188,23 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     return None
 
 
-def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Checkpoint, str]:
-    """Find the run folder of `folder` (a run or one of its checkpoints), a checkpoint, and the reason for this one.
-
-    The checkpoint is verified. Without `step` it is the best by `checkpoint.best` of the run, if possible without
-    signals of the guard, else the newest. Raises `CheckpointError`: there is none, or it is damaged; `ConfigError`:
-    `folder` is neither a run nor a checkpoint, or `step` is not that of the checkpoint.
-    """
-    if (folder / MANIFEST).is_file() or (folder.is_dir() and re.fullmatch(r"step_\d+", folder.name)):
-        checkpoint = load_checkpoint(folder)
-        if step not in (None, checkpoint.step):
-            raise ConfigError(f"step={step}: run={folder} is the checkpoint of step {checkpoint.step}; remove one")
-        return folder.resolve().parents[1], checkpoint, f"step {checkpoint.step}, as requested"
-    paths = {int(re.sub(r"\D", "", path.name)): path for path in checkpoint_paths(folder / "checkpoints")}
-    if not paths:
-        what = "has no checkpoints" if folder.is_dir() else "does not exist"
-        places = [folder, *sorted(folder.iterdir())] if folder.is_dir() else []
-        newest = next(filter(None, map(find_run_to_resume, places)), "outputs/signs/TIME")
-        raise ConfigError(f"run={folder} {what}: give a run folder such as {newest}, or a checkpoint in it")
-    if step is not None:
-        if step not in paths:
-            raise CheckpointError(
-                f"step={step}: {folder} has no checkpoint of this step, only of {', '.join(map(str, paths))}"
-            )
-        return folder, load_checkpoint(paths[step]), f"step {step}, as requested"
-    intact = _intact(paths.values(), logging.WARNING, _verified)
-    if not intact:
-        raise CheckpointError(f"run={folder}: all its checkpoints are damaged, of step {', '.join(map(str, paths))}")
-    criterion = criterion_of(intact[-1])
-    if best := _best(intact, criterion):
-        return folder, best, _why_best(best, intact, criterion)
-    return folder, intact[-1], f"step {intact[-1].step}, the latest"
+def intact_checkpoints(
+    root: Path, level: int = logging.DEBUG, load: Callable[[Path], Checkpoint] = load_checkpoint
+) -> list[Checkpoint]:
+    """Return the checkpoints under `root` that `load` opens, in the order of their steps; others are logged."""
+    intact = []
+    for path in checkpoint_paths(root):
+        try:
+            intact.append(load(path))
+        except CheckpointError as error:
+            log.log(level, "%s; it is skipped", error)
+    return intact
 
 
-def comparable_checkpoints(run: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a run among which `find_checkpoint` chooses the best one by `checkpoint.best`."""
-    intact = _intact(checkpoint_paths(run / "checkpoints"), logging.DEBUG, _verified)
-    criterion = criterion_of(intact[-1]) if intact else BY_REWARD
-    found = _comparable(intact, criterion)
-    if others := [str(c.step) for c in _validated(intact, criterion) if c not in found]:
-        log.info("%s: no candidate because of signals of the guard: step %s", run, ", ".join(others))
-    return found
-
-
-def best_checkpoint(root: Path, before: int, criterion: Criterion = BY_REWARD) -> Checkpoint | None:
-    """Return the best checkpoint before step `before` without signals of the guard; None if there is none."""
-    earlier = [path for path in checkpoint_paths(root) if int(path.name.rpartition("_")[2]) < before]
-    return _best([c for c in _intact(earlier, logging.WARNING) if not _signals(c)], criterion)
-
-
-def prune(root: Path, keep: int, criterion: Criterion = BY_REWARD) -> None:
-    """Delete all but the newest `keep` checkpoints and the best one by `criterion`, with and without the guard.
-
-    Of equals the newer is kept. Leftovers of interrupted writes are deleted too. A damaged checkpoint is neither
-    counted nor deleted: it must not displace an intact one.
-    """
-    if keep < 1:
-        raise ValueError(f"keep={keep}: keep at least one checkpoint")
-    intact = _intact(checkpoint_paths(root), logging.DEBUG, _verified)
-    chosen = _best(intact, criterion), _top(_validated(intact, criterion), criterion)
-    best = {c.path for c in chosen if c is not None}
-    kept = {c.path for c in intact[-keep:]} | best
-    doomed = [c.path for c in intact if c.path not in kept] + list(root.glob(".tmp-step_*"))
-    doomed += [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
-    for path in doomed:
+def remove_checkpoints(root: Path, doomed: Iterable[Path]) -> None:
+    """Delete the checkpoints `doomed`, and what interrupted writes have left under `root`."""
+    left = [p for p in root.glob(".old-step_*") if p.with_name(p.name.removeprefix(".old-")).exists()]
+    for path in [*doomed, *root.glob(".tmp-step_*"), *left]:
         try:
             shutil.rmtree(path)
             _sound.pop(path, None)
@@ -341,7 +294,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 _sound: dict[Path, tuple[object, Checkpoint]] = {}  # that this process has written or verified, with their `_stats`
 
 
-def _verified(path: Path) -> Checkpoint:
+def verified(path: Path) -> Checkpoint:
     """Return a checkpoint that this process has written or verified and that is unchanged, else load it."""
     with _reading(path, "a file"):
         stats = _stats(path)
@@ -353,104 +306,6 @@ def _verified(path: Path) -> Checkpoint:
 def _stats(path: Path) -> dict[Path, tuple[int, int]]:
     found = {file: file.stat() for file in path.rglob("*") if file.is_file()}
     return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found.items()}
-
-
-def _intact(
-    paths: Iterable[Path], level: int, load: Callable[[Path], Checkpoint] = load_checkpoint
-) -> list[Checkpoint]:
-    intact = []
-    for path in paths:
-        try:
-            intact.append(load(path))
-        except CheckpointError as error:
-            log.log(level, "%s; it is skipped", error)
-    return intact
-
-
-def criterion_of(checkpoint: Checkpoint) -> Criterion:
-    """Return `checkpoint.best` of the run that wrote a checkpoint."""
-    settings = checkpoint.state.get("settings")
-    given = flat_settings(settings).get("checkpoint.best") if isinstance(settings, dict) else None
-    try:
-        return Criterion.parse(given) if isinstance(given, str) else BY_REWARD
-    except ConfigError:
-        return BY_REWARD
-
-
-def held_out_value(checkpoint: Checkpoint, metric: str) -> float | None:
-    """Return a metric of the validation after the step of a checkpoint; None if it is missing or not finite."""
-    stored = checkpoint.state.get("val_metrics")
-    known = {REWARD: checkpoint.state.get("val_reward"), **(stored if isinstance(stored, dict) else {})}
-    value = known.get(metric)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def value_words(criterion: Criterion, value: float) -> str:
-    """Describe the value by which a checkpoint was chosen."""
-    return f"{'held-out reward' if criterion.metric == REWARD else criterion.metric} {value:.3f}"
-
-
-def _best(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> Checkpoint | None:
-    """Return the best checkpoint by `criterion`, without signals of the guard unless all have some."""
-    return _top(_comparable(checkpoints, criterion), criterion)
-
-
-def _top(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> Checkpoint | None:
-    """Return the best of validated checkpoints, the newest of equals; None if there is none."""
-    return max(checkpoints, key=lambda c: (_rank(c, criterion), c.step), default=None)
-
-
-def _rank(checkpoint: Checkpoint, criterion: Criterion) -> float | None:
-    value = held_out_value(checkpoint, criterion.metric)
-    return None if value is None else criterion.rank(value)
-
-
-def _why_best(best: Checkpoint, checkpoints: Sequence[Checkpoint], criterion: Criterion) -> str:
-    """Say why `best` was chosen, and which signals of the guard it or a better checkpoint has."""
-    top, value = _top(_validated(checkpoints, criterion), criterion), held_out_value(best, criterion.metric)
-    assert value is not None
-    words = value_words(criterion, value)
-    if flagged := _signals(best):
-        every = "every validated checkpoint has signals of the guard"
-        return f"step {best.step}, the best: {words}; {every}, this one {shortened(flagged)}"
-    if top is None or top is best:
-        return f"step {best.step}, the best: {words}"
-    higher = held_out_value(top, criterion.metric)
-    other = f"step={top.step} has {higher:.3f}, and signals of the guard: {shortened(_signals(top))}"
-    return f"step {best.step}, the best without signals of the guard: {words}; {other}"
-
-
-def shortened(keys: Sequence[str]) -> str:
-    """Name the first two keys and count the rest."""
-    return ", ".join(keys[:2]) + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
-
-
-def _signals(checkpoint: Checkpoint) -> list[str]:
-    found = checkpoint.state.get("signals")
-    return list(map(str, found)) if isinstance(found, list) else []
-
-
-def _comparable(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> list[Checkpoint]:
-    """Return the candidates for the best checkpoint: those without signals of the guard, or all if all have some."""
-    found = _validated(checkpoints, criterion)
-    return [c for c in found if not _signals(c)] or found
-
-
-def _validated(checkpoints: Sequence[Checkpoint], criterion: Criterion) -> list[Checkpoint]:
-    """Return the checkpoints with a value that was measured like that of the newest.
-
-    A resumed run may have changed the validation.
-    """
-    validated = [c for c in checkpoints if _rank(c, criterion) is not None]
-    return [c for c in validated if _measure(c) in (None, _measure(validated[-1]))]
-
-
-def _measure(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    settings = checkpoint.state.get("settings")
-    found = flat_settings(settings) if isinstance(settings, dict) else {}
-    idle = ("replicas", "gpus", "timeout", "every", "micro_batch_size", "on_error", "retries", "max_failed")
-    blocks = ("model", "sampling", "reward", "validation")
-    return {k: v for k, v in found.items() if k.startswith(blocks) and not k.endswith(idle)} or None
 
 
 # --- The state of a run between trainer steps, `state.json` of a checkpoint
@@ -496,7 +351,7 @@ class RunState:
     checked: str = ""  # digest of the settings with which the gradient was checked, see `Update.check_gradient`
     val_reward: float | None = None  # of the validation after this very step, if there was one
     val_metrics: dict[str, float] = field(default_factory=dict)  # its metrics, without those that are not finite
-    signals: list[str] = field(default_factory=list)  # keys of the guard's signals at that validation
+    signals: list[str] = field(default_factory=list)  # keys of the guard's signals when it last judged
     unlogged: dict[str, float] = field(default_factory=dict)  # of a step that is trained, but not validated and logged
     worker: WorkerState | None = None  # of one worker, which stands for all; None: nothing is saved yet
     kl_coef: float | None = None  # the weight of the KL that the guard has raised; None: algorithm.kl_coef

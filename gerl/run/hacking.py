@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
+from gerl.run.choice import choice_of
 from gerl.run.guard import LOOKS, WORDS, read_guard
 from gerl.run.health import number
 from gerl.run.settings import get
@@ -182,13 +182,8 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
 
 def _use(run_dir: Path) -> tuple[int | None, int | None] | None:
     """Return the step to use, None for the base model, and the earliest flagged one; None without checkpoints."""
-    if not checkpoint_paths(run_dir / "checkpoints"):
-        return None
-    try:
-        checkpoint = find_checkpoint(run_dir)[1]
-    except GerlError:
-        return None
-    return (None, checkpoint.step) if checkpoint.state.get("signals") else (checkpoint.step, None)
+    choice = choice_of(run_dir)
+    return None if choice is None else (choice.use, choice.flagged[0] if choice.use is None else None)
 
 
 def _taking(run_dir: Path, use: tuple[int | None, int | None] | None) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gerl.run.checkpoint import checkpoint_paths, models_in
+from gerl.run.choice import choice_of
 from gerl.run.validation import SamplingRecord, Validation
 from gerl.utils.versions import DTYPE
 from gerl.web.pages import render
@@ -16,12 +17,14 @@ LOAD = "pipe.load_lora_weights(FOLDER)"
 def usage(run_dir: Path, config: Mapping[str, Any], validations: list[Validation]) -> str | None:
     """Return a program that loads model and LoRA (or trained denoisers) and samples an image again.
 
-    The image is the first one of the newest validation with a checkpoint. In float32 it is reproduced, up to the last
-    bits if the validation sampled several images in one batch; in half precision plain diffusers decodes and applies
-    the LoRA less precisely. config: as in config.yaml. If no validation has a checkpoint, the newest LoRA with a prompt
-    to fill in; None without any checkpoint.
+    The image is the first one of the newest validation with a checkpoint, of that to be used if the latest has signals
+    of the guard. In float32 it is reproduced, up to the last bits if the validation sampled several images in one
+    batch; in half precision plain diffusers decodes and applies the LoRA less precisely. config: as in config.yaml. If
+    no validation has a checkpoint, the newest LoRA with a prompt to fill in; None without any checkpoint to be used.
     """
     paths = {path.name: trained_weights(path) for path in checkpoint_paths(run_dir / "checkpoints")}
+    if (choice := choice_of(run_dir)) is not None:
+        paths = {name: path for name, path in paths.items() if choice.offers(int(name.rpartition("_")[2]))}
     folders = {name: path for name, path in paths.items() if path is not None}
     if not folders:
         return None

@@ -26,8 +26,7 @@ from gerl.rewards.replaced import keep_watched
 from gerl.rewards.total import thresholds
 from gerl.run.attempts import SUCCESS
 from gerl.run.card import TRAINED, changed_software, secrets
-from gerl.run.checkpoint import shortened
-from gerl.run.guard import EVENTS, read_guard
+from gerl.run.choice import choice_of
 from gerl.run.session import RunLog, session
 from gerl.run.trackers import check_trackers
 from gerl.run.usage import usage
@@ -251,16 +250,17 @@ def closing_screen(config: Config, run_dir: Path, step: int, seconds: float) -> 
                 before, after = (mean([pair[i] for pair in values]) for i in (0, 1))
                 shown = "not scored" if before is None or after is None else f"{before:.3f} before, {after:.3f} after"
                 lines.append(f"{column} on {some}{held_out_words(len(first.prompts), first.each)}: {shown}")
-    folder = run_dir / "checkpoints" / f"step_{step}"
+    choice = choice_of(run_dir)
+    offered = step if choice is None else choice.offered
+    folder = run_dir / "checkpoints" / f"step_{offered}"
     trained = f"LoRA:   {folder / 'lora'}" if config.model.train == "lora" else f"model:  {folder}"
     written = (
         run_dir / "report.html" if config.logger.report else f"python -m gerl.run.report {typed({'run': str(run_dir)})}"
     )
-    lines += [f"report: {written}", trained]
-    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] not in EVENTS]
-    if rows:
-        keys = [f"{row['signal']}/{row['column']}" for row in rows]
-        lines.append(f"guard:  {shortened(keys)} after the last step; gerl export prefers a checkpoint without signals")
+    lines += [f"report: {written}"] + ([] if offered is None else [trained])
+    if choice is not None and offered != step:
+        said = "" if offered is None else "the last step has signals; use "
+        lines.append(f"guard:  {said}{choice.why}")
     lines.append("")
     if code := usage(run_dir, asdict(config), validations):
         sampled = any(v.drawing is not None and f"step_{v.step}" == folder.name for v in validations)

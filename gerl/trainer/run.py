@@ -32,7 +32,6 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.config.held_out import Criterion
 from gerl.config.rules import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
@@ -44,7 +43,8 @@ from gerl.rewards.gradients import with_absolute_paths
 from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
 from gerl.rewards.scorers.weights import offers
 from gerl.rewards.total import describe_reward
-from gerl.run.checkpoint import Checkpoint, RunState, prune, save_checkpoint
+from gerl.run.checkpoint import Checkpoint, RunState, save_checkpoint
+from gerl.run.choice import prune
 from gerl.run.guard import fewest_changes, guard_scope, watched_columns
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
@@ -182,7 +182,6 @@ class Run:
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
         self.val_metrics: Metrics = {}  # of the last validation, those that are finite
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
-        self.signals: list[str] = []  # keys of the guard's signals at the last validation
         self.validated_step: int | None = None
         self.first_validation: Validation | None = None
         self.saved_step: int | None = None
@@ -434,6 +433,15 @@ class Run:
         return next((rollout for rollout in self.notify("scored", step) if rollout is not None), None)
 
     @property
+    def signals(self) -> list[str]:
+        """Keys of the guard's signals when it last judged; they stay until it does again, also over a resume."""
+        return self.state.signals
+
+    @signals.setter
+    def signals(self, keys: list[str]) -> None:
+        self.state.signals = keys
+
+    @property
     def sampled_ahead(self) -> list[PendingRollout]:
         """Return the rollouts of the steps after the one being trained."""
         return [rollout for _, rollout in sorted(self.ahead.items())]
@@ -534,7 +542,6 @@ class Run:
                 finished=step == total and not self.state.unlogged,
                 val_reward=self.val_reward if self.validated_step == step else None,
                 val_metrics=self.val_metrics if self.validated_step == step else {},
-                signals=self.signals if self.validated_step == step else [],
                 worker=held.numbers,
             )
 
@@ -542,7 +549,7 @@ class Run:
 
             def write() -> None:
                 save_checkpoint(root, step, files, values, held.write)
-                prune(root, self.config.checkpoint.keep, Criterion.parse(self.config.checkpoint.best))
+                prune(root, self.config.checkpoint.keep)
 
             self.writer.start(write, held.check, self.fleet.workers.hang_after)
             if held.at_once or step == total:
@@ -586,7 +593,7 @@ class Run:
                 f"{checkpoint.path} cannot be resumed: {error}; resume another one, or start a new run with "
                 "checkpoint.resume=never"
             ) from None
-        self.val_reward, self.signals = self.state.val_reward, self.state.signals
+        self.val_reward = self.state.val_reward
         self.val_metrics = self.state.val_metrics
         self.validated_step = self.state.step
         self.saved_step = self.state.step

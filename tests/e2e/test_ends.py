@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gerl
-from gerl.run.checkpoint import find_checkpoint
+from gerl.run.choice import find_checkpoint
 from gerl.run.page import RunData
 from gerl.trainer.extensions.deadline import Deadline
 from gerl.trainer.main_flowgrpo import main

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gerl.run.checkpoint import find_checkpoint
+import gerl
+from gerl.errors import FlaggedError
+from gerl.evaluate.command import main as evaluate
+from gerl.export.command import main as export
+from gerl.run.choice import find_checkpoint
 from gerl.run.guard import read_guard
 from gerl.run.validation import load_validation
 from gerl.trainer.launch import launched
@@ -64,10 +68,14 @@ def test_a_run_is_warned_and_goes_on(
     low, high = run.column("val/bright/gain_low")[-1], run.column("val/bright/gain_high")[-1]
     assert 0 < low < run.column("val/bright/gain")[-1] < high
     (said,) = [line for line in caplog.text.splitlines() if line.startswith("guard:  ")]
-    assert " more after the last step" in said
+    assert "use the base model" in said and "step=2" in said and "LoRA:   " not in caplog.text
     signals = json.loads((run.checkpoint(6) / "state.json").read_text())["signals"]
     assert {"watched/dark", "disagreement/dark"} <= set(signals)
-    assert "every validated checkpoint has signals of the guard" in find_checkpoint(run.folder)[2]
+    with pytest.raises(FlaggedError, match="base model"):
+        _ = gerl.Run(run.folder).lora
+    out = tmp_path / "out"
+    assert evaluate([f"lora={run.folder}", f"out={out}"]) == 1 == export([f"run={run.folder}", f"out={out}"])
+    assert not out.exists() and export([f"run={run.folder}", f"out={out}", "step=2"]) == 0
     kept = json.loads((run.folder / "validation" / "step_000006.json").read_text())
     assert kept["ids"] == [i for i in range(12) for _ in range(2)] and len(kept["looks"]["unlike_own"]) == 24
     pictures = load_validation(run.folder, 6).pixels

@@ -3,9 +3,8 @@
 import logging
 from dataclasses import asdict
 
-from gerl.config.held_out import Criterion
 from gerl.errors import GuardError
-from gerl.run.checkpoint import best_checkpoint
+from gerl.run.choice import best_checkpoint
 from gerl.run.guard import (
     GuardLog,
     Signal,
@@ -84,8 +83,7 @@ class HackingGuard(Extension):
         """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often."""
         guard = self.config.guard
         run.writer.finish()
-        criterion = Criterion.parse(self.config.checkpoint.best)
-        checkpoint = best_checkpoint(run.run_dir / "checkpoints", step.number, criterion)
+        checkpoint = best_checkpoint(run.run_dir / "checkpoints", step.number)
         if checkpoint is None:
             return Stop(self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; "))
         if len(run.state.returns) >= guard.rollbacks:

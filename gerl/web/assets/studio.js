@@ -750,11 +750,11 @@ async function compare() {
     card("Run", make("div", { className: "field" }, make("label", { htmlFor: "run", text: "Run" }), run), loras),
     tryCard(run, loras), evaluateCard(loras), exportCard(run, loras));
   const show = async () => {
-    const name = run.value, { checkpoints, formats, first } = await ask("checkpoints", { run: name });
+    const name = run.value, { checkpoints, formats, first, none } = await ask("checkpoints", { run: name });
     if (name !== run.value) return;
     form.offer(first);
-    say(checkpoints.length ? "" : `${name} has no checkpoints yet: only the base model can be sampled.`);
-    fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best }, i) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: i === checkpoints.length - 1 }), `step ${step}${best ? ", the best" : ""}`)));
+    say(checkpoints.length ? none : `${name} has no checkpoints yet: only the base model can be sampled.`);
+    fill(loras, make("legend", { text: "Checkpoints" }), checkpoints.map(({ step, folder, best, flagged }) => make("label", { className: "row" }, make("input", { type: "checkbox", value: folder, checked: Boolean(best) }), `step ${step}${best ? ", the best" : flagged ? ", with signals of the guard" : ""}`)));
     [...loras.querySelectorAll("input")].forEach((input, i) => { input.dataset.step = checkpoints[i].step; });
     const select = document.getElementById("format");
     if (!select.options.length) fill(select, [...Object.keys(FORMATS), ...formats.filter((name) => !(name in FORMATS))].map((name) => make("option", { value: name, text: FORMATS[name] || name })));

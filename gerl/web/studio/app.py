@@ -32,7 +32,8 @@ from gerl.errors import GerlError
 from gerl.export.command import Request as Export
 from gerl.rewards.scorers import SCORERS
 from gerl.run.card import hardware
-from gerl.run.checkpoint import checkpoint_paths, find_checkpoint
+from gerl.run.checkpoint import checkpoint_paths
+from gerl.run.choice import choice_of
 from gerl.run.page import LORA
 from gerl.run.session import VOTES
 from gerl.utils.files import reason
@@ -383,14 +384,6 @@ def menu() -> dict[str, Any]:
     }
 
 
-def best_step(run: Path) -> int | None:
-    """Return the step of the best checkpoint of a run; None if it has none that can be read."""
-    try:
-        return find_checkpoint(run)[1].step
-    except GerlError:
-        return None
-
-
 def style() -> str:
     """Return the CSS of the live page and of the studio."""
     return page_assets()["style"] + (ASSETS / "studio.css").read_text(encoding="utf-8")
@@ -421,15 +414,17 @@ def scores_of(studio: Studio, request: Request) -> Any:
 
 
 def checkpoints_of(studio: Studio, request: Request) -> Any:
-    """Return the checkpoints of a run, its first held-out prompts, and the export formats."""
+    """Return the checkpoints of a run, why `none` is to be used, its first held-out prompts, the export formats."""
     run = studio.site.run(request.query_params.get("run", ""))
-    best, rows = best_step(run.folder), []
+    choice, rows = choice_of(run.folder), list[dict[str, Any]]()
     for path in checkpoint_paths(run.folder / "checkpoints"):
         step = int(path.name.rpartition("_")[2])
         place = studio.root / run.name / path.relative_to(run.folder)
-        rows.append({"step": step, "folder": str(place), "best": step == best})
+        own = {} if choice is None else {"best": step == choice.use, "flagged": step in choice.flagged}
+        rows.append({"step": step, "folder": str(place), **own})
     first = studio.compose(drafts.from_run(run.folder, "run")).facts.get("first", [])
-    return {"checkpoints": rows, "formats": FORMATS, "first": first}
+    none = choice.why if choice is not None and choice.use is None else ""
+    return {"checkpoints": rows, "formats": FORMATS, "first": first, "none": none}
 
 
 GETS: dict[str, Callable[[Studio, Request], Any]] = {

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from gerl.config.held_out import Criterion
 from gerl.errors import CheckpointError, ConfigError
 from gerl.run import checkpoint as module
 from gerl.run.checkpoint import (
@@ -27,16 +26,13 @@ from gerl.run.checkpoint import (
     ScheduleState,
     WorkerState,
     alive_since,
-    best_checkpoint,
     checkpoint_paths,
-    comparable_checkpoints,
-    find_checkpoint,
     find_run_to_resume,
     load_checkpoint,
     newest_checkpoint,
-    prune,
     save_checkpoint,
 )
+from gerl.run.choice import prune
 
 FILES = {"lora/pytorch_lora_weights.safetensors": b"weights", "optimizer.safetensors": b"moments" * 100}
 
@@ -185,94 +181,6 @@ def test_newest_skips_and_names_the_damaged(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(CheckpointError, match="no checkpoint") as caught:
         newest_checkpoint(tmp_path)
     assert all(f"step_{step}" in str(caught.value) for step in (2, 9, 10))
-
-
-def test_prune_keeps_newest_and_best(tmp_path: Path) -> None:
-    for step, reward in enumerate([0.1, 0.9, None, float("nan"), 0.3, None]):
-        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward})
-    (tmp_path / ".tmp-step_4-abc").mkdir()
-    prune(tmp_path, 2)
-    assert names(tmp_path) == ["step_1", "step_4", "step_5"]
-    prune(tmp_path, 1)
-    assert names(tmp_path) == ["step_1", "step_5"]
-
-
-def test_of_checkpoints_with_the_same_reward_the_newer_is_the_best(tmp_path: Path) -> None:
-    for step, reward in ((2, 0.9), (3, 0.5), (10, 0.9), (11, None)):
-        save_checkpoint(tmp_path / "checkpoints", step, FILES, {"val_reward": reward})
-    assert find_checkpoint(tmp_path)[1].step == 10
-    prune(tmp_path / "checkpoints", 1)
-    assert names(tmp_path / "checkpoints") == ["step_10", "step_11"]
-
-
-def test_the_best_checkpoint_before_a_step(tmp_path: Path) -> None:
-    for step, reward in ((0, 0.1), (2, 0.5), (4, 0.4), (6, None), (8, 0.9)):
-        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward})
-    found = [best_checkpoint(tmp_path, before) for before in (0, 1, 6, 8, 9)]
-    assert [None if one is None else one.step for one in found] == [None, 0, 2, 2, 8]
-
-
-def test_signals_of_the_guard_keep_a_checkpoint_from_being_the_best(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root, flagged = tmp_path / "checkpoints", ["base/alignment"]
-    for step, reward in ((2, 0.8), (4, 0.9)):
-        save_checkpoint(root, step, FILES, {"val_reward": reward, "signals": flagged})
-    _, found, why = find_checkpoint(tmp_path)
-    assert found.step == 4 and "base/alignment" in why  # all have signals
-    save_checkpoint(root, 1, FILES, {"val_reward": 0.5, "signals": []})
-    _, found, why = find_checkpoint(tmp_path)
-    assert found.step == 1 and "0.500; step=4 has 0.900" in why and "base/alignment" in why
-    with caplog.at_level("INFO"):
-        assert [c.step for c in comparable_checkpoints(tmp_path)] == [1]
-    assert "signals of the guard: step 2, 4" in caplog.text
-    assert best_checkpoint(root, before=5).step == 1  # type: ignore[union-attr]
-    save_checkpoint(root, 6, FILES, {"val_reward": 1.0, "signals": []})
-    assert find_checkpoint(tmp_path)[2] == "step 6, the best: held-out reward 1.000"
-    prune(root, 1)
-    assert names(root) == ["step_6"]
-
-
-def test_the_largest_reward_is_not_pruned_for_signals_of_the_guard(tmp_path: Path) -> None:
-    for step, reward, flagged in ((1, 0.5, []), (2, 0.9, ["base/alignment"]), (3, 0.4, []), (4, 0.8, ["looks/red"])):
-        save_checkpoint(tmp_path, step, FILES, {"val_reward": reward, "signals": flagged})
-    prune(tmp_path, 1)
-    assert names(tmp_path) == ["step_1", "step_2", "step_4"]
-
-
-def test_rewards_that_were_measured_otherwise_are_not_compared(tmp_path: Path) -> None:
-    def save(step: int, reward: float, weight: float, **more: int) -> None:
-        scorers = {"ocr": {"weight": weight, **more}}
-        save_checkpoint(
-            tmp_path / "checkpoints", step, FILES, {"val_reward": reward, "settings": {"reward": {"scorers": scorers}}}
-        )
-
-    save_checkpoint(tmp_path / "checkpoints", 1, FILES, {"val_reward": 0.5})  # of the first format: not known
-    save(2, 8.0, 10.0)
-    save(3, 0.7, 1.0, replicas=2)
-    save(4, 0.6, 1.0)
-    assert find_checkpoint(tmp_path)[1].step == 3
-    save(5, 6.0, 10.0)
-    assert find_checkpoint(tmp_path)[1].step == 2
-
-
-def test_the_best_checkpoint_may_be_that_of_another_metric(tmp_path: Path) -> None:
-    root, lower = tmp_path / "checkpoints", Criterion("val/lpips/mean", lower=True)
-    flagged = ["base/alignment"]
-    for step, reward, lpips in ((1, 0.9, 0.3), (2, 0.5, 0.1), (3, 0.6, 0.2), (4, 0.7, 0.4), (5, 0.4, None)):
-        found = {"val/reward/mean": reward} | ({} if lpips is None else {"val/lpips/mean": lpips})
-        state = {"val_reward": reward, "val_metrics": found, "signals": flagged if step == 2 else []}
-        save_checkpoint(root, step, FILES, state | {"settings": {"checkpoint": {"best": "-val/lpips/mean"}}})
-    assert find_checkpoint(tmp_path)[1:] == (
-        load_checkpoint(root / "step_3"),
-        "step 3, the best without signals of the guard: val/lpips/mean 0.200; step=2 has 0.100, and signals of the "
-        "guard: base/alignment",
-    )
-    assert [c.step for c in comparable_checkpoints(tmp_path)] == [1, 3, 4]
-    assert best_checkpoint(root, 3, lower).step == 1  # type: ignore[union-attr]
-    assert best_checkpoint(root, 3).step == 1  # type: ignore[union-attr]
-    prune(root, 1, lower)
-    assert names(root) == ["step_2", "step_3", "step_5"]
 
 
 def test_prune_does_not_count_damaged(tmp_path: Path) -> None:
