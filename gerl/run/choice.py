@@ -120,10 +120,13 @@ def best_checkpoint(root: Path, before: int) -> Checkpoint | None:
     return _Judged(intact).best if intact else None
 
 
-def good_checkpoint(root: Path) -> Checkpoint | None:
-    """Return the last checkpoint without signals of the guard, if possible one that was judged itself, or None."""
+def good_checkpoint(root: Path, ignored: Sequence[str] | None = None) -> Checkpoint | None:
+    """Return the last checkpoint without signals of the guard, if possible one that was validated itself, or None.
+
+    `ignored`: `guard.ignored`, by default that of the newest checkpoint.
+    """
     intact = intact_checkpoints(root, logging.WARNING, verified)
-    return _Judged(intact).last_good if intact else None
+    return _Judged(intact, ignored).last_good if intact else None
 
 
 def signals_of(checkpoint: Checkpoint, ignored: Sequence[str] = ()) -> list[str]:
@@ -176,11 +179,11 @@ class _Judged:
     like that of the newest; a resumed run may have changed the validation.
     """
 
-    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
+    def __init__(self, checkpoints: Sequence[Checkpoint], ignored: Sequence[str] | None = None) -> None:
         self.newest = checkpoints[-1]
         self.criterion = criterion_of(self.newest)
-        ignored = get(self.newest.state, "settings", "guard", "ignored")
-        self.ignored = list(map(str, ignored)) if isinstance(ignored, list) else []
+        stored = get(self.newest.state, "settings", "guard", "ignored") if ignored is None else list(ignored)
+        self.ignored = list(map(str, stored)) if isinstance(stored, list) else []
         self.flagged = [c for c in checkpoints if self.signals(c)]
         self.clean = [c for c in checkpoints if not self.signals(c)]
         self.valued = [c for c in checkpoints if self.value(c) is not None]

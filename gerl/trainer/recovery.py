@@ -16,9 +16,10 @@ from gerl.algorithms import build_algorithm
 from gerl.cluster import AGAIN, rescuing, wait_any
 from gerl.commandline import signals
 from gerl.config.reading import typed
-from gerl.errors import CheckpointError, ClusterError, Interrupted, ModelError, RayDied
+from gerl.errors import CheckpointError, ClusterError, GuardError, Interrupted, ModelError, RayDied
 from gerl.progress import waiting
 from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
+from gerl.run.choice import good_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
 from gerl.workers.fleet import Held, writers
@@ -251,13 +252,19 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
     if failure:
         error.add_note(f"no checkpoint of step {step} could be written ({failure})")
     paths = checkpoint_paths(run_dir / "checkpoints")
-    if paths and _has_all(paths[-1], steps):
+    again = typed({"checkpoint.resume": str(run_dir)})
+    if paths and isinstance(error, GuardError):
+        good = good_checkpoint(run_dir / "checkpoints")
+        if good is None:
+            error.add_note(f"no checkpoint is without signals: {again} begins anew")
+        else:
+            error.add_note(f"the last checkpoint without signals is {good.path}: {again} begins there")
+    elif paths and _has_all(paths[-1], steps):
         error.add_note(
             f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report "
             f"{typed({'run': str(run_dir)})} rewrites its report"
         )
     elif paths:
-        again = typed({"checkpoint.resume": str(run_dir)})
         error.add_note(f"the latest checkpoint is {paths[-1]}: resume with {again}")
     elif step:  # before the first step nothing is lost
         error.add_note("there is no checkpoint: start a new run")

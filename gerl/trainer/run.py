@@ -233,8 +233,9 @@ class Run:
         """Start the workers and load the model and the checkpoint, if any."""
         checkpoint = None if resume is None else resume.checkpoint
         self.start(checkpoint)
-        if resume is not None and checkpoint is not None:
+        if checkpoint is not None:
             self.load(checkpoint)
+        if resume is not None:
             resume.resume_run()
         self.update = Update(self.config, self.algorithm, self.fleet, self.state, self.model.half_precision)
         if self.overriding("updating"):

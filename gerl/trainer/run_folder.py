@@ -58,6 +58,7 @@ from gerl.run.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
 )
+from gerl.run.choice import good_checkpoint, shortened, signals_of
 from gerl.run.session import clear
 from gerl.run.settings import get
 from gerl.utils.files import reason, write_file
@@ -96,6 +97,7 @@ def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
 class RunFolder:
     """The folder of a run about to start, its configuration, and the checkpoint to resume, if any.
 
+    `anew`: a run that is resumed from its beginning, since all its checkpoints have signals of the guard.
     As a context manager it releases the lock of the folder, taken at once by a resumed run and in `open` by a new one.
     """
 
@@ -104,6 +106,7 @@ class RunFolder:
     checkpoint: Checkpoint | None = None
     changes: Sequence[Change] = ()
     before: str = ""  # the configuration up to the checkpoint, from `config.yaml`
+    anew: bool = False
     begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once the run is accepted
 
     @property
@@ -120,7 +123,7 @@ class RunFolder:
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
         """Create a new run's folder (else `ConfigError`); `begin`: called once writing is allowed."""
-        if self.checkpoint is None:
+        if self.checkpoint is None and not self.anew:
             prepare_folder(self.path, self.composed, self.lock)
             begin()
         else:
@@ -132,18 +135,18 @@ class RunFolder:
         `config.step_N.yaml` is the configuration up to step N, `config.yaml` the one from then on. Steps after the
         checkpoint are repeated: their checkpoints, configurations and validations move to `abandoned/`.
         """
-        if self.checkpoint is None:
+        if self.checkpoint is None and not self.anew:
             return
-        step = self.checkpoint.step
+        step = -1 if self.checkpoint is None else self.checkpoint.step
         self.begin()
         set_aside(self.path, step)
         kept, text = self.path / f"config.step_{step}.yaml", self.composed.yaml()
         private = holds_secrets(self.composed.config)
-        if self.changes and not kept.exists():
+        if self.changes and self.checkpoint is not None and not kept.exists():
             write_file(kept, self.before, private)
         if text != (self.path / CURRENT).read_text(encoding="utf-8"):
             write_file(self.path / CURRENT, text, private)
-        logger.info("resumed from %s", self.checkpoint.path)
+        logger.info("resumed from %s", self.checkpoint.path if self.checkpoint is not None else "the beginning")
         if self.changes:
             logger.info("resumed with changes: %s", ", ".join(map(str, self.changes)))
 
@@ -185,7 +188,7 @@ def configuration_at(run_dir: Path, step: int) -> Path:
 def set_aside(run_dir: Path, step: int, with_images: bool = False) -> None:
     """Move files of steps after `step` to `abandoned/after_step_N`; if there are `STEPWISE` only, remove them.
 
-    `with_images`: move those too.
+    `with_images`: move those too. `step`: -1 moves those of step 0 too.
     """
     checkpoints = {int(p.name.rpartition("_")[2]): p for p in checkpoint_paths(run_dir / "checkpoints")}
     moved = {f"checkpoints/step_{number}": path for number, path in checkpoints.items() if number > step}
@@ -196,17 +199,18 @@ def set_aside(run_dir: Path, step: int, with_images: bool = False) -> None:
         for path in images:
             path.unlink()
         return
-    place, number = run_dir / "abandoned" / f"after_step_{step}", 1
+    returned = max(step, 0)
+    place, number = run_dir / "abandoned" / f"after_step_{returned}", 1
     while place.exists():
         number += 1
-        place = place.with_name(f"after_step_{step}_{number}")
+        place = place.with_name(f"after_step_{returned}_{number}")
     for name, path in {**moved, **{str(path.relative_to(run_dir)): path for path in images}}.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         path.rename(place / name)
     for name in (CURRENT, "metrics.jsonl", "guard.jsonl"):
         if (run_dir / name).exists():
             shutil.copyfile(run_dir / name, place / name)
-    logger.info("the run returns to step %d: its later data is in %s", step, place)
+    logger.info("the run returns to step %d: its later data is in %s", returned, place)
 
 
 def _step(picture: Path) -> int:
@@ -257,7 +261,7 @@ def open_run(arguments: Sequence[str]) -> RunFolder | None:
             stack.close()
             logger.info("nothing to resume in %s: starting a new run", run_dir if asked.one_folder else run_dir.parent)
             return _new_run(arguments, asked)
-        folder = _resumed(arguments, asked, run_dir, checkpoint, lock)
+        folder = _resumed(arguments, asked, run_dir, checkpoint, lock, named is not None)
         if folder is not None:
             stack.pop_all()
         return folder
@@ -314,26 +318,31 @@ def _is_over(checkpoint: Checkpoint, asked: ParsedCommand) -> bool:
 
 
 def _resumed(
-    arguments: Sequence[str], asked: ParsedCommand, run_dir: Path, checkpoint: Checkpoint, lock: RunLock
+    arguments: Sequence[str], asked: ParsedCommand, run_dir: Path, newest: Checkpoint, lock: RunLock, named: bool
 ) -> RunFolder | None:
-    """Resume the run from `checkpoint`; returns None, after logging it, if nothing is left to do."""
-    state = RunState.of(checkpoint)
-    file = configuration_at(run_dir, checkpoint.step)
+    """Resume the run from its `newest` checkpoint, or as `_start` says unless it is `named`.
+
+    Returns None, after logging it, if nothing is left to do.
+    """
+    file = configuration_at(run_dir, newest.step)
     settings, experiment, preset = read_configuration(file, asked)
     _check_choices(asked, file, experiment, preset, str(settings["algorithm"]["name"]))
     config = compose_changes(settings, arguments)
+    start = newest if named else _start(run_dir, newest, config)
+    checkpoint = start or newest
+    state = RunState.of(checkpoint)
     before = state.settings or settings
     found = changes(before, settings_of(config))
     steps = _planned_steps(config)
-    if steps < state.step:
+    if start is not None and steps < state.step:
         key = "steps" if steps == config.trainer.steps else "epochs"
         raise ConfigError(
             f"trainer.{key}={getattr(config.trainer, key)}: {checkpoint.path} is of step {state.step}; set more {key}, "
             f"or an earlier checkpoint with checkpoint.resume={run_dir}/checkpoints/step_N"
         )
     goal = Goal.parse(config.trainer.stop_at)
-    reached = state.step > 0 and goal is not None and goal.reached(state.val_metrics)
-    if (steps == state.step or reached) and not state.unlogged:
+    reached = start is not None and state.step > 0 and goal is not None and goal.reached(state.val_metrics)
+    if start is not None and (steps == state.step or reached) and not state.unlogged:
         words = goal.words(state.val_metrics) if goal is not None and reached else ""
         _say_finished(run_dir, state.step, found, config.trainer.epochs, words)
         return None
@@ -343,7 +352,28 @@ def _resumed(
     if asked.given & {"experiment", "algorithm"}:
         _log_kept_values(config, asked)
     old = yaml.safe_dump({"experiment": experiment, "preset": preset, **before}, sort_keys=False, allow_unicode=True)
-    return RunFolder(Composed(config, experiment, run_dir, preset), lock, checkpoint, found, old)
+    return RunFolder(Composed(config, experiment, run_dir, preset), lock, start, found, old, start is None)
+
+
+def _start(run_dir: Path, newest: Checkpoint, config: Config) -> Checkpoint | None:
+    """Return the checkpoint from which a run is resumed; None: from the beginning.
+
+    This is the `newest` one, unless it has signals for which `guard.action` ends or returns the run: those are not
+    trained on, and the run begins at the last one without.
+    """
+    guard = config.guard
+    signals = signals_of(newest, guard.ignored) if guard.action in ("stop", "rollback") else []
+    if not signals:
+        return newest
+    good = good_checkpoint(run_dir / "checkpoints", guard.ignored)
+    logger.warning(
+        "step %d has signals of the guard (%s): guard.action=%s begins at %s; guard.action=warn would go on from "
+        "step %d",
+        *(newest.step, shortened(signals), guard.action),
+        "the beginning, since no checkpoint is without" if good is None else f"step {good.step}, the last without",
+        newest.step,
+    )
+    return good
 
 
 def _planned_steps(config: Config) -> int:

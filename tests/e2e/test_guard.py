@@ -174,17 +174,36 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
 
 
 def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
-    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Resumed without that it begins at the last checkpoint without signals, and ends alike."""
     assert main(command("guard.action=stop")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    first = read_guard(tmp_path / "run")[0]
-    assert error.startswith(f"error: step {first['step']}: guard.action=stop ended the run for ")
-    assert "guard.ignored=[" in error and f"checkpoint.resume={tmp_path / 'run'}" in error
-    assert find_checkpoint(tmp_path / "run")[1].step < first["step"]
+    assert error.startswith("error: step 4: guard.action=stop ended the run for watched/dark ")
+    good, again = tmp_path / "run" / "checkpoints" / "step_2", f"checkpoint.resume={tmp_path / 'run'}"
+    assert "guard.ignored=[" in error and f"{good}: {again} " in error
+    assert find_checkpoint(tmp_path / "run")[1].path == good
+    assert main([again]) == 1 and capsys.readouterr().err.splitlines()[-1] == error
+    assert f"resumed from {good}" in caplog.text
+    aside = tmp_path / "run" / "abandoned" / "after_step_2"
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_3", "step_4"]
+    assert '"step": 4' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "step_000004.npz").exists()
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
+
+
+def test_a_run_whose_checkpoints_all_have_signals_begins_anew_where_it_is_to_end_for_them(
+    command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["actor.lr=0.06", "trainer.steps=3", "validation.every=3", "checkpoint.every=3"]
+    assert main(command(*keys)) == 0
+    run, again = run_of(tmp_path / "run"), f"checkpoint.resume={tmp_path / 'run'}"
+    assert main([again, "guard.action=stop"]) == 1
+    assert "resumed from the beginning" in caplog.text
+    run.assert_same(type(run)(run.folder / "abandoned" / "after_step_0"), 3)
+    # from then on there is the checkpoint before the first step, which is the base model
+    assert f"{run.checkpoint(0)}: {again} " in capsys.readouterr().err
 
 
 def test_the_remedies_work_in_a_run_and_over_a_resume(train: Any, tmp_path: Path) -> None:
