@@ -30,6 +30,15 @@ import numpy as np
 def compute_score(images, prompts, metadata):
     return [1 - float(np.asarray(image).mean()) / 255 for image in images]
 """
+WITHOUT_KL = """
+from gerl.algorithms.flow_grpo import FlowGRPO
+
+class Mine(FlowGRPO):
+    def train(self, *args, **kwargs):
+        if self.kl_coef:
+            raise ValueError("there is no KL here")
+        return super().train(*args, **kwargs)
+"""
 EASY = """
 algorithm=flow_grpo sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=0.02 actor.ema_decay=0.5
 rollout.prompts_per_step=3 rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=2
@@ -155,8 +164,8 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     )
     assert [main(args) for args in (plain, same, two)] == [0, 0, 0]
     run, unguarded = run_of(tmp_path / "two"), run_of(tmp_path / "plain")
-    (measured, weight), *later = advice(run.folder)
-    assert later == [(6, 2 * weight)] and measured == read_guard(run.folder)[0]["step"] + 1 == 5
+    ((measured, weight),) = advice(run.folder)
+    assert measured == read_guard(run.folder)[0]["step"] + 1 == 5 and run.counters(6)["kl_coef"] == 2 * weight
     assert [row.get("guard/kl_coef") for row in run.metrics] == [None] * 5 + [weight] * 2
     assert {row["step"] for row in run.metrics if "actor/kl" in row} == {5, 6}
     assert advice(tmp_path / "same") == [(5, weight)]
@@ -171,6 +180,16 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     assert main(ray) == 0 and not list((tmp_path / "kills").iterdir())
     run_of(tmp_path / "ray").assert_same(run, 6)
     assert advice(tmp_path / "ray") == advice(run.folder)
+
+
+def test_a_weight_that_cannot_be_measured_ends_no_run(
+    command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text(WITHOUT_KL)
+    assert main(command(f"algorithm.path={tmp_path / 'mine.py'}", "trainer.steps=8")) == 0
+    said = [record.message for record in caplog.records if "could not be measured" in record.message]
+    assert len(said) == 1 and "(there is no KL here)" in said[0] and "algorithm.kl_coef" in said[0]
+    assert {row["step"] for row in read_guard(tmp_path / "run")} >= {4, 6} and not advice(tmp_path / "run")
 
 
 def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(

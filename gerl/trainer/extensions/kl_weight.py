@@ -77,21 +77,18 @@ class MeasuredKL(Extension):
                 f"times as large as that of the reward in step {step.number}, which keeps the images nearer to the "
                 "base model's"
             )
-            self._advise(step.number, weight, f"{text}; used from this step on" if guard.raises_kl else text)
+            text = f"{text}; used from this step on" if guard.raises_kl else text
+            self.log.advise(step.number, weight, text, guard.action)
+            logger.warning("step %d: guard: %s", step.number, text)
 
     def logged(self, run: Run, step: Step) -> None:
         """With guard.action=kl raise the weight at later signals."""
         before = run.algorithm.kl_coef
         if step.signals and self.log.advised and self.config.guard.action == "kl":
             run.set_kl_coef(FACTOR * before)
-            text = (
-                f"the weight of the KL rises to algorithm.kl_coef={FACTOR * before:g}, since {before:g} was not enough"
+            logger.warning(
+                "step %d: guard: the weight of the KL rises from %g to %g", step.number, before, FACTOR * before
             )
-            self._advise(step.number, FACTOR * before, text)
-
-    def _advise(self, step: int, weight: float, text: str) -> None:
-        self.log.advise(step, weight, text, self.config.guard.action)
-        logger.warning("step %d: guard: %s", step, text)
 
 
 def join(run: Run, log: GuardLog) -> None:
