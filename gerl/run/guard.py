@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,14 @@ class Signal:
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
     chance: float = 0.0
     drift: bool = False
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Signal":
+        """Return the signal of a row of `guard.jsonl`."""
+        value, threshold = row.get("value") or 0.0, row.get("threshold") or 0.0
+        chance, shown = row.get("chance") or 0.0, row.get("shown") or []
+        found = cls(row["signal"], row["column"], row["step"], value, threshold, "", shown, row.get("size"), chance)
+        return replace(found, text=row["text"].removesuffix(found.sentence))
 
     @property
     def key(self) -> str:
@@ -364,10 +372,12 @@ class GuardLog:
         if len(kept) < len(rows):
             write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
         self.empty, self.advised = not kept, any(row["signal"] == "advice" for row in kept)
+        self.latest = [Signal.of(row) for row in kept if row["step"] == step and row["signal"] in NEXT]
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
     def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
         """Write the signals of a validation; returns those due for a log line: new ones, and old ones now and then."""
+        self.latest = list(found)
         due = [s for s in found if s.key not in self._said or s.step >= 2 * self._said[s.key]]
         self._said |= {signal.key: signal.step for signal in due}
         lines = []

@@ -109,9 +109,12 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     assert "guard.action=rollback ended the run" in error and "back at step 2 again although" in error
     run = run_of(tmp_path / "run")
     first, second = (row for row in read_guard(run.folder) if row["signal"] == "rollback")
-    assert (first["step"], first["threshold"], second["step"]) == (2, None, 2)
+    assert (first["step"], first["value"], second["step"]) == (2, 4, 2)  # from step 5, which measured the weight at 4
+    assert second["threshold"] == 2 * first["threshold"] > 0
     assert [row["step"] for row in run.metrics] == [0, 1, 2] and run.counters(2)["returns"] == [2, 2]
-    assert run.counters(2)["kl_coef"] == second["threshold"] and advice(run.folder) == [(2, second["threshold"])]
+    assert run.counters(2)["kl_coef"] == second["threshold"] and advice(run.folder) == [
+        (2, row["threshold"]) for row in (first, second)
+    ]
     assert f"algorithm.kl_coef was {second['threshold'] / 2:g}" in error
     assert f"algorithm.kl_coef={2 * second['threshold']:g}" in error and f"checkpoint.resume={run.folder}" in error
     assert "returned here from step" in (run.folder / "report.html").read_text()
@@ -121,29 +124,25 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     assert (aside / "validation" / f"step_{int(first['value']):06d}.npz").exists()  # the images that show it
     assert find_checkpoint(run.folder)[1].step == 2
 
-    stopped = [argument.replace(str(tmp_path / "run"), str(tmp_path / "other")) for argument in whole]
-    folder = open_run(stopped)
-    assert folder is not None
-    seen = list[int]()
-    with pytest.raises(GeneratorExit), folder, launched(folder) as (trainer, steps):
-        while seen == sorted(set(seen)):  # until it has gone back, and trained a step with the measured weight
-            next(steps)
-            seen.append(trainer.state.step)
-        raise GeneratorExit
-    assert seen[-1] == 3
-    shutil.rmtree(tmp_path / "other" / "checkpoints" / "step_3")  # as if it was killed before that
+    seen, other = list[int](), run_of(tmp_path / "other")
+    again = [f"hydra.run.dir={other.folder}", "checkpoint.resume=auto"]
+    # killed before the step that measures, and when a step is trained with the measured weight
+    for argv, last in (([a.replace(str(run.folder), str(other.folder)) for a in whole], 4), (again, 3)):
+        folder = open_run(argv)
+        assert folder is not None
+        with pytest.raises(GeneratorExit), folder, launched(folder) as (trainer, steps):
+            while not seen or seen[-1] != last:
+                next(steps)
+                seen.append(trainer.state.step)
+            raise GeneratorExit
+    assert seen == [0, 1, 2, 3, 4, 3]
+    shutil.rmtree(other.checkpoint(3))  # as if it was killed before that
     capsys.readouterr()
-    assert main([f"hydra.run.dir={tmp_path / 'other'}", "checkpoint.resume=auto"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == error.replace(str(tmp_path / "run"), str(tmp_path / "other"))
-    other = run_of(tmp_path / "other")
+    assert main(again) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == error.replace(str(run.folder), str(other.folder))
     other.assert_same(run, 2)
-    assert advice(other.folder) == advice(run.folder)
-    higher = [
-        f"hydra.run.dir={tmp_path / 'other'}",
-        "checkpoint.resume=auto",
-        "algorithm.kl_coef=50",
-        "trainer.steps=3",
-    ]
+    assert read_guard(other.folder) == read_guard(run.folder)
+    higher = [*again, "algorithm.kl_coef=50", "trainer.steps=3"]
     assert main(higher) == 1 and advice(other.folder)[-1] == (2, 100.0)
     assert "back at step 2 again although algorithm.kl_coef was 50: " in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ class HackingGuard(Extension):
     def starting(self, run: Run) -> None:
         self.log = GuardLog(run.run_dir, run.state.step)
         if not (self.log.empty and not run.state.returns) and self.config.guard.action != "off":
-            kl_weight.join(run, self.log)
+            kl_weight.join(run, self.log, self.measured)
         self.peaks, self.best = {}, None
         first: Validation | None = None
         for earlier in validation_steps(run.run_dir):
@@ -74,30 +74,44 @@ class HackingGuard(Extension):
         step.metrics["guard/signals"] = float(len(step.signals))
         run.signals = [signal.key for signal in step.signals]
         if step.signals and kl_weight.NAME not in run.extensions:
-            kl_weight.join(run, self.log)
-        if step.signals and acts:
-            ends = guard.action == "stop"
-            step.directives.append(Stop(self._ended(step.signals)) if ends else self._roll_back(run, step))
+            kl_weight.join(run, self.log, self.measured)
+        if step.signals and guard.action == "stop":
+            step.directives.append(Stop(self._ended(step.signals)))
+        elif step.signals and guard.action == "rollback" and not self._measures_next(run, step):
+            step.directives.append(self._roll_back(run, kl_weight.FACTOR))
 
-    def _roll_back(self, run: Run, step: Step) -> Directive:
-        """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often."""
-        guard = self.config.guard
+    def _measures_next(self, run: Run, step: Step) -> bool:
+        """Whether the step after `step` measures the weight of the KL, after which the run is rolled back."""
+        extension = run.extensions.get(kl_weight.NAME)
+        return isinstance(extension, kl_weight.MeasuredKL) and extension.is_due(run) and step.number < run.last_step
+
+    def measured(self, run: Run, step: Step) -> None:
+        """Roll the run back for the signals of the step before `step`, with the weight that `step` has measured."""
+        if self.config.guard.action == "rollback" and self.log.latest and self.log.latest[0].step == step.number - 1:
+            step.directives.append(self._roll_back(run))
+
+    def _roll_back(self, run: Run, factor: float = 1.0) -> Directive:
+        """Choose the checkpoint to return to, or stop if there is none or the run rolled back too often.
+
+        `factor`: of the weight of the KL.
+        """
+        guard, signals = self.config.guard, self.log.latest
         run.writer.finish()
-        checkpoint = best_checkpoint(run.run_dir / "checkpoints", step.number)
+        checkpoint = best_checkpoint(run.run_dir / "checkpoints", signals[0].step)
         if checkpoint is None:
-            return Stop(self._ended(step.signals, "there is no earlier checkpoint with a held-out reward; "))
+            return Stop(self._ended(signals, "there is no earlier checkpoint with a held-out reward; "))
         if len(run.state.returns) >= guard.rollbacks:
             why = f"it has already rolled back guard.rollbacks={guard.rollbacks} times; "
-            return Stop(self._ended(step.signals, why))
+            return Stop(self._ended(signals, why))
         before = run.algorithm.kl_coef if self.log.advised else 0.0
-        raised = kl_weight.FACTOR * before or None  # None: the next step measures it
+        raised = factor * before or None  # None: the next step measures it
         error = None
         if checkpoint.step in run.state.returns:  # training from there once more leads to the same signals
             with_kl = "" if not before else f" although algorithm.kl_coef was {before:g}"
             remedy = "" if raised is None else f", or resume it with algorithm.kl_coef={kl_weight.FACTOR * raised:g}"
             why = f"it is back at step {checkpoint.step} again{with_kl}: take that checkpoint{remedy}; "
-            error = self._ended(step.signals, why)
-        return RollBack(checkpoint, raised, tuple(step.signals), error)
+            error = self._ended(signals, why)
+        return RollBack(checkpoint, raised, tuple(signals), error)
 
     def rolled_back(self, run: Run, directive: RollBack) -> None:
         sentence = self.log.rolled_back_row(run.state.step, directive.signals, directive.kl_coef)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 
 from gerl.algorithms import KLWeight, count_pairs
 from gerl.config import Config
@@ -22,19 +23,26 @@ FACTOR = 2.0  # of the weight at later signals
 class MeasuredKL(Extension):
     """Joins a run at its first signals (`join`): steps before them do not call it."""
 
-    def __init__(self, config: Config, log: GuardLog) -> None:
+    def __init__(self, config: Config, log: GuardLog, measured: Callable[[Run, Step], None]) -> None:
+        """`measured`: called at the end of the step in which the measurement was made or failed."""
         super().__init__(config)
-        self.log, self.weight, self.failed = log, math.nan, False
+        self.log, self.measured = log, measured
+        self.weight = math.nan
+        self.failed = self.tried = False
+
+    def is_due(self, run: Run) -> bool:
+        """Whether the next step with different rewards measures the weight."""
+        return not (self.failed or self.log.advised or run.state.kl_coef is not None)
 
     def credited(self, run: Run, step: Step) -> None:
-        """Measure the weight on the images of a step, the first one with a signal in their rewards, and use it."""
+        """Measure the weight on the images of a step, and use it."""
         assert step.credit is not None
-        known = self.log.advised or run.state.kl_coef is not None
-        if known or self.failed or not has_signal(step.credit, run.algorithm.all_samples):
+        self.tried = self.is_due(run) and has_signal(step.credit, run.algorithm.all_samples)
+        if not self.tried:
             return
         balance = self._balance(run, step)
-        if math.isnan(balance):
-            self.failed = True
+        self.failed = math.isnan(balance)
+        if self.failed:
             return
         # two digits: it is to be read
         self.weight = max(float(f"{self.config.guard.kl_share * balance:.2g}"), FACTOR * run.algorithm.kl_coef)
@@ -80,6 +88,8 @@ class MeasuredKL(Extension):
             text = f"{text}; used from this step on" if guard.raises_kl else text
             self.log.advise(step.number, weight, text, guard.action)
             logger.warning("step %d: guard: %s", step.number, text)
+        if self.tried:
+            self.measured(run, step)
 
     def logged(self, run: Run, step: Step) -> None:
         """With guard.action=kl raise the weight at later signals."""
@@ -91,10 +101,10 @@ class MeasuredKL(Extension):
             )
 
 
-def join(run: Run, log: GuardLog) -> None:
-    """Let the measurement join `run`, unless it can do nothing there."""
+def join(run: Run, log: GuardLog, measured: Callable[[Run, Step], None]) -> None:
+    """Let the measurement join `run`, unless it can do nothing there; `measured`: see `MeasuredKL`."""
     config, others = run.config, {name: each for name, each in run.extensions.items() if name != NAME}
     # ranks in lockstep wait for one that fails, so they measure only what they will train with
     if config.algorithm.subtracts_kl or (config.lockstep and not config.guard.raises_kl):
         return
-    run.extensions = {**others, NAME: MeasuredKL(config, log)}
+    run.extensions = {**others, NAME: MeasuredKL(config, log, measured)}
