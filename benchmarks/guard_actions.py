@@ -22,7 +22,8 @@ from typing import Any
 from guard import FIRST_SEED, HIDDEN, PAGE, Job, result, run_or_evaluate
 from sections import write_section
 
-from gerl.run.guard import EVENTS, read_guard
+from gerl.run.guard import read_guard
+from gerl.run.hacking import NO_SIGNALS
 from gerl.run.validation import Estimate, estimate
 from gerl.utils.files import write_file
 
@@ -76,7 +77,7 @@ def is_current(run: dict[str, Any]) -> bool:
 def rows(job: ActionJob, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the measures before training and of what is exported under each action that the run of `job` stands for."""
     run = result(job, folder)
-    alarms = sorted({int(row["step"]) for row in read_guard(folder / job.name) if row["signal"] not in EVENTS})
+    alarms = sorted({int(row["step"]) for row in read_guard(folder / job.name) if row["signal"] not in NO_SIGNALS})
     for action in RUNS_OF[job.action]:
         step = exported(run, [] if action == "off" else alarms, ends=action == "stop")
         at = [0, run["steps"].index(step)]

@@ -85,7 +85,6 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 # of the first images, by which changes of looks, of diversity and of surprise are measured.
 
 FILE = "guard.jsonl"
-EVENTS = ("rollback", "advice")  # its rows that are no signals
 # drifts beyond these many standard deviations over the first prompts count
 LOST, SURPRISING, DRIFT, ALIKE = 0.25, 2.0, 1.5, 1.0
 SHOWN = 8  # images shown per signal
