@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gerl
 from gerl.errors import FlaggedError
@@ -44,6 +46,7 @@ algorithm=flow_grpo sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=
 rollout.prompts_per_step=3 rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=2
 checkpoint.every=1 checkpoint.keep=9
 """.split()
+DRIFTS = ["guard.ignored=[watched,disagreement]", "trainer.steps=8"]  # from step 6 on
 
 
 @pytest.fixture
@@ -195,17 +198,17 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
     command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Resumed without that it begins at the last checkpoint without signals, and ends alike."""
-    assert main(command("guard.action=stop")) == 1
+    assert main(command("guard.action=stop", *DRIFTS)) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: step 4: guard.action=stop ended the run for watched/dark ")
-    good, again = tmp_path / "run" / "checkpoints" / "step_2", f"checkpoint.resume={tmp_path / 'run'}"
+    assert error.startswith("error: step 6: guard.action=stop ended the run for looks/")
+    good, again = tmp_path / "run" / "checkpoints" / "step_4", f"checkpoint.resume={tmp_path / 'run'}"
     assert "guard.ignored=[" in error and f"{good}: {again} " in error
     assert find_checkpoint(tmp_path / "run")[1].path == good
     assert main([again]) == 1 and capsys.readouterr().err.splitlines()[-1] == error
     assert f"resumed from {good}" in caplog.text
-    aside = tmp_path / "run" / "abandoned" / "after_step_2"
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_3", "step_4"]
-    assert '"step": 4' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "step_000004.npz").exists()
+    aside = tmp_path / "run" / "abandoned" / "after_step_4"
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_5", "step_6"]
+    assert '"step": 6' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "step_000006.npz").exists()
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
@@ -243,3 +246,28 @@ def test_the_remedies_work_in_a_run_and_over_a_resume(train: Any, tmp_path: Path
     ]
     assert main(again) == 0
     type(run)(tmp_path / "again").assert_same(run, 4)
+
+
+def test_a_hacked_run_over_ray_that_is_killed_and_resumed_exports_its_last_good_lora(
+    command: Any, start: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reward of the benchmark; the images have drifted in step 6 and later."""
+    hackable = ["reward.scorers.bright.path=" + str(ROOT / "benchmarks" / "hackable.py")]
+    hackable.append("+reward.scorers.bright.function=brightness")
+    ray = ["cluster.launcher=ray", "checkpoint.keep=1", "checkpoint.resume=auto"]
+    run, arguments = run_of(tmp_path / "run"), command(*hackable, *ray, *DRIFTS)
+    process = start(arguments)
+    while not ((run.folder / "metrics.jsonl").exists() and len(run.metrics) > 7):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and read_guard(run.folder)[0]["step"] == 6
+    assert main(arguments) == 0 and "resumed from" in caplog.text
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_4", "step_6", "step_8"]
+    assert f"LoRA:   {run.checkpoint(4) / 'lora'}" in caplog.text and "use step 4" in caplog.text
+    assert gerl.Run(run.folder).lora == run.checkpoint(4) / "lora"
+    assert export([f"run={run.folder}", f"out={tmp_path / 'out'}"]) == 0
+    files = (folder / "pytorch_lora_weights.safetensors" for folder in (tmp_path / "out", run.checkpoint(4) / "lora"))
+    exported, good = map(load_file, files)
+    assert exported.keys() == good.keys() and all(torch.equal(exported[name], good[name]) for name in good)

@@ -13,7 +13,7 @@ from drills import more
 from PIL import Image
 
 import gerl
-from gerl.errors import ConfigError, GerlError, ModelError, RewardError
+from gerl.errors import ConfigError, FlaggedError, GerlError, ModelError, RewardError
 
 PROMPTS = ["a red fox", "blue", "x y"]
 SMALL: dict[str, Any] = {
@@ -64,6 +64,35 @@ def test_a_pipeline_in_memory_is_trained_in_place(pipe: DiffusionPipeline, tmp_p
     with pytest.raises(ModelError, match="already has adapters"):
         gerl.train(pipe, bright, PROMPTS, steps=1, out=tmp_path / "again", **SMALL)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_pipeline_has_no_lora_with_signals_of_the_guard(
+    pipe: DiffusionPipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has that of an earlier step, or is the base model where steps 3 and 6 have signals."""
+    before, held_out = drawn(pipe), [f"prompt {i}" for i in range(12)]
+    keys = SMALL | {
+        "sampling.num_inference_steps": 5, "model.lora_alpha": 32, "actor.ema_decay": 0.5, "rollout.n": 12,
+        "rollout.micro_batch_size": 18, "rollout.prompts_per_step": 3, "validation.num_inference_steps": None,
+        "checkpoint.every": 1, "guard.ignored": ["watched", "disagreement"],
+    }  # fmt: skip
+    keys["sampling"] = {name: value for name, value in keys["sampling"].items() if name != "num_inference_steps"}
+    texts = [*PROMPTS, 'a sign that reads "482"', "seven", "a cat"]
+    for lr, every in ((0.02, 2), (0.06, 3)):
+        keys |= {"actor.lr": lr, "validation.every": every, "algorithm": "flow_grpo"}
+        run = gerl.train(pipe, bright, texts, held_out=held_out, steps=6, out=tmp_path / str(every), **keys)
+        after, said = drawn(pipe), [r.message for r in caplog.records if r.message.startswith("step 6, the last one")]
+        if every == 2:
+            assert f"the pipeline has the LoRA of {run.lora.parent.name.replace('_', ' ')}, the best " in said[-1]
+            pipe.unload_lora_weights()
+            assert torch.allclose(drawn(pipe), before, atol=1e-6) and not torch.allclose(after, before, atol=1e-3)
+            pipe.load_lora_weights(run.lora)
+            assert torch.allclose(drawn(pipe), after, atol=1e-4)
+            pipe.unload_lora_weights()
+        else:
+            assert torch.equal(after, before) and "the pipeline has no LoRA; " in said[-1]
+            with pytest.raises(FlaggedError):
+                _ = run.lora
 
 
 def test_a_cell_may_be_run_twice(pipe: DiffusionPipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
