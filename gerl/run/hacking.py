@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gerl.errors import GerlError
-from gerl.run.choice import choice_of
+from gerl.run.choice import Choice, choice_of
 from gerl.run.guard import LOOKS, WORDS, read_guard
 from gerl.run.health import number
 from gerl.run.settings import get
@@ -40,14 +40,12 @@ class Pair:
 class HackingCard:
     """What to know about a run with signals of the guard.
 
-    lasts: whether its newest held-out images have signals. use: the step of the checkpoint to use; None: the base
-    model. steps: of the images of a pair; empty without pairs. falls: a line per signal, the worst first. advice: what
-    to do, with its command or keys, which may be empty.
+    lasts: whether its newest held-out images have signals. steps: of the images of a pair; empty without pairs. falls:
+    a line per signal, the worst first. advice: what to do, with its command or keys, which may be empty.
     """
 
     title: str
     lasts: bool
-    use: int | None
     steps: Sequence[int]
     pairs: Sequence[Pair]
     falls: Sequence[str]
@@ -71,14 +69,14 @@ def hacking_card(run_dir: Path, config: Mapping[str, Any]) -> HackingCard | None
         what = f"Probably hacked since step {next((step for step in flagged if step > calm), flagged[-1])}"
     else:
         what = f"Signs of reward hacking at step {flagged[-1]}, none since"
-    use = _use(run_dir)
-    words = "" if use is None else f": use {'the base model' if use[0] is None else f'step {use[0]}'}"
+    choice = choice_of(run_dir)
+    use = "" if choice is None else f": use {'the base model' if choice.use is None else f'step {choice.use}'}"
     changes = _changes(run_dir, folder, flagged[-1])
     now = sorted((row for row in signals if row["step"] == flagged[-1]), key=lambda row: _gravity(row, changes))
     steps, pairs = _pairs(run_dir, folder, [*now, *(row for row in reversed(signals) if row not in now)])
     falls = dict.fromkeys(_fall(row, changes) for row in now if not _is_said(row, now))
-    advice = [*_taking(run_dir, use), *_training(rows, now, config)]
-    return HackingCard(f"{what}{words}", lasts, use[0] if use else None, steps, pairs, list(falls)[:FALLS], advice)
+    advice = [*_taking(run_dir, choice), *_training(rows, now, config)]
+    return HackingCard(f"{what}{use}", lasts, steps, pairs, list(falls)[:FALLS], advice)
 
 
 def _signals(run_dir: Path, rows: Sequence[Row]) -> tuple[Path, int | None, Sequence[Row]]:
@@ -122,11 +120,15 @@ def _changes(run_dir: Path, folder: Path, step: int) -> dict[str, tuple[float, f
 
 def _gravity(row: Row, changes: Mapping[str, tuple[float, float]]) -> tuple[int, float]:
     """Return a sort key, the worst first: the weight of a signal, and its size as a share of what was there."""
-    weight = GRAVITY.get(f"{row['signal']}/{row['column']}", GRAVITY.get(row["signal"], 2))
+    weight = _weight(row)
     if row["signal"] in ("watched", "disagreement") and row["column"] in changes:
         before, after = changes[row["column"]]
         return weight, -(before - after) / abs(before) if before else -1.0
     return weight, -min(1.0, abs(number(row, "value") or 0.0) / WHOLE)
+
+
+def _weight(row: Row) -> int:
+    return GRAVITY.get(f"{row['signal']}/{row['column']}", GRAVITY.get(row["signal"], 2))
 
 
 def _is_said(row: Row, rows: Sequence[Row]) -> bool:
@@ -154,7 +156,7 @@ def _fall(row: Row, changes: Mapping[str, tuple[float, float]]) -> str:
 def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[int], list[Pair]]:
     """Return the steps of the first validation and the newest flagged one with images, and their pairs.
 
-    Of the prompts that changed most: the first ones of each signal in turn, of different prompts.
+    Of different prompts, those that changed most: by signals of the most weight, the first of each in turn.
     """
     firsts = (_load(run_dir, step, pictures=True) for step in validation_steps(run_dir))
     first = next((one for one in firsts if one is not None and one.shown), None)
@@ -162,9 +164,12 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
         later = _load(folder, step, pictures=True)
         if first is None or later is None:
             continue
-        lists = [row.get("shown") for row in rows if row["step"] == step]
-        turns = zip_longest(*(places for places in lists if isinstance(places, list)))
-        order = [place for place in chain(*turns) if type(place) is int]
+        lists: dict[int, list[list[Any]]] = {}  # weight of a signal -> where it shows most, by signal
+        for row in rows:
+            if row["step"] == step and isinstance(row.get("shown"), list):
+                lists.setdefault(_weight(row), []).append(row["shown"])
+        turns = chain(*(chain(*zip_longest(*lists[weight])) for weight in sorted(lists)))
+        order = [place for place in turns if type(place) is int]
         found = dict[str, Pair]()
         images, others = (dict(zip(one.shown, one.pixels, strict=True)) for one in (first, later))
         for place in [*order, *evenly(later.shown, PAIRS)]:
@@ -180,20 +185,13 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
 # --- What to do
 
 
-def _use(run_dir: Path) -> tuple[int | None, int | None] | None:
-    """Return the step to use, None for the base model, and the earliest flagged one; None without checkpoints."""
-    choice = choice_of(run_dir)
-    return None if choice is None else (choice.use, choice.flagged[0] if choice.use is None else None)
-
-
-def _taking(run_dir: Path, use: tuple[int | None, int | None] | None) -> Iterator[tuple[str, str]]:
-    step, earliest = use or (None, None)
+def _taking(run_dir: Path, choice: Choice | None) -> Iterator[tuple[str, str]]:
     command = f"gerl export {shlex.quote(f'run={run_dir}')}"
-    if step is not None:
-        yield f"Take step {step}", f"{command} step={step}"
-    elif earliest is not None:
+    if choice is not None and choice.use is not None:
+        yield f"Take step {choice.use}", f"{command} step={choice.use}"
+    elif choice is not None:
         words = "Keep the base model, since every checkpoint has signals; or take the earliest"
-        yield words, f"{command} step={earliest}"
+        yield words, f"{command} step={choice.flagged[0]}"
 
 
 def _training(rows: Sequence[Row], now: Sequence[Row], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -204,11 +202,13 @@ def _training(rows: Sequence[Row], now: Sequence[Row], config: Mapping[str, Any]
     fallen = dict.fromkeys(row["column"] for row in now if row["signal"] in ("watched", "disagreement"))
     scorers = {name: get(config, "reward", "scorers", name) for name in fallen}
     watched = [name for name, scorer in scorers.items() if get(scorer or {}, "weight") == 0]
-    partly = [name for name in watched if get(scorers[name], "during") in ("training", "validation")]
-    keys = [f"reward.scorers.{name}.weight=1" for name in watched]
-    keys += [f"reward.scorers.{name}.during=both" for name in partly]
+    keys = list[str]()
+    for name in watched:
+        keys.append(f"reward.scorers.{name}.weight=1")
+        if get(scorers[name], "during") in ("training", "validation"):
+            keys.append(f"reward.scorers.{name}.during=both")
     if keys:
-        yield "Count what fell in the reward", shlex.join(keys)
+        yield "Give what fell a weight in the reward", shlex.join(keys)
     elif not weights:
         others = "a KL to the base model (algorithm.kl_coef) or fewer steps"
         yield f"Train again with a scorer for what the images lost, {others}", ""

@@ -19,6 +19,7 @@ from gerl.config.bounded_text import LARGEST_LOG, parse_json, regular, unlinked
 from gerl.errors import GerlError
 from gerl.run import session, settings
 from gerl.run.checkpoint import alive_since, checkpoint_paths
+from gerl.run.choice import choice_of
 from gerl.run.hacking import PAIRS, hacking_card
 from gerl.run.health import Health
 from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes, live_steps, read_spans
@@ -273,10 +274,10 @@ class RunData:
         return None
 
     def _loras(self) -> Iterator[tuple[int, Path]]:
-        card = self._hacking()[0]
+        choice = self.keep("choice", signature(self.folder / "checkpoints"), lambda: choice_of(self.folder))
         for path in reversed(checkpoint_paths(self.folder / "checkpoints")):
             step = int(path.name.rpartition("_")[2])
-            if card is None or card["use"] == step:
+            if choice is None or choice.offers(step):
                 yield step, path / LORA
 
     def sheet(self, step: int, held_out: bool = False) -> tuple[bytes, str] | None:
@@ -320,7 +321,7 @@ class RunData:
             sides = {(i, k): pair for i, pair in enumerate(card.pairs) for k in (0, 1)}
             images = {(i, k): encoded(pair.after if k else pair.before) for (i, k), pair in sides.items()}
             values = {"title": card.title, "lasts": card.lasts, "steps": card.steps, "falls": card.falls}
-            values |= {"advice": card.advice, "use": card.use, "version": "-".join(now)}
+            values |= {"advice": card.advice, "version": "-".join(now)}
             values |= {"prompts": [pair.prompt for pair in card.pairs]}
             return values, images
 

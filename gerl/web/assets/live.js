@@ -567,7 +567,7 @@ async function showWarnings() {
   if (run !== state.run || !found) return;
   const signals = latest(found.guard), card = found.hacking, lines = card ? found.health : [...signals, ...found.health];
   showHacking(card);
-  $("signal-count").textContent = `All ${signals.length} signals of the guard`;
+  $("signal-count").textContent = `All that the guard said (${signals.length})`;
   $("signal-list").replaceChildren(...sentences(card ? signals : []));
   $("warning-list").replaceChildren(...sentences(lines));
   $("warnings").hidden = !lines.length;
@@ -579,7 +579,9 @@ function showHacking(card) {
   const doubted = Boolean(card?.lasts), before = $("sections").classList.contains("doubtful");
   $("sections").classList.toggle("doubtful", doubted);
   if (doubted !== before && state.overview) showFigures();
-  if (!card) return;
+  const shown = card ? `${state.run} ${card.version}` : "", same = $("hacking").dataset.shown === shown;
+  $("hacking").dataset.shown = shown;
+  if (!card || same) return; // a text that somebody marks stays
   $("hacking").classList.toggle("hacked", card.lasts);
   $("hacking-title").textContent = card.title;
   const captions = card.prompts.flatMap((prompt) => card.steps.map((step) => `${prompt}, step ${step}`));

@@ -61,7 +61,7 @@ HACKED = [
 
 def test_the_card_of_a_hacked_run_says_what_to_use_what_fell_and_what_to_do(tmp_path: Path) -> None:
     card = card_of(make(tmp_path / "a run", HACKED))
-    assert card.title == "Probably hacked since step 20: use step 10" and card.lasts and card.use == 10
+    assert card.title == "Probably hacked since step 20: use step 10" and card.lasts
     assert card.falls[0] == "ocr fell by 75%, from 0.800 to 0.200"  # since its best, and said once
     assert ["prompts" in fall or "red" in fall for fall in card.falls[1:]] == [True, True] and "red" in card.falls[-1]
     assert command(card) == f"gerl export 'run={tmp_path / 'a run'}' step=10"
@@ -73,7 +73,7 @@ def test_the_card_of_a_hacked_run_says_what_to_use_what_fell_and_what_to_do(tmp_
 def test_a_pair_is_of_the_same_prompt_the_worst_first_and_of_no_prompt_twice(tmp_path: Path) -> None:
     card = card_of(make(tmp_path / "run", HACKED))
     assert list(card.steps) == [0, 30]
-    assert [pair.prompt for pair in card.pairs] == ["two", "five", "four"]  # one per signal, then the next ones
+    assert [pair.prompt for pair in card.pairs] == ["two", "<b>one</b>", "five"]  # of what fell, then of what drifted
     for pair in card.pairs:
         row = PROMPTS.index(pair.prompt) + (pair.prompt == "two")  # the second image of `two` fell most
         assert (pair.before == row).all() and (pair.after == 30 + row).all()
@@ -93,7 +93,7 @@ def test_a_measured_weight_of_the_kl_is_advised(tmp_path: Path) -> None:
 def test_the_base_model_is_named_where_every_checkpoint_has_signals(tmp_path: Path) -> None:
     signals = [signal(step, "watched", "ocr", -0.1) for step in (10, 20, 30)]
     card = card_of(make(tmp_path / "run", signals))
-    assert card.title == "Probably hacked since step 10: use the base model" and card.use is None
+    assert card.title == "Probably hacked since step 10: use the base model"
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     card = card_of(tmp_path / "run")
     assert card.title == "Probably hacked since step 10" and command(card) == ""  # nothing is saved
@@ -155,7 +155,11 @@ def test_the_page_and_the_report_show_the_card_and_no_lora_that_it_does_not_name
         (folder / "pytorch_lora_weights.safetensors").write_text(str(step))
     page = RunData("run", run)
     shown = page.warnings()["hacking"]
-    assert shown["title"] == card_of(run).title and json.loads(json.dumps(shown))["prompts"] == ["two", "five", "four"]
+    assert shown["title"] == card_of(run).title and json.loads(json.dumps(shown))["prompts"] == [
+        "two",
+        "<b>one</b>",
+        "five",
+    ]
     assert page.lora() == (10, b"10") and page.overview()["lora"] == 10
     before, after = (page.hacking_picture(0, side) for side in (0, 1))
     assert before is not None and after is not None and before != after and before[1] == "image/png"
@@ -172,4 +176,4 @@ def test_the_page_and_the_report_show_the_card_and_no_lora_that_it_does_not_name
     assert (
         "in doubt" not in text.split("Before and after")[0].split('<div class="still">')[1] and "5 worse of 5" in text
     )
-    assert RunData("run", run).lora() == (30, b"30")
+    assert RunData("run", run).lora() == (10, b"10")  # the checkpoints have their signals
