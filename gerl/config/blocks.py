@@ -972,12 +972,14 @@ class GuardConfig(Block):
         low=0,
     )
     kl_share: float = key(
-        1.0,
-        "the weight of the KL after the first signals (kl, rollback; warn names it): the gradient of the KL is so many "
-        "times as large as the reward's, measured on the next step; doubled at later signals",
+        2.0,
+        "kl and rollback: with the weight of the KL after the first signals its gradient is so many times as large as "
+        "the reward's, measured in the next step (warn logs that weight); later signals double it",
         above=0,
     )
-    rollbacks: int = key(3, "maximum number of rollbacks; signals after that end the run", low=1)
+    rollbacks: int = key(
+        3, "maximum number of rollbacks; signals after that, or a second return to one checkpoint, end the run", low=1
+    )
 
     def check(self) -> None:
         for name in self.ignored:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from drills import more
 from safetensors.torch import load_file
 
 import gerl
@@ -106,7 +107,8 @@ def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(
     command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends when it is back at the same step again; a second run, stopped after it first went back, ends alike."""
-    whole = command("guard.action=rollback", "logger.report=true")
+    # so low a weight does not hold the images
+    whole = command("guard.action=rollback", "guard.kl_share=0.5", "logger.report=true")
     assert main(whole) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "guard.action=rollback ended the run" in error and "back at step 2 again although" in error
@@ -182,6 +184,19 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     assert main(ray) == 0 and not list((tmp_path / "kills").iterdir())
     run_of(tmp_path / "ray").assert_same(run, 6)
     assert advice(tmp_path / "ray") == advice(run.folder)
+
+
+@more
+@pytest.mark.parametrize("layout", ["split", "ranks", "ahead"])
+def test_in_other_layouts_it_is_measured_too(layout: str, command: Any, tmp_path: Path) -> None:
+    ways = {
+        "split": "cluster.launcher=ray cluster.num_workers=2 cluster.layout=split",
+        "ranks": "cluster.launcher=ray cluster.num_workers=1 cluster.ranks_per_worker=2 model.shard=all",
+        "ahead": "trainer.staleness=1",
+    }
+    assert main(command("guard.action=rollback", "guard.kl_share=0.5", *ways[layout].split())) == 1
+    first, second = (weight for _, weight in advice(tmp_path / "run"))
+    assert second == 2 * first and (layout == "ahead" or first == pytest.approx(0.041, abs=0.0011))
 
 
 def test_a_weight_that_cannot_be_measured_ends_no_run(
