@@ -304,7 +304,7 @@ function tip(event, ...rows) {
 
 const state = {
   run: "", runs: [], signatures: {}, overview: null, series: {}, width: -1, generation: -1, heldOut: null,
-  row: null, place: null, order: "most improved", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
+  row: null, place: null, order: "largest gain", spans: 3, others: new Map(), metric: "val/reward/mean", opened: new Set(),
   liveStep: null, episodeStep: null, // the steps whose training images and held-out episodes were chosen; null: the latest
 };
 let lost = false; // whether the page shows that an update failed
@@ -630,7 +630,7 @@ async function showHeldOut() {
   $("time").hidden = $("extremes").hidden = !there;
   if (!there) return;
   const options = found.shown.map((row) => make("option", { value: row, text: captionOf(row) }));
-  if (state.row === null || !found.shown.includes(state.row)) state.row = ordered("most improved")[0] ?? found.shown[0];
+  if (state.row === null || !found.shown.includes(state.row)) state.row = ordered("largest gain")[0] ?? found.shown[0];
   $("prompt").replaceChildren(...options);
   $("prompt").value = state.row;
   $("slider").max = found.steps.length - 1;
@@ -691,19 +691,19 @@ function step(by) {
   choose(rows[(rows.indexOf(state.row) + by + rows.length) % rows.length]);
 }
 
+// Of held-out prompts, by name: a gain in reward need not be an improvement.
 const ORDERS = {
-  "most improved": (a, b) => b - a,
-  "most worsened": (a, b) => a - b,
-  best: null,
-  worst: null,
+  "largest gain": (gain) => (a, b) => gain(b) - gain(a),
+  "largest loss": (gain) => (a, b) => gain(a) - gain(b),
+  "highest reward": (gain, value) => (a, b) => value(b) - value(a),
+  "lowest reward": (gain, value) => (a, b) => value(a) - value(b),
 };
 
 function ordered(order) {
   const { heldOut } = state, last = heldOut.steps.length - 1;
   const rows = heldOut.shown.filter((row) => rewardOf(last, row) !== null && rewardOf(0, row) !== null);
   const gain = (row) => rewardOf(last, row) - rewardOf(0, row), value = (row) => rewardOf(last, row);
-  const by = { "most improved": (a, b) => gain(b) - gain(a), "most worsened": (a, b) => gain(a) - gain(b), best: (a, b) => value(b) - value(a), worst: (a, b) => value(a) - value(b) };
-  return rows.sort(by[order]);
+  return rows.sort(ORDERS[order](gain, value));
 }
 
 function tabs(parent, names, current, act) {

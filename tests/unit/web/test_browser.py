@@ -96,7 +96,7 @@ def test_a_run_is_watched_while_it_goes_on(page: Any, tmp_path: Path) -> None:
             page.locator("#slider").focus()
             page.keyboard.press("End")
             text(page, "#now-note", "step 30: 0.750 +0.750")
-            page.get_by_role("button", name="most worsened").click()
+            page.get_by_role("button", name="largest loss").click()
             sync_api.expect(page.locator("#extreme-list p").first).to_contain_text("a red fox")
             # the buttons
             page.get_by_role("button", name="Save").click()
