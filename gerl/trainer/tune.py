@@ -36,6 +36,7 @@ from gerl.config.reading import typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.progress import duration
 from gerl.run.checkpoint import alive_since
+from gerl.run.choice import choice_of
 from gerl.run.session import METRICS
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import Estimate, estimate_gain, load_validation, validation_steps
@@ -364,10 +365,13 @@ class Search:
         self.save()
         gain = self.gain(best)
         interval = "" if gain is None else f", {gain.mean:+z.3f} ({gain.low:+z.3f} to {gain.high:+z.3f})"
+        choice = choice_of(place)
+        step = best.steps if choice is None else choice.offered
+        lora = place / "checkpoints" / f"step_{step}" / "lora"
         logger.info(
             "\nbest: %s with actor.lr=%s: held-out reward %.3f%s\nLoRA: %s\nreport: %s\nto train it again: %s",
             *(best.preset, f"{best.lr:g}", best.reward, interval),
-            *(place / "checkpoints" / f"step_{best.steps}" / "lora", self.folder / REPORT),
+            *(choice.why if choice is not None and step is None else lora, self.folder / REPORT),
             f"gerl train experiment={self.folder / BEST}",
         )
 
