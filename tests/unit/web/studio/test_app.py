@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from gerl.commandline.composition import compose_run
 from gerl.data.sources import hold_out
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.protocol import Prompt
+from gerl.run.checkpoint import save_checkpoint
 from gerl.web.server import address, serving
 from gerl.web.studio import drafts
 from gerl.web.studio.app import Studio, build_studio
@@ -294,6 +296,22 @@ def test_the_code_of_runs_that_the_studio_trains_is_trusted_and_no_other(tmp_pat
             [ours, "trust=false"],
         ):
             assert arguments(*others) == others
+
+
+def test_of_a_run_whose_checkpoints_all_have_signals_of_the_guard_none_is_ticked(tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    make_run(root / "signs" / "one")
+    folder = root / "signs" / "one" / "checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    for step, signals in ((2, ["looks/red"]), (4, ["watched/colour"])):
+        save_checkpoint(folder, step, {}, {"val_reward": 0.1 * step, "signals": signals})
+    with open_studio(root) as (url, _):
+        found = requests.get(f"{url}/api/checkpoints", params={"run": "signs/one"}, timeout=30).json()
+    assert [(row["step"], row["best"], row["flagged"]) for row in found["checkpoints"]] == [
+        (2, False, True),
+        (4, False, True),
+    ]
+    assert "base model" in found["none"] and "step=2" in found["none"]
 
 
 def test_a_secret_that_is_typed_gets_the_offer_of_a_variable(opened: tuple[str, Studio]) -> None:

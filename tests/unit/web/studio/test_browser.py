@@ -244,6 +244,7 @@ def test_the_images_of_a_comparison_are_pairs_that_enlarge(page: Any, url: str) 
                 "checkpoints": [{"step": 5, "folder": "f", "best": True}],
                 "formats": ["diffusers", "kohya"],
                 "first": [],
+                "none": "",
             }
         ),
     )
