@@ -370,7 +370,8 @@ class GuardLog:
         kept = [row for row in rows if row["step"] <= step]
         if len(kept) < len(rows):
             write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
-        self.empty, self.advised = not kept, any(row["signal"] == "advice" for row in kept)
+        self.empty = not kept
+        self.advised = {row.get("action") for row in kept if row["signal"] == "advice"}  # under these actions
         self.latest = [Signal.of(row) for row in kept if row["step"] == step and row["signal"] in NEXT]
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
@@ -389,7 +390,7 @@ class GuardLog:
 
     def advise(self, step: int, weight: float, text: str, action: str) -> None:
         """Record a weight of the KL that would help, known since `step`, with its sentence."""
-        self.advised = True
+        self.advised.add(action)
         self._append_event("advice", "kl_coef", {"step": step, "value": weight, "threshold": 0.0}, text, action)
 
     def rolled_back_row(self, step: int, why: Sequence[Signal], kl: float | None) -> str:

@@ -176,6 +176,9 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     assert torch.equal(run_of(tmp_path / "same").lora(6), unguarded.lora(6))
     for name in ("actor/grad_norm", "reward/mean", "evaluations/backward"):
         assert run_of(tmp_path / "same").column(name) == unguarded.column(name)
+    acting = [f"checkpoint.resume={tmp_path / 'same'}", "guard.action=kl", "algorithm.kl_coef=0.001", "trainer.steps=7"]
+    assert main([f"hydra.run.dir={tmp_path / 'same'}", *acting]) == 0
+    assert advice(tmp_path / "same")[1:] == [(7, run_of(tmp_path / "same").column("guard/kl_coef")[-1])]
 
     (tmp_path / "kills").mkdir()
     (tmp_path / "kills" / "_take_norm.1.5").write_text(str(int(signal.SIGKILL)))

@@ -103,7 +103,7 @@ class HackingGuard(Extension):
         if len(run.state.returns) >= guard.rollbacks:
             why = f"it has already rolled back guard.rollbacks={guard.rollbacks} times; "
             return Stop(self._ended(signals, why))
-        before = run.algorithm.kl_coef if self.log.advised else 0.0
+        before = run.algorithm.kl_coef
         raised = factor * before or None  # None: the next step measures it
         error = None
         if checkpoint.step in run.state.returns:  # training from there once more leads to the same signals

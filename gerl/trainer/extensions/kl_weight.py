@@ -32,7 +32,10 @@ class MeasuredKL(Extension):
 
     def is_due(self, run: Run) -> bool:
         """Whether the next step with different rewards measures the weight."""
-        return not (self.failed or self.log.advised or run.state.kl_coef is not None)
+        if self.failed or run.state.kl_coef is not None:
+            return False
+        # a run that goes on with an action has to use what it only named before
+        return not (self.log.advised - {"warn"} if self.config.guard.raises_kl else self.log.advised)
 
     def credited(self, run: Run, step: Step) -> None:
         """Measure the weight on the images of a step, and use it."""
@@ -94,7 +97,7 @@ class MeasuredKL(Extension):
     def logged(self, run: Run, step: Step) -> None:
         """With guard.action=kl raise the weight at later signals."""
         before = run.algorithm.kl_coef
-        if step.signals and self.log.advised and self.config.guard.action == "kl":
+        if step.signals and before > 0 and not self.is_due(run) and self.config.guard.action == "kl":
             run.set_kl_coef(FACTOR * before)
             logger.warning(
                 "step %d: guard: the weight of the KL rises from %g to %g", step.number, before, FACTOR * before
