@@ -435,7 +435,7 @@ class Run:
 
     @property
     def signals(self) -> list[str]:
-        """Keys of the guard's signals when it last judged; they stay until it does again, also over a resume."""
+        """Keys of the guard's signals when it last judged; they stay until it judges again, which it may never."""
         return self.state.signals
 
     @signals.setter

@@ -94,7 +94,7 @@ def _conclude(
     gains = paired_gains(first, step.validation) if first is not None and first.step < step.number else {}
     run.val_gain = gains.get("reward")
     metrics, run.val_reward = conclude_validation(config, scores, step.number, run.val_gain)
-    run.validated_step, run.signals = step.number, []
+    run.validated_step = step.number
     judgement = {name: mean(values) for name, values in judged(step.validation, first or step.validation).items()}
     step.metrics |= metrics | gain_metrics(gains) | {f"val/{name}/mean": value for name, value in judgement.items()}
     if judgement:
