@@ -300,9 +300,10 @@ class RewardManager:
         # number of queued micro-batches at which the scorers are saturated
         self.capacity = 2 * max([len(pool.workers) for pool in self.distinct_pools], default=1)
 
-    def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False) -> "ScoringRound":
+    def open(self, samples: Sequence[Sequence[Sample]], held_out: bool = False, scored: bool = True) -> "ScoringRound":
         """Start scoring `samples`, whose images are added as they are sampled; `held_out`: people are not asked."""
-        return ScoringRound(self, samples, self.validation if held_out else self.training)
+        scorers = self.validation if held_out else self.training
+        return ScoringRound(self, samples, scorers if scored else {})
 
     def give_up(self) -> None:
         """Drop all rounds; the results of running calls are discarded."""
@@ -599,11 +600,13 @@ class PendingRollout:
         ahead: int = 0,
         held_out: bool = False,
         progress: Callable[[int], None] = lambda images: None,
+        scored: bool = True,
     ) -> None:
         """`hang_after`: seconds without an answer after which a worker counts as dead.
 
         `ahead`: steps between sampling and training; more images may wait for the scorers.
         `held_out`: votes of people are not requested. `progress`: called with the number of sampled images.
+        `scored`: whether any scorer gets the images.
         """
         self.hang_after, self.silent, self.progressed = hang_after, 0.0, progress
         self.what: Literal["sample", "validate"] = "validate" if held_out else "sample"
@@ -611,7 +614,7 @@ class PendingRollout:
         self.processes = dispatch.processes
         self.sizes = [len(batch) for batch in samples]
         self.total = sum(self.sizes)
-        self.scoring = manager.open(samples, held_out)
+        self.scoring = manager.open(samples, held_out, scored)
         self.scorers = list(self.scoring.scorers)
         self.images: list[Pending[Images]] = []  # of the submitted micro-batches, in order
         self.running: dict[int, Pending[Images]] = {}  # those not yet sampled

@@ -15,7 +15,7 @@ import yaml
 from gerl.config.bounded_text import load_json, read_log
 from gerl.run.health import number
 from gerl.run.settings import get
-from gerl.run.validation import Validation, judged, known, mean, paired_gains
+from gerl.run.validation import Validation, evenly, judged, known, mean, paired_gains
 from gerl.utils.files import finite, write_file, writing
 
 # --- One-sided tests; each returns its p-value
@@ -87,6 +87,9 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 FILE = "guard.jsonl"
 # drifts beyond these many standard deviations over the first prompts count
 LOST, SURPRISING, DRIFT, ALIKE = 0.25, 2.0, 1.5, 1.0
+TRIFLE = 0.01  # of a watched column's mean: smaller falls are none
+LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
+SUSPICIOUS = 0.1  # p-value in a look from which more images are looked at
 SHOWN = 8  # images shown per signal
 QUOTED = 3  # prompts quoted per signal
 FEWEST = 8  # fewest prompts for a test
@@ -114,6 +117,7 @@ class Signal:
     size: float | None = None  # of a fall, in standard deviations of the column over the first validation's prompts
     chance: float = 0.0
     drift: bool = False
+    look: bool = False  # seen between validations, in the images of a look
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Signal":
@@ -148,14 +152,33 @@ class Levels:
 def levels(config: Mapping[str, Any], others: int) -> Levels:
     """Return the levels of the tests in each validation of a run; config: as in config.yaml.
 
-    All tests of all planned validations together have the probability `guard.false_alarms`: each validation an equal
-    share (alpha spending), half of it for `base/alignment`, the other half for the `others`, tests for any change.
-    Drifts beyond a multiple of the spread of the first images need no share: without a change there are none.
+    All tests of a run together have the probability `guard.false_alarms` (alpha spending): half of it is shared by the
+    tests of `base/alignment` in all planned validations and looks, the other half by the `others` in all validations,
+    tests for any change. Drifts beyond a multiple of the spread of the first images need no share: without a change
+    there are none.
     """
     steps, every = get(config, "trainer", "steps") or 1, get(config, "validation", "every") or 0
-    validations = max(1, -(-steps // every)) if every else 1
-    share = (get(config, "guard", "false_alarms") or 0.05) / validations
-    return Levels(share / 2, share / 2 / max(others, 1), share)
+    validations, looks = max(1, -(-steps // every)) if every else 1, len(look_steps(steps, every))
+    budget = get(config, "guard", "false_alarms") or 0.05
+    half = budget / 2
+    return Levels(half / (validations + looks), half / validations / max(others, 1), budget / validations)
+
+
+def look_steps(steps: int, every: int) -> list[int]:
+    """Return the steps of a run of `steps` after which the base model looks at some held-out images.
+
+    Weights move at about a constant rate at first, so that judgements at doubling distances find as much change from
+    one to the next: powers of two before the first validation, then half-way between validations up to the fourth.
+    """
+    every = every or steps
+    powers = [2**k for k in range(1, every.bit_length()) if 2**k < every]
+    halves = range(every + every // 2, 4 * every, every) if every > 1 else ()
+    return [step for step in (*powers, *halves) if step < steps]
+
+
+def look_rows(first: Validation) -> list[int]:
+    """Return the rows of the `first` validation that a closer look repeats: an image each of some prompts."""
+    return evenly(first.first_rows, LOOKED_CLOSER)
 
 
 def fewest_changes(config: Mapping[str, Any], watched: int) -> int:
@@ -224,6 +247,60 @@ def candidates(
     return found
 
 
+class Baselines:
+    """The first validation of a run and its best ones so far, with which the next validation or look is compared.
+
+    config: as in config.yaml, with the planned steps.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.first: Validation | None = None
+        self.best: Validation | None = None  # with the highest reward after the first one
+        self.peaks: dict[str, Validation] = {}  # by column
+        self.rows: list[int] = []  # of the first validation, in closer looks
+        self.parts: list[Validation] = []  # these rows, or fewer of them, of all validations and looks
+        self.validations = 0
+
+    def add(self, validation: Validation) -> None:
+        """Add a validation to compare later ones with."""
+        if self.first is None:
+            self.first, self.rows = validation, look_rows(validation)
+        raise_peaks(self.peaks, validation, self.first)
+        self.best = best_of([validation] if self.best is None else [self.best, validation], validation.step + 1)
+        self.validations += 1
+        if validation.prompts == self.first.prompts:
+            self.parts.append(replace(validation.part(self.rows), by_scorer={}))
+
+    def add_look(self, look: Validation) -> None:
+        """Add a look, which has the rows `look.ids` of the first validation."""
+        if {*look.ids} <= {*self.rows}:
+            self.parts.append(look)
+
+    def tests(self, later: Validation, trends: "TrainingTrends", measures_kl: bool = True) -> list[Signal]:
+        """Test a validation; the results are signals if they are rare enough (`found_signals`)."""
+        if self.first is None:
+            return []
+        tested = candidates(self.first, later, self.config, self.peaks, self.validations)
+        return tested + trend_candidates(trends, self.first, self.best or self.first, later, measures_kl)
+
+    def tests_of_look(self, look: Validation) -> list[Signal]:
+        """Test a look; the rows of the results are those of the first validation."""
+        if self.first is None or not {*look.ids} <= {*self.rows}:
+            return []
+        first, peaks, earlier = self.first.part(look.ids), dict[str, Validation](), 0
+        for part in self.parts:
+            if {*look.ids} <= {*part.ids}:
+                raise_peaks(peaks, part.part([part.ids.index(row) for row in look.ids]), first)
+                earlier += 1
+        tested = candidates(first, look, self.config, peaks, earlier)
+        return [replace(signal, shown=[look.ids[row] for row in signal.shown], look=True) for signal in tested]
+
+    def asks_for_more(self, look: Validation, tested: Sequence[Signal]) -> bool:
+        """Whether a look seems to show something, and more images can be looked at."""
+        return len(look.ids) < len(self.rows) and any(signal.chance <= SUSPICIOUS for signal in tested)
+
+
 def raise_peaks(peaks: dict[str, Validation], validation: Validation, first: Validation) -> None:
     """Set `validation` as the peak of the columns that are highest in it."""
     for name, values in (validation.by_scorer | judged(validation, first)).items():
@@ -268,21 +345,23 @@ def _base(first: Validation, later: Validation, peak: Validation, of: int) -> It
 
 
 def _watched(first: Validation, later: Validation, name: str, peak: Validation, of: int) -> Iterator[Signal]:
-    """Test a watched column for a fall while the reward rises: of its mean, and on most of the prompts.
+    """Test a watched column for a fall while the reward has risen: of its mean, and on most of the prompts.
 
     The size of the latter is that of the median change: a few large gains do not hide it. The size is unknown (always
     large) if the column was the same on all prompts. peak: the best of several validations, which counts as `of` tests.
+    The reward has risen since the first validation: at its end it no longer does, but a column may go on falling.
     """
     spread = _spread(first.by_scorer, first, name)
     fall, disagreement = list[Signal](), list[Signal]()
+    gain = paired_gains(first, later).get("reward")
+    if gain is None or not gain.low > 0:
+        return
     for before, tests in ((first, 1), (peak, of)):
-        gain = paired_gains(before, later).get("reward")
-        if gain is None or not gain.low > 0:
-            continue
+        level = abs(_mean(before.by_scorer.get(name, [])))
         changes = _changes(before.by_scorer, later.by_scorer, before, name)
         falls = [-change for change in known(changes)]
         order = _order(later, changes, -1)
-        if len(falls) >= FEWEST:
+        if len(falls) >= FEWEST and statistics.fmean(falls) >= TRIFLE * level:
             old, new = (_mean(one.by_scorer[name]) for one in (before, later))
             text = (
                 f"{name}, which is watched, fell from {old:.3f} at step {before.step} to {new:.3f} while the reward "
@@ -293,13 +372,14 @@ def _watched(first: Validation, later: Validation, name: str, peak: Validation, 
             fall.append(Signal("watched", name, later.step, new - old, 0.0, text, order, size, chance))
         gains = _changes({"": before.rewards}, {"": later.rewards}, before, "")
         risen = [-b for a, b in zip(gains, changes, strict=True) if a is not None and b is not None and a > 0]
-        if sum(move != 0 for move in risen) >= FEWEST:
+        moved = [move for move in risen if move != 0]
+        if len(moved) >= FEWEST and statistics.median(moved) >= TRIFLE * level:
             down, up = sum(move > 0 for move in risen), sum(move < 0 for move in risen)
             text = (
                 f"the reward and {name} disagree: of {len(risen)} held-out prompts whose reward rose since step "
                 f"{before.step}, {name} fell on {down} and rose on {up}, most for {_quoted(later, order)}"
             )
-            size = statistics.median([move for move in risen if move != 0]) / spread if spread > 0 else None
+            size = statistics.median(moved) / spread if spread > 0 else None
             chance, value = min(1.0, tests * sign_chance(risen)), (up - down) / (up + down)
             disagreement.append(Signal("disagreement", name, later.step, value, 0.0, text, order, size, chance))
     for results in (fall, disagreement):

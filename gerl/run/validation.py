@@ -273,6 +273,17 @@ class Validation:
         """Number of images per prompt."""
         return len(self.prompts) // max(len(self.first_rows), 1)
 
+    def part(self, rows: Sequence[int]) -> "Validation":
+        """Return some rows, with their numbers as `ids`, without images and without what compares them with others."""
+
+        def chosen(columns: Mapping[str, Sequence[float | None]]) -> dict[str, list[float | None]]:
+            return {name: [values[row] for row in rows] for name, values in columns.items()}
+
+        prompts, rewards = [self.prompts[row] for row in rows], [self.rewards[row] for row in rows]
+        by_scorer, looks = chosen(self.by_scorer), chosen(self.looks)
+        looks = {name: values for name, values in looks.items() if not name.startswith("unlike_")}
+        return Validation(self.step, prompts, rewards, by_scorer, [], [], None, list(rows), looks)
+
     def by_prompt(self, values: Sequence[float | None]) -> list[float | None]:
         """Return the mean of `values` [N] over the images of each prompt, without missing values."""
         groups: dict[int, list[float | None]] = {}
@@ -295,8 +306,9 @@ def save_validation(
     drawing: SamplingRecord | None = None,
     ids: Sequence[int] = (),
     looks: Mapping[str, Sequence[float | None]] | None = None,
+    name: str = "step",
 ) -> None:
-    """Save a validation as `validation/step_N.json` and `.npz`.
+    """Save a validation as `validation/step_N.json` and `.npz`, a look as `look_N`.
 
     pixels: `[H, W, 3]` uint8 of the images `shown`, by default the first ones. ids, looks: as in `Validation`. Raises
     `GerlError` if it cannot be written.
@@ -317,11 +329,12 @@ def save_validation(
         arrays = {f"picture_{i}": image for i, image in enumerate(pixels)}
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]  # numpy 2.0 has no allow_pickle
-    path = _path(run_dir, step)
+    path = _path(run_dir, step, name)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     # the JSON is written last: if it exists, the images are complete
-    write_file(path.with_suffix(".npz"), buffer.getvalue())
+    if len(pixels):
+        write_file(path.with_suffix(".npz"), buffer.getvalue())
     write_file(path, json.dumps(finite(values)))
 
 
@@ -349,9 +362,9 @@ def remove_images(run_dir: Path, newest: int, rank: Callable[[Validation], float
             path.with_suffix(".npz").unlink()
 
 
-def load_validation(run_dir: Path, step: int, pictures: bool = True) -> Validation:
-    """Load the validation of `step`, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
-    path = _path(run_dir, step)
+def load_validation(run_dir: Path, step: int, pictures: bool = True, name: str = "step") -> Validation:
+    """Load a validation, or a look, with pixels if `pictures`; raises `GerlError` if it is missing or damaged."""
+    path = _path(run_dir, step, name)
     try:
         values = read_json(path)
         pixels = _read_pixels(path.with_suffix(".npz")) if pictures and values.get("shown") != [] else []
@@ -440,9 +453,9 @@ def judged(validation: Validation, first: Validation) -> dict[str, list[float | 
     return {name: values for name, values in found.items() if known(values)}
 
 
-def validation_steps(run_dir: Path) -> list[int]:
-    """Return the trainer steps with a validation on disk, in order."""
-    names = (re.fullmatch(r"step_(\d+)\.json", p.name) for p in (run_dir / "validation").glob("step_*.json"))
+def validation_steps(run_dir: Path, name: str = "step") -> list[int]:
+    """Return the trainer steps with a validation on disk, in order; name: `look` for those with a look."""
+    names = (re.fullmatch(rf"{name}_(\d+)\.json", p.name) for p in (run_dir / "validation").glob(f"{name}_*.json"))
     return sorted(int(match[1]) for match in names if match)
 
 
@@ -467,8 +480,8 @@ def standard_error(values: Iterable[float | None]) -> float | None:
     return statistics.stdev(scored) / math.sqrt(len(scored)) if len(scored) > 1 else None
 
 
-def _path(run_dir: Path, step: int) -> Path:
-    return run_dir / "validation" / f"step_{step:06d}.json"
+def _path(run_dir: Path, step: int, name: str = "step") -> Path:
+    return run_dir / "validation" / f"{name}_{step:06d}.json"
 
 
 # --- Comparison of the first and the last validation: gains by prompt, with images

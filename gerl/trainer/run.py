@@ -10,7 +10,7 @@ and the reward manager those of the scorers. Everything optional is an extension
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -55,7 +55,7 @@ from gerl.trainer.recovery import LOSSES, add_resume_notes, recover, rejoin, res
 from gerl.trainer.run_folder import RunFolder, check_identity
 from gerl.trainer.step import Metrics, Step, credit_of, usable_rewards
 from gerl.trainer.update import Update
-from gerl.trainer.validation import validate
+from gerl.trainer.validation import look, validate
 from gerl.workers.fleet import CheckpointWriter, Held, LocalFleet, fleet_of
 from gerl.workers.roles import RoleWorker
 from gerl.workers.worker import PolicyWorker
@@ -105,10 +105,11 @@ def learn(run: "Run", step: Step) -> None:
 def conclude(run: "Run", step: Step) -> bool:
     """Validate, log and save as due; returns False if the run has returned to an earlier step."""
     wanted = any(run.notify("due", step)) and run.held_out
-    if wanted or run.validation_due(step.number):
+    whole = wanted or run.validation_due(step.number)
+    if whole or step.number in run.look_steps:
         with step.watch("step"):
-            validated = run.survives(validate, step)
-        if not validated:
+            observed = run.survives(validate if whole else look, step)
+        if not observed:
             return False
     with signals.deferred():
         run.log(step)
@@ -182,6 +183,7 @@ class Run:
         self.val_reward: float | None = None  # of the last validation; None: a score is missing
         self.val_metrics: Metrics = {}  # of the last validation, those that are finite
         self.val_gain: Estimate | None = None  # gain of the held-out reward over the first validation
+        self.look_steps: Collection[int] = ()  # after which the guard looks at some held-out images
         self.validated_step: int | None = None
         self.first_validation: Validation | None = None
         self.saved_step: int | None = None

@@ -55,7 +55,8 @@ class Step:
     lag: int = 0  # finished steps between rollout and update; 0 is on-policy
     taken: bool = False  # the run's state includes its update
     validation: Validation | None = None  # after it
-    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation
+    look: Validation | None = None  # after it, if no validation was due
+    signals: list[Signal] = field(default_factory=list)  # signs of reward hacking in the validation or look
     directives: list[Directive] = field(default_factory=list)  # of extensions, followed once the step is logged
     metrics: Metrics = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Validate: sample and score the held-out prompts, save the images, compare with the first validation."""
+"""Validate: sample and score the held-out prompts, save the images, compare with the first validation; looks."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from gerl.algorithms.planning import VALIDATION_SEED, plan_validation, sampled_steps
+from gerl.algorithms.planning import VALIDATION_SEED, micro_batches, plan_validation, sampled_steps
 from gerl.cluster import Pending
 from gerl.config import Config, ValidationConfig
 from gerl.config.held_out import Criterion
@@ -20,10 +20,12 @@ from gerl.protocol import Images, ModelFacts, Sample, Scores
 from gerl.rewards.manager import PendingRollout
 from gerl.rewards.total import thresholds
 from gerl.run.attempts import SUCCESS, held_out_metric
+from gerl.run.guard import LOOKED_AT, look_rows
 from gerl.run.validation import (
     Estimate,
     SamplingRecord,
     Validation,
+    evenly,
     held_out_words,
     judged,
     load_validation,
@@ -61,6 +63,44 @@ def validate(run: "Run", step: Step) -> None:
                 break
             fleet, batches = found
         _conclude(run, step, scores, images, batches)
+
+
+def look(run: "Run", step: Step) -> None:
+    """Let the base model alone judge some images of the first validation, sampled again; more if an extension asks."""
+    steps = validation_steps(run.run_dir)
+    first = load_scores(run.run_dir, steps[0]) if steps else None
+    planned = [sample for batch in plan_validation(run.config, run.held_out, step.number) for sample in batch]
+    if first is None or not judged(first, first) or [sample.prompt.text for sample in planned] != first.prompts:
+        return  # the pipeline cannot be judged, or the run was resumed with other prompts
+    run.sync(step)
+    with step.watch("look"):
+        rows = look_rows(first)
+        for count in (LOOKED_AT, len(rows)):
+            chosen = evenly(rows, count)
+            seen, pixels = _looked(run, step.number, chosen, [planned[row] for row in chosen])
+            step.look = seen
+            if not any(run.notify("looked", step)):
+                break
+    stills = [still(image) for image in pixels] if step.signals else []  # to show them
+    step.metrics |= {f"look/{name}/mean": mean(v) for name, v in judged(seen, first.part(seen.ids)).items()}
+    unscored = list[float | None]([None] * len(seen.prompts))
+    save_validation(
+        run.run_dir, step.number, seen.prompts, stills, unscored, {}, ids=seen.ids, looks=seen.looks, name="look"
+    )
+
+
+def _looked(run: "Run", number: int, rows: list[int], samples: Sequence[Sample]) -> tuple[Validation, list[np.ndarray]]:
+    """Sample the `rows` of a validation; returns them without scores, and their pixels."""
+    parts = len(run.fleet.samplers.workers)  # so few images are divided among all of them
+    batches = micro_batches(samples, min(run.config.validation.micro_batch_size, -(-len(samples) // parts)))
+    dispatch, hang_after = run.fleet.validate(batches), run.fleet.samplers.hang_after
+    rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, scored=False)
+    with waiting(f"looking at {len(samples)} held-out images", run.progress_of(rollout)):
+        rollout.wait_until_sampled()
+    pixels, looks = chosen_pixels(rollout.images, batches, range(len(samples)))
+    columns = {name: [finite(float(v)) for v in values] for name, values in looks.items() if name != "thumbnail"}
+    prompts, unknown = [sample.prompt.text for sample in samples], list[float | None]([None] * len(samples))
+    return Validation(number, prompts, unknown, {}, [], [], None, rows, columns), pixels
 
 
 def _sampled(
@@ -113,10 +153,10 @@ def _conclude(
         remove_images(folder, config.validation.keep, rank)
 
 
-def load_scores(run_dir: Path, step: int) -> Validation | None:
-    """Read a validation without its images; None if it cannot be read."""
+def load_scores(run_dir: Path, step: int, name: str = "step") -> Validation | None:
+    """Read a validation, or a look, without its images; None if it cannot be read."""
     try:
-        return load_validation(run_dir, step, pictures=False)
+        return load_validation(run_dir, step, pictures=False, name=name)
     except GerlError:
         return None
 

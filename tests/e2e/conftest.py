@@ -58,7 +58,7 @@ class Run:
     def untimed(self) -> list[dict[str, Any]]:
         """The metrics without times, and without the base model's judgement and the check of the gradient, whose last
         bits depend on the layout of the micro-batches."""
-        left_out = ("time", "timing/", "scorer/", "val/base/", "actor/gradient_")
+        left_out = ("time", "timing/", "scorer/", "val/base/", "look/", "actor/gradient_")
         return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in self.metrics]
 
     def column(self, name: str) -> list[float]:

@@ -19,8 +19,8 @@ from gerl.errors import FlaggedError
 from gerl.evaluate.command import main as evaluate
 from gerl.export.command import main as export
 from gerl.run.choice import find_checkpoint
-from gerl.run.guard import read_guard
-from gerl.run.validation import load_validation
+from gerl.run.guard import look_rows, read_guard
+from gerl.run.validation import load_validation, validation_steps
 from gerl.trainer.launch import launched
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.run_folder import open_run
@@ -31,7 +31,7 @@ DARK = """
 import numpy as np
 
 def compute_score(images, prompts, metadata):
-    return [1 - float(np.asarray(image).mean()) / 255 for image in images]
+    return [0.45 - float(np.asarray(image).mean()) / 255 for image in images]
 """
 WITHOUT_KL = """
 from gerl.algorithms.flow_grpo import FlowGRPO
@@ -101,6 +101,37 @@ def advice(folder: Path) -> list[tuple[int, float]]:
     rows = [row for row in read_guard(folder) if row["signal"] == "advice"]
     assert all(row["column"] == "kl_coef" and f"kl_coef={row['value']:g}" in row["text"] for row in rows)
     return [(row["step"], row["value"]) for row in rows]
+
+
+def test_a_look_sees_what_a_validation_would_have_seen(command: Any, tmp_path: Path, run_of: Any) -> None:
+    """After step 2 of runs that train alike, one with validations, one with looks, and one that is resumed there."""
+    folders = {name: tmp_path / name for name in ("often", "seldom", "resumed")}
+
+    def run(name: str, *overrides: str) -> list[str]:
+        given = [argument.replace(str(tmp_path / "run"), str(folders[name])) for argument in command(*overrides)]
+        return [*given, "trainer.steps=5", "cluster.num_workers=2"]
+
+    assert main(run("often", "trainer.steps=5", "validation.every=1")) == 0
+    assert main(run("seldom", "trainer.steps=5", "validation.every=0")) == 0
+    folder = open_run(run("resumed", "trainer.steps=5", "validation.every=0"))
+    assert folder is not None
+    with pytest.raises(GeneratorExit), folder, launched(folder) as (trainer, steps):
+        while trainer.state.step < 3:
+            next(steps)
+        raise GeneratorExit
+    resumed = [f"hydra.run.dir={folders['resumed']}", "checkpoint.resume=auto", "cluster.launcher=ray"]
+    assert main(resumed) == 0
+    assert validation_steps(folders["seldom"]) == [0, 5] and validation_steps(folders["often"], "look") == []
+    first = load_validation(folders["often"], 0)
+    for step in (2, 4):
+        looks = [load_validation(folders[name], step, name="look") for name in ("seldom", "resumed")]
+        whole = load_validation(folders["often"], step).part(look_rows(first))
+        for look in looks:
+            assert (look.prompts, look.ids) == (whole.prompts, whole.ids) and look.rewards == [None] * 12
+            for name, values in whole.looks.items():
+                assert look.looks[name] == pytest.approx(values, rel=1e-3, abs=1e-4)
+    run_of(folders["seldom"]).assert_same(run_of(folders["resumed"]), 5)
+    assert [row["step"] for row in run_of(folders["seldom"]).metrics if "timing/look_s" in row] == [2, 4]
 
 
 def test_a_run_goes_back_raises_the_kl_and_carries_on_exactly(

@@ -134,6 +134,10 @@ class Extension:
     def validated(self, run: Run, step: Step) -> None:
         """The held-out prompts are sampled and scored: `step.validation`."""
 
+    def looked(self, run: Run, step: Step) -> bool:
+        """Some held-out images are sampled and judged by the base model: `step.look`; True asks for more of them."""
+        return False
+
     def logged(self, run: Run, step: Step) -> None:
         """The row of metrics is written: `run.latest`."""
 

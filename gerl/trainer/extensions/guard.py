@@ -1,22 +1,14 @@
 """Compare held-out images with those of the first validation, and act on signs of reward hacking (guard.action)."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from gerl.errors import GuardError
 from gerl.run.choice import best_checkpoint
-from gerl.run.guard import (
-    GuardLog,
-    Signal,
-    TrainingTrends,
-    best_of,
-    candidates,
-    found_signals,
-    raise_peaks,
-    trend_candidates,
-)
+from gerl.run.guard import FEWEST, Baselines, GuardLog, Signal, TrainingTrends, found_signals, look_steps
 from gerl.run.tracking import METRICS, read_metrics
-from gerl.run.validation import Validation, validation_steps
+from gerl.run.validation import validation_steps
 from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop, kl_weight
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -29,50 +21,59 @@ class HackingGuard(Extension):
     """Warn, stop the run, or roll it back to the best earlier checkpoint."""
 
     log: GuardLog
-    peaks: dict[str, Validation]
-    best: Validation | None  # with the highest reward after the first one
+    baselines: Baselines
 
     def starting(self, run: Run) -> None:
         self.log = GuardLog(run.run_dir, run.state.step)
         if not (self.log.empty and not run.state.returns) and self.config.guard.action != "off":
             kl_weight.join(run, self.log, self.measured)
-        self.peaks, self.best = {}, None
-        first: Validation | None = None
-        for earlier in validation_steps(run.run_dir):
-            if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier)) is not None:
-                first = first or found
-                self._remember(found, first)
-
-    def _remember(self, found: Validation, first: Validation) -> None:
-        raise_peaks(self.peaks, found, first)
-        self.best = best_of([found] if self.best is None else [self.best, found], found.step + 1)
+        config = asdict(self.config)
+        self.baselines = Baselines(config | {"trainer": config["trainer"] | {"steps": run.planned_steps}})
+        if self.config.judges and not self.config.episode.turns and len(run.held_out) >= FEWEST:
+            run.look_steps = look_steps(run.planned_steps, self.config.validation.every)
+        looks = validation_steps(run.run_dir, "look")
+        for earlier in sorted({*validation_steps(run.run_dir), *looks}):
+            name = "look" if earlier in looks else "step"
+            if earlier <= run.state.step and (found := load_scores(run.run_dir, earlier, name)) is not None:
+                (self.baselines.add_look if name == "look" else self.baselines.add)(found)
 
     def validated(self, run: Run, step: Step) -> None:
         """Log the signals, which also keep the checkpoint from being the best, and act on them."""
-        guard, found, first = self.config.guard, step.validation, run.first_validation
-        acts = guard.action in ("rollback", "stop")
-        if guard.action == "off" or first is None or found is None:
+        later, baselines = step.validation, self.baselines
+        if later is None or self.config.guard.action == "off":
             return
-        if acts:
+        if self.config.guard.action in ("rollback", "stop"):
             step.directives.append(Save())  # a candidate to return to, or to export
         trends = TrainingTrends(read_metrics(run.run_dir / METRICS))
         trends.add({"step": step.number, **step.metrics})
         trends.validated = [number for number in validation_steps(run.run_dir) if number <= step.number]
-        moves = self.config.algorithm.moves_reference
-        config, earlier = asdict(self.config), sum(number < step.number for number in trends.validated)
-        tested = candidates(first, found, config, self.peaks, earlier)
-        tested += trend_candidates(trends, first, self.best or first, found, not moves)
-        tested = [signal for signal in tested if guard.counts(signal.name, signal.column)]
-        self._remember(found, first)
-        if first.step >= found.step:
-            return
-        step.signals = found_signals(tested, config)
+        tested = baselines.tests(later, trends, not self.config.algorithm.moves_reference)
+        compared = baselines.first is not None and baselines.first.step < later.step
+        baselines.add(later)
+        if compared:
+            self._act(run, step, tested)
+            run.signals = [signal.key for signal in step.signals]
+
+    def looked(self, run: Run, step: Step) -> bool:
+        """Log and act on the signals of a look as on those of a validation; the latter's stay until the next one."""
+        assert step.look is not None
+        tested = self.baselines.tests_of_look(step.look)
+        if self.baselines.asks_for_more(step.look, tested):
+            return True
+        self._act(run, step, tested)
+        self.baselines.add_look(step.look)
+        run.signals = list(dict.fromkeys([*run.signals, *(signal.key for signal in step.signals)]))
+        return False
+
+    def _act(self, run: Run, step: Step, tested: Sequence[Signal]) -> None:
+        guard = self.config.guard
+        counted = [signal for signal in tested if guard.counts(signal.name, signal.column)]
+        step.signals = found_signals(counted, self.baselines.config)
         for signal in self.log.add(step.signals, guard.action):
             sentence = f"step {signal.step}: guard, {signal.key}: {signal.sentence}"
             logger.warning("%s", sentence)
             run.alert(signal.step, sentence)
         step.metrics["guard/signals"] = float(len(step.signals))
-        run.signals = [signal.key for signal in step.signals]
         if step.signals and kl_weight.NAME not in run.extensions:
             kl_weight.join(run, self.log, self.measured)
         if step.signals and guard.action == "stop":

@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from gerl.config import GuardConfig
 from gerl.errors import ConfigError
 from gerl.run.guard import (
+    LOOKED_AT,
     NEXT,
+    Baselines,
     GuardLog,
     Signal,
     TrainingTrends,
     best_of,
     candidates,
     found_signals,
+    levels,
+    look_rows,
+    look_steps,
     mean_chance,
     raise_peaks,
     read_guard,
@@ -31,7 +36,7 @@ from gerl.run.guard import (
     watched_columns,
 )
 from gerl.run.health import Health
-from gerl.run.validation import JUDGED, Validation, judged
+from gerl.run.validation import JUDGED, Validation, evenly, judged
 
 CONFIG: dict[str, Any] = {
     "reward": {"scorers": {"mine": {"weight": 1.0}, "other": {"weight": 0.0}}},
@@ -127,20 +132,82 @@ def test_a_reward_that_rises_alone_is_no_signal() -> None:
 
 
 def test_in_a_run_of_chance_alone_the_guard_is_silent_as_often_as_promised() -> None:
-    """Ten validations that wander as images do, each from the one before; a fifth of 100 runs may give an alarm."""
-    config = CONFIG | {"guard": {"false_alarms": 0.2}}
+    """Images that wander, each from those before, in validations and looks; a fifth of 100 runs may give an alarm."""
+    config = CONFIG | {"trainer": {"steps": 20}, "validation": {"every": 4}, "guard": {"false_alarms": 0.2}}
+    steps = sorted({*range(4, 21, 4), *look_steps(20, 4)})
     alarms = 0
     for seed in range(100):
         rng = np.random.default_rng(seed)
         values = {name: np.array(column, dtype=float) for name, column in FIRST.looks.items()}
-        alarm = False
-        for step in range(1, 11):
+        alarm, baselines = False, Baselines(config)
+        baselines.add(FIRST)
+        for step in steps:
             moved = {name: 0.3 * rng.normal(size=N) for name in values}
             values = {n: v * np.exp(moved[n]) if n in JUDGED else v + moved[n] for n, v in values.items()}
-            looks = {name: column.tolist() for name, column in values.items()}
-            alarm = alarm or bool(fired(replace(FIRST, step=step, looks=looks), config=config))
+            later = replace(FIRST, step=step, looks={name: column.tolist() for name, column in values.items()})
+            alarm = alarm or bool(found_signals(observe(baselines, later, step % 4 != 0), config))
         alarms += alarm
     assert alarms <= 0.2 * 100
+
+
+def observe(baselines: Baselines, later: Validation, look: bool) -> list[Signal]:
+    """Test a validation, or the parts of it that a look sees, and add it."""
+    tested = list[Signal]()
+    if not look:
+        tested = baselines.tests(later, TrainingTrends())
+        baselines.add(later)
+        return tested
+    for count in (LOOKED_AT, len(baselines.rows)):
+        part = later.part(evenly(baselines.rows, count))
+        part = replace(part, by_scorer={}, rewards=[None] * len(part.prompts))
+        tested = baselines.tests_of_look(part)
+        if not baselines.asks_for_more(part, tested):
+            break
+    baselines.add_look(part)
+    return tested
+
+
+# --- Looks
+
+
+def test_looks_are_at_doubling_distances_and_then_half_way_between_validations() -> None:
+    assert look_steps(76, 19) == [2, 4, 8, 16, 28, 47, 66] and look_steps(32, 8) == [2, 4, 12, 20, 28]
+    assert look_steps(76, 0) == [2, 4, 8, 16, 32, 64] and look_steps(1000, 25) == [2, 4, 8, 16, 37, 62, 87]
+    assert look_steps(10, 1) == look_steps(1, 1) == [] and look_steps(8, 4) == [2, 6]
+
+
+@given(st.integers(1, 300), st.integers(0, 60), st.integers(0, 20), st.floats(0.001, 0.5))
+def test_all_tests_of_a_run_together_spend_its_false_alarms(steps: int, every: int, others: int, rate: float) -> None:
+    config = {"trainer": {"steps": steps}, "validation": {"every": every}, "guard": {"false_alarms": rate}}
+    level, looks = levels(config, others), look_steps(steps, every)
+    validations = [step for step in range(1, steps + 1) if step == steps or (every and step % every == 0)]
+    spent = level.alignment * len([*validations, *looks]) + level.others * others * len(validations)
+    assert spent <= rate * (1 + 1e-9) and not {*looks} & {*validations}
+
+
+def test_a_part_of_a_validation_has_its_rows_alone() -> None:
+    rows = [3, 5, 60]
+    part = FIRST.part(rows)
+    assert part.prompts == [f"prompt {row}" for row in rows] and part.ids == rows
+    assert part.by_scorer["other"] == [FIRST.by_scorer["other"][row] for row in rows]
+    assert set(part.looks) == {*JUDGED, "sharpness", "red"}  # dissimilarity is that of all images
+    of_three = replace(FIRST, ids=[i // 4 for i in range(N)])
+    assert look_rows(of_three) == list(range(0, N, 4))  # an image per prompt
+
+
+def test_a_look_is_compared_with_the_same_rows_of_the_first_validation_and_of_their_peak() -> None:
+    baselines = Baselines(CONFIG)
+    baselines.add(FIRST)
+    observe(baselines, replace(FIRST, step=2), look=True)
+    assert baselines.parts[-1].ids == evenly(range(N), LOOKED_AT)
+    lost = replace(with_errors(OWN, OWN), step=3)  # as under any other prompt
+    (signal,) = found_signals(observe(baselines, lost, look=True), CONFIG)
+    assert signal.key == "base/alignment" and signal.look and f"of {N} prompts" in signal.text  # seen in all of them
+    assert baselines.parts[-1].ids == baselines.rows
+    observe(baselines, replace(with_errors(OWN, 3 * OTHER), step=4), look=False)
+    (signal,) = found_signals(observe(baselines, replace(with_errors(OWN, 1.2 * OTHER), step=5), look=True), CONFIG)
+    assert "than at step 4" in signal.text and signal.drift
+    assert baselines.tests_of_look(replace(FIRST.part([1]), ids=[N])) == []  # of a run with other prompts
 
 
 OWN, OTHER = (np.array(FIRST.looks[name], dtype=float) for name in JUDGED)
@@ -249,6 +316,23 @@ def test_a_watched_scorer_that_first_rose_is_compared_with_its_peak() -> None:
         assert signal.chance > 0 and chances[signal.key] == pytest.approx(2 * signal.chance, rel=1e-9, abs=0)
 
 
+def test_a_watched_scorer_that_falls_on_a_plateau_of_the_reward() -> None:
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    peaks: dict[str, Validation] = {}
+    for one in (FIRST, risen(5, other=[v + 0.3 for v in known])):
+        raise_peaks(peaks, one, FIRST)
+    later = risen(9, other=[v + 0.1 for v in known])  # the same reward as at step 5
+    (fell,) = fired(later, peaks=peaks, earlier=2)  # no reward rose since the peak: there is no disagreement
+    assert fell.key == "watched/other" and "at step 5" in fell.text
+
+
+def test_a_fall_below_a_hundredth_of_a_column_is_none() -> None:
+    known = [v for v in FIRST.by_scorer["other"] if v is not None]
+    level = float(np.mean(known))
+    assert keys(risen(other=[v - 0.009 * level for v in known])) == []
+    assert keys(risen(other=[v - 0.011 * level for v in known])) == ["watched/other", "disagreement/other"]
+
+
 def test_a_fall_that_is_sure_but_small_beside_the_spread_of_the_first_images_is_no_signal() -> None:
     spread = float(np.std([v for v in FIRST.by_scorer["other"] if v is not None], ddof=1))
     lower = [v - 0.2 * spread for v in FIRST.by_scorer["other"] if v is not None]
@@ -262,7 +346,7 @@ def test_a_fall_that_is_sure_but_small_beside_the_spread_of_the_first_images_is_
 
 def test_any_fall_of_a_scorer_that_gave_every_image_the_same_is_important() -> None:
     first = replace(FIRST, by_scorer=FIRST.by_scorer | {"other": [1.0] * N})
-    later = risen(other=[1.0 - 0.01 * (i % 2) for i in range(N)])
+    later = risen(other=[1.0 - 0.1 * (i % 2) for i in range(N)])
     found = fired(later, first, CONFIG | {"guard": {"importance": 10.0}})
     assert [signal.key for signal in found] == ["watched/other", "disagreement/other"] and found[0].size is None
 
@@ -333,7 +417,7 @@ def test_a_signal_is_said_when_it_is_new_and_then_seldom(tmp_path: Path) -> None
     assert [row["step"] for row in rows] == [4, 6, 8, 10, 12, 14, 16, 18, 18]
     assert rows[0] == {
         "step": 4, "signal": "looks", "column": "red", "value": 1.0, "threshold": 0.5, "text": signal(4).sentence,
-        "shown": [3], "size": None, "chance": 0.001, "drift": False, "action": "warn",
+        "shown": [3], "size": None, "chance": 0.001, "drift": False, "look": False, "action": "warn",
     }  # fmt: skip
 
 

@@ -15,7 +15,9 @@ def test_the_fewest_changed_prompts_are_those_of_the_sign_test() -> None:
     fewest = fewest_changes(CONFIG, 2)
     level = levels(CONFIG, 6)
     assert 0.5**fewest <= level.others < 0.5 ** (fewest - 1)
-    assert level == Levels(pytest.approx(0.05 / 4 / 2), pytest.approx(0.05 / 4 / 2 / 6), pytest.approx(0.05 / 4))
+    looks = 6  # after steps 2, 4, 8, 15, 25 and 35, besides four validations
+    of_alignment, of_others = 0.05 / 2 / (4 + looks), 0.05 / 2 / 4 / 6
+    assert level == Levels(pytest.approx(of_alignment), pytest.approx(of_others), pytest.approx(0.05 / 4))
 
 
 @pytest.mark.parametrize("judge", [False, True])
