@@ -266,7 +266,7 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
 def test_a_run_whose_checkpoints_all_have_signals_begins_anew_where_it_is_to_end_for_them(
     command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["actor.lr=0.06", "trainer.steps=3", "validation.every=3", "checkpoint.every=3"]
+    keys = ["actor.lr=0.06", "trainer.steps=3", "validation.every=3", "checkpoint.every=3", "guard.judge=off"]  # without looks
     assert main(command(*keys)) == 0
     run, again = run_of(tmp_path / "run"), f"checkpoint.resume={tmp_path / 'run'}"
     off = type(run)(shutil.copytree(run.folder, tmp_path / "off"))  # what is not judged keeps its signals
