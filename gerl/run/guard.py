@@ -86,7 +86,7 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 
 FILE = "guard.jsonl"
 # drifts beyond these many standard deviations over the first prompts count
-LOST, SURPRISING, DRIFT, ALIKE = 0.25, 2.0, 1.5, 1.0
+SURPRISING, DRIFT, ALIKE = 2.0, 1.5, 1.0
 TRIFLE = 0.01  # of a watched column's mean: smaller falls are none
 LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
 SUSPICIOUS = 0.1  # p-value in a look from which more images are looked at
@@ -322,26 +322,36 @@ def watched_columns(config: Mapping[str, Any], columns: Sequence[str]) -> list[s
 def _base(first: Validation, later: Validation, peak: Validation, of: int) -> Iterator[Signal]:
     """Test what the base model sees in the images: their prompt (alignment), and how unlikely they are (surprise).
 
-    peak: the best of `of` earlier validations in alignment, which rises at first also where a reward is hacked.
+    Alignment rises at first, also where a reward is hacked, and may fall a little in honest runs: it is a signal below
+    the first images, and below half of what the `peak`, the best of `of` earlier validations, had gained over them.
     """
-    tests = [(first, ALIGNMENT, -1, 0.0, 1), (first, "base/surprise", 1, SURPRISING, 1)]
-    tests += [(peak, ALIGNMENT, -1, LOST, of)] if peak.step > first.step else []
-    new = judged(later, first)
-    for before, column, sign, least, looked_at in tests:
-        old = judged(before, first)
-        spread, changes = _spread(judged(first, first), first, column), _changes(old, new, first, column)
-        moved = [sign * change - least * spread for change in known(changes)]
-        if len(moved) < FEWEST or spread == 0:
-            continue
-        size = statistics.fmean(sign * change for change in known(changes)) / spread
-        order, worse = _order(later, changes, sign), sum(move > 0 for move in moved)
-        what = "sees less of the prompts in" if column == ALIGNMENT else "is more surprised by"
-        text = (
-            f"the base model {what} the held-out images than at step {before.step}, on average by {size:.2f} standard "
-            f"deviations of the first ones ({worse} of {len(moved)} prompts), most for {_quoted(later, order)}"
-        )
-        chance, name = min(1.0, looked_at * mean_chance(moved)), column.partition("/")[2]
-        yield Signal("base", name, later.step, sign * size, sign * least, text, order, None, chance, least > 0)
+    rose = peak.step > first.step
+    fallen = [_judgement(first, first, later, ALIGNMENT, -1, 0.0, 1 + rose)]
+    fallen += [_judgement(first, peak, later, ALIGNMENT, -1, 0.0, 2 * of)] if rose else []
+    yield from sorted(filter(None, fallen), key=lambda signal: signal.chance)[:1]
+    yield from filter(None, [_judgement(first, first, later, "base/surprise", 1, SURPRISING, 1)])
+
+
+def _judgement(
+    first: Validation, before: Validation, later: Validation, column: str, sign: int, least: float, tests: int
+) -> Signal | None:
+    """Test a judgement of the base model for a change beyond half-way from the `first` validation to that `before`."""
+    of_first, old, new = (judged(one, first) for one in (first, before, later))
+    spread, changes = _spread(of_first, first, column), _changes(old, new, first, column)
+    gained = _changes(of_first, old, first, column)
+    both = [(c, g) for c, g in zip(changes, gained, strict=False) if c is not None and g is not None]
+    moved = [sign * (change + gain / 2) - least * spread for change, gain in both]
+    if len(moved) < FEWEST or spread == 0:
+        return None
+    size = statistics.fmean(sign * change for change in known(changes)) / spread
+    order, worse = _order(later, changes, sign), sum(sign * change > least * spread for change in known(changes))
+    what = "sees less of the prompts in" if column == ALIGNMENT else "is more surprised by"
+    text = (
+        f"the base model {what} the held-out images than at step {before.step}, on average by {size:.2f} standard "
+        f"deviations of the first ones ({worse} of {len(moved)} prompts), most for {_quoted(later, order)}"
+    )
+    chance, name = min(1.0, tests * mean_chance(moved)), column.partition("/")[2]
+    return Signal("base", name, later.step, sign * size, sign * least, text, order, None, chance, least > 0)
 
 
 def _watched(first: Validation, later: Validation, name: str, peak: Validation, of: int) -> Iterator[Signal]:

@@ -47,7 +47,7 @@ algorithm=flow_grpo sampling.num_inference_steps=5 model.lora_alpha=32 actor.lr=
 rollout.prompts_per_step=3 rollout.n=12 rollout.micro_batch_size=18 trainer.steps=6 validation.every=2
 checkpoint.every=1 checkpoint.keep=9
 """.split()
-DRIFTS = ["guard.ignored=[watched,disagreement]", "trainer.steps=8"]  # from step 6 on
+DRIFTS = ["guard.ignored=[watched,disagreement]", "trainer.steps=8"]  # from the look after step 5 on
 
 
 @pytest.fixture
@@ -249,14 +249,14 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
     """Resumed without that it begins at the last checkpoint without signals, and ends alike."""
     assert main(command("guard.action=stop", *DRIFTS)) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: step 6: guard.action=stop ended the run for looks/")
+    assert error.startswith("error: step 5: guard.action=stop ended the run for looks/")
     good, again = tmp_path / "run" / "checkpoints" / "step_4", f"checkpoint.resume={tmp_path / 'run'}"
     assert "guard.ignored=[" in error and f"{good}: {again} " in error
     assert find_checkpoint(tmp_path / "run")[1].path == good
     assert main([again]) == 1 and capsys.readouterr().err.splitlines()[-1] == error
     assert f"resumed from {good}" in caplog.text
     aside = tmp_path / "run" / "abandoned" / "after_step_4"
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_5", "step_6"]
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_5"]
     assert '"step": 6' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "step_000006.npz").exists()
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
@@ -266,7 +266,13 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
 def test_a_run_whose_checkpoints_all_have_signals_begins_anew_where_it_is_to_end_for_them(
     command: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["actor.lr=0.06", "trainer.steps=3", "validation.every=3", "checkpoint.every=3", "guard.judge=off"]  # without looks
+    keys = [
+        "actor.lr=0.06",
+        "trainer.steps=3",
+        "validation.every=3",
+        "checkpoint.every=3",
+        "guard.judge=off",
+    ]  # without looks
     assert main(command(*keys)) == 0
     run, again = run_of(tmp_path / "run"), f"checkpoint.resume={tmp_path / 'run'}"
     off = type(run)(shutil.copytree(run.folder, tmp_path / "off"))  # what is not judged keeps its signals
@@ -304,7 +310,7 @@ def test_the_remedies_work_in_a_run_and_over_a_resume(train: Any, tmp_path: Path
 def test_a_hacked_run_over_ray_that_is_killed_and_resumed_exports_its_last_good_lora(
     command: Any, start: Any, tmp_path: Path, run_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reward of the benchmark; the images have drifted in step 6 and later."""
+    """A reward of the benchmark; the images have drifted after step 5 and later."""
     hackable = ["reward.scorers.bright.path=" + str(ROOT / "benchmarks" / "hackable.py")]
     hackable.append("+reward.scorers.bright.function=brightness")
     ray = ["cluster.launcher=ray", "checkpoint.keep=1", "checkpoint.resume=auto"]
@@ -315,9 +321,9 @@ def test_a_hacked_run_over_ray_that_is_killed_and_resumed_exports_its_last_good_
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    assert process.returncode == -signal.SIGKILL and read_guard(run.folder)[0]["step"] == 6
+    assert process.returncode == -signal.SIGKILL and read_guard(run.folder)[0]["step"] == 5
     assert main(arguments) == 0 and "resumed from" in caplog.text
-    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_4", "step_6", "step_8"]
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step_4", "step_5", "step_8"]
     assert f"LoRA:   {run.checkpoint(4) / 'lora'}" in caplog.text and "use step 4" in caplog.text
     assert gerl.Run(run.folder).lora == run.checkpoint(4) / "lora"
     assert export([f"run={run.folder}", f"out={tmp_path / 'out'}"]) == 0

@@ -206,7 +206,7 @@ def test_a_look_is_compared_with_the_same_rows_of_the_first_validation_and_of_th
     assert baselines.parts[-1].ids == baselines.rows
     observe(baselines, replace(with_errors(OWN, 3 * OTHER), step=4), look=False)
     (signal,) = found_signals(observe(baselines, replace(with_errors(OWN, 1.2 * OTHER), step=5), look=True), CONFIG)
-    assert "than at step 4" in signal.text and signal.drift
+    assert "than at step 4" in signal.text
     assert baselines.tests_of_look(replace(FIRST.part([1]), ids=[N])) == []  # of a run with other prompts
 
 
@@ -243,8 +243,9 @@ def test_images_that_show_their_prompt_less_than_at_the_peak() -> None:
     later = replace(with_errors(OWN, 1.2 * OTHER), step=9)  # still better than at first
     assert keys(later) == []
     (found,) = fired(later, peaks=peaks, earlier=2)
-    assert found.key == "base/alignment" and found.threshold == -0.25 and "than at step 5" in found.text
-    assert fired(replace(with_errors(OWN, 2.8 * OTHER), step=9), peaks=peaks, earlier=2) == []
+    assert found.key == "base/alignment" and "than at step 5" in found.text
+    # more than half of what was gained is left: 3 times the error under another prompt is log 3 more at most
+    assert fired(replace(with_errors(OWN, 1.9 * OTHER), step=9), peaks=peaks, earlier=2) == []
 
 
 def test_traces_in_the_latents_that_are_small_beside_the_errors_are_no_signal() -> None:
