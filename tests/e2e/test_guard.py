@@ -257,7 +257,7 @@ def test_a_run_ends_for_what_it_showed_and_goes_on_where_that_is_ignored(
     assert f"resumed from {good}" in caplog.text
     aside = tmp_path / "run" / "abandoned" / "after_step_4"
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_5"]
-    assert '"step": 6' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "step_000006.npz").exists()
+    assert '"step": 5' in (aside / "guard.jsonl").read_text() and (aside / "validation" / "look_000005.npz").exists()
     ignored = "guard.ignored=[watched,disagreement/dark,looks,diversity]"
     assert main([f"hydra.run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", ignored]) == 0
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
