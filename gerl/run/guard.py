@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,6 @@ class Signal:
     chance: float = 0.0
     drift: bool = False
     look: bool = False  # seen between validations, in the images of a look
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Signal":
-        """Return the signal of a row of `guard.jsonl`."""
-        value, threshold = row.get("value") or 0.0, row.get("threshold") or 0.0
-        chance, shown = row.get("chance") or 0.0, row.get("shown") or []
-        found = cls(row["signal"], row["column"], row["step"], value, threshold, "", shown, row.get("size"), chance)
-        return replace(found, text=row["text"].removesuffix(found.sentence))
 
     @property
     def key(self) -> str:
@@ -462,7 +454,7 @@ class GuardLog:
             write_file(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
         self.empty = not kept
         self.advised = {row.get("action") for row in kept if row["signal"] == "advice"}  # under these actions
-        self.latest = [Signal.of(row) for row in kept if row["step"] == step and row["signal"] in NEXT]
+        self.latest: list[Signal] = []  # of the last validation, since the log was opened
         self._said = {f"{row['signal']}/{row['column']}": int(row["step"]) for row in kept}
 
     def add(self, found: Sequence[Signal], action: str) -> list[Signal]:
