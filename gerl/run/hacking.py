@@ -70,7 +70,7 @@ def hacking_card(run_dir: Path, config: Mapping[str, Any]) -> HackingCard | None
     else:
         what = f"Signs of reward hacking at step {flagged[-1]}, none since"
     choice = choice_of(run_dir)
-    use = "" if choice is None else f": use {'the base model' if choice.use is None else f'step {choice.use}'}"
+    use = "" if choice is None else f": use {_name_of(choice.use)}"
     changes = _changes(run_dir, folder, flagged[-1])
     now = sorted((row for row in signals if row["step"] == flagged[-1]), key=lambda row: _gravity(row, changes))
     steps, pairs = _pairs(run_dir, folder, [*now, *(row for row in reversed(signals) if row not in now)])
@@ -94,9 +94,9 @@ def _signals(run_dir: Path, rows: Sequence[Row]) -> tuple[Path, int | None, Sequ
     return folder, step, later
 
 
-def _load(folder: Path, step: int, pictures: bool = False) -> Validation | None:
+def _load(folder: Path, step: int) -> Validation | None:
     with contextlib.suppress(GerlError):
-        return load_validation(folder, step, pictures)
+        return load_validation(folder, step, pictures=False)
     return None
 
 
@@ -158,12 +158,10 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
 
     Of different prompts, those that changed most: by signals of the most weight, the first of each in turn.
     """
-    firsts = (_load(run_dir, step, pictures=True) for step in validation_steps(run_dir))
-    first = next((one for one in firsts if one is not None and one.shown), None)
-    for step in dict.fromkeys(row["step"] for row in rows if first is not None and row["step"] > first.step):
-        later = _load(folder, step, pictures=True)
-        if first is None or later is None:
-            continue
+    firsts = ((step, _images(run_dir, step)) for step in validation_steps(run_dir))
+    first, before = next(((step, images) for step, images in firsts if images), (0, {}))
+    for step in dict.fromkeys(row["step"] for row in rows if before and row["step"] > first):
+        after = _images(folder, step)
         lists: dict[int, list[list[Any]]] = {}  # weight of a signal -> where it shows most, by signal
         for row in rows:
             if row["step"] == step and isinstance(row.get("shown"), list):
@@ -171,18 +169,32 @@ def _pairs(run_dir: Path, folder: Path, rows: Sequence[Row]) -> tuple[Sequence[i
         turns = chain(*(chain(*zip_longest(*lists[weight])) for weight in sorted(lists)))
         order = [place for place in turns if type(place) is int]
         found = dict[str, Pair]()
-        images, others = (dict(zip(one.shown, one.pixels, strict=True)) for one in (first, later))
-        for place in [*order, *evenly(later.shown, PAIRS)]:
-            if place in images and place in others and first.prompts[place] == later.prompts[place]:
-                found.setdefault(later.prompts[place], Pair(later.prompts[place], images[place], others[place]))
+        for place in [*order, *evenly(list(after), PAIRS)]:
+            if place in before and place in after and before[place][0] == after[place][0]:
+                found.setdefault(after[place][0], Pair(after[place][0], before[place][1], after[place][1]))
             if len(found) == PAIRS:
                 break
         if found:
-            return (first.step, step), list(found.values())
+            return (first, step), list(found.values())
     return (), []
 
 
+def _images(folder: Path, step: int) -> dict[int, tuple[str, np.ndarray]]:
+    """Return the prompts and images of a validation or look, by their rows in the first validation."""
+    for name in ("step", "look"):
+        with contextlib.suppress(GerlError):
+            found = load_validation(folder, step, name=name)
+            rows = (name == "look" and found.ids) or range(len(found.prompts))
+            shown = zip(found.shown, found.pixels, strict=True)
+            return {rows[place]: (found.prompts[place], image) for place, image in shown}
+    return {}
+
+
 # --- What to do
+
+
+def _name_of(use: int | None) -> str:
+    return "the base model" if use is None else f"step {use}" if use else "step 0, before training"
 
 
 def _taking(run_dir: Path, choice: Choice | None) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,4 +191,4 @@ class Health:
 def number(row: Row, name: str) -> float | None:
     """Return a metric; None if it is missing or not finite."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None

@@ -79,6 +79,18 @@ def test_a_pair_is_of_the_same_prompt_the_worst_first_and_of_no_prompt_twice(tmp
         assert (pair.before == row).all() and (pair.after == 30 + row).all()
 
 
+def test_a_look_between_validations_has_the_rows_of_the_first_one(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", [signal(25, "base", "alignment", -2.0, [4, 1])], (0, 10, 20))
+    rows = [1, 3, 4]
+    pixels = np.full((3, 8, 16, 3), 90, np.uint8) + np.array(rows, np.uint8)[:, None, None, None]
+    prompts, unscored = [PROMPTS[row] for row in rows], [None] * 3
+    save_validation(run, 25, prompts, pixels, unscored, {}, ids=rows, name="look")
+    card = card_of(run)
+    assert card.title == "Probably hacked since step 25: use step 20" and list(card.steps) == [0, 25]
+    assert [pair.prompt for pair in card.pairs] == ["five", "two", "four"]
+    assert [(pair.before[0, 0, 0], pair.after[0, 0, 0]) for pair in card.pairs] == [(4, 94), (1, 91), (3, 93)]
+
+
 def test_a_measured_weight_of_the_kl_is_advised(tmp_path: Path) -> None:
     run = make(tmp_path / "run", [signal(30, "base", "alignment", -2.0)])
     assert any("algorithm.kl_coef" in words for words, _ in card_of(run).advice)
@@ -142,6 +154,8 @@ def test_a_card_has_what_is_not_damaged(tmp_path: Path) -> None:
     }
     (run / FILE).write_text(json.dumps(odd) + "\n{half")
     assert card_of(run).falls == ["<script>"] and "<i>" in card_of(run).advice[-1][1]
+    (run / FILE).write_text(json.dumps({**odd, "signal": "kl", "value": 10**400}) + "\n")
+    assert card_of(run).falls == ["<script>"]
     for state in (run / "checkpoints").glob("*/state.json"):
         state.write_text("{")
     assert card_of(run).title == "Probably hacked since step 40"
