@@ -75,7 +75,8 @@ def test_a_run_is_warned_and_goes_on(
     assert "dark, which is watched, fell from" in said[0] and len(said) < len(
         [r for r in rows if r["signal"] == "watched"]
     )
-    assert "guard, watched/dark" in (run.folder / "report.html").read_text()
+    report = (run.folder / "report.html").read_text()
+    assert "guard, watched/dark" in report and "use the base model</h2>" in report
     assert run.column("guard/signals")[-1] == len([row for row in rows if row["step"] == 6]) > 0
     assert run.column("val/dark/gain")[-1] == pytest.approx(-run.column("val/bright/gain")[-1])
     low, high = run.column("val/bright/gain_low")[-1], run.column("val/bright/gain_high")[-1]
