@@ -20,7 +20,6 @@ from gerl.errors import CheckpointError, ClusterError, GuardError, Interrupted, 
 from gerl.progress import waiting
 from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
 from gerl.run.choice import good_checkpoint
-from gerl.run.settings import get
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
 from gerl.workers.fleet import Held, writers
@@ -254,14 +253,13 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
         error.add_note(f"no checkpoint of step {step} could be written ({failure})")
     paths = checkpoint_paths(run_dir / "checkpoints")
     again = typed({"checkpoint.resume": str(run_dir)})
-    newest = _intact(paths[-1]) if paths else None
-    if newest and isinstance(error, GuardError) and get(newest.state, "settings", "guard", "action") == "stop":
+    if paths and isinstance(error, GuardError):
         good = good_checkpoint(run_dir / "checkpoints")
         if good is None:
             error.add_note(f"no checkpoint is without signals: {again} begins anew")
         else:
             error.add_note(f"the last checkpoint without signals is {good.path}: {again} begins there")
-    elif newest and newest.step >= steps and newest.state.get("finished"):
+    elif paths and _has_all(paths[-1], steps):
         error.add_note(
             f"the run is finished, its last checkpoint is {paths[-1]}: python -m gerl.run.report "
             f"{typed({'run': str(run_dir)})} rewrites its report"
@@ -270,6 +268,12 @@ def add_resume_notes(error: BaseException, run_dir: Path, steps: int, step: int 
         error.add_note(f"the latest checkpoint is {paths[-1]}: resume with {again}")
     elif step:  # before the first step nothing is lost
         error.add_note("there is no checkpoint: start a new run")
+
+
+def _has_all(path: Path, steps: int) -> bool:
+    """Whether a checkpoint is the last one of a run of `steps`, which may be more than it was trained with."""
+    checkpoint = _intact(path)
+    return checkpoint is not None and checkpoint.step >= steps and bool(checkpoint.state.get("finished"))
 
 
 def _intact(path: Path) -> Checkpoint | None:

@@ -358,18 +358,18 @@ def _resumed(
 def _start(run_dir: Path, newest: Checkpoint, config: Config) -> Checkpoint | None:
     """Return the checkpoint from which a run is resumed; None: from the beginning.
 
-    This is the `newest` one, unless it has signals for which guard.action=stop ends the run: those are not trained on,
-    and the run begins at the last one without. (With `rollback` the run returns there by itself.)
+    This is the `newest` one, unless it has signals for which `guard.action` ends or returns the run: those are not
+    trained on, and the run begins at the last one without.
     """
     guard = config.guard
-    signals = signals_of(newest, guard.ignored) if guard.action == "stop" else []
+    signals = signals_of(newest, guard.ignored) if guard.action in ("stop", "rollback") else []
     if not signals:
         return newest
     good = good_checkpoint(run_dir / "checkpoints", guard.ignored)
     logger.warning(
-        "step %d has signals of the guard (%s): guard.action=stop begins at %s; guard.action=warn would go on from "
+        "step %d has signals of the guard (%s): guard.action=%s begins at %s; guard.action=warn would go on from "
         "step %d",
-        *(newest.step, shortened(signals)),
+        *(newest.step, shortened(signals), guard.action),
         "the beginning, since no checkpoint is without" if good is None else f"step {good.step}, the last without",
         newest.step,
     )
