@@ -276,10 +276,11 @@ def test_a_run_whose_checkpoints_all_have_signals_begins_anew_where_it_is_to_end
     ]  # without looks
     assert main(command(*keys)) == 0
     run, again = run_of(tmp_path / "run"), f"checkpoint.resume={tmp_path / 'run'}"
-    off = type(run)(shutil.copytree(run.folder, tmp_path / "off"))  # what is not judged keeps its signals
-    assert main([f"checkpoint.resume={off.folder}", "guard.action=off", "trainer.steps=4"]) == 0
-    three, four = (json.loads((off.checkpoint(step) / "state.json").read_text()) for step in (3, 4))
-    assert four["val_reward"] is not None and four["signals"] == three["signals"] != []
+    for key in ("guard.action=off", "validation.max_prompts=11"):  # what is not judged keeps its signals
+        other = type(run)(shutil.copytree(run.folder, tmp_path / key))
+        assert main([f"checkpoint.resume={other.folder}", key, "trainer.steps=4"]) == 0
+        three, four = (json.loads((other.checkpoint(step) / "state.json").read_text()) for step in (3, 4))
+        assert four["val_reward"] is not None and four["signals"] == three["signals"] != []
     assert main([again, "guard.action=stop"]) == 1
     assert "resumed from the beginning" in caplog.text
     run.assert_same(type(run)(run.folder / "abandoned" / "after_step_0"), 3)

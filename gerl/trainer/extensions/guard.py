@@ -39,7 +39,7 @@ class HackingGuard(Extension):
 
     def validated(self, run: Run, step: Step) -> None:
         """Log the signals, which also keep the checkpoint from being the best, and act on them."""
-        later, baselines = step.validation, self.baselines
+        later, baselines, first = step.validation, self.baselines, self.baselines.first
         if later is None or self.config.guard.action == "off":
             return
         if self.config.guard.action in ("rollback", "stop"):
@@ -48,11 +48,11 @@ class HackingGuard(Extension):
         trends.add({"step": step.number, **step.metrics})
         trends.validated = [number for number in validation_steps(run.run_dir) if number <= step.number]
         tested = baselines.tests(later, trends, not self.config.algorithm.moves_reference)
-        compared = baselines.first is not None and baselines.first.step < later.step
         baselines.add(later)
-        if compared:
+        if first is not None and first.step < later.step:
             self._act(run, step, tested)
-            run.signals = [signal.key for signal in step.signals]
+            kept = [] if first.prompts == later.prompts else run.signals  # a resumed run's other prompts say nothing
+            run.signals = list(dict.fromkeys([*kept, *(signal.key for signal in step.signals)]))
 
     def looked(self, run: Run, step: Step) -> bool:
         """Log and act on the signals of a look as on those of a validation; the latter's stay until the next one."""
