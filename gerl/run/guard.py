@@ -87,7 +87,7 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 FILE = "guard.jsonl"
 # drifts beyond these many standard deviations over the first prompts count
 SURPRISING, DRIFT, ALIKE = 2.0, 1.5, 1.0
-TRIFLE = 0.01  # of a watched column's mean: smaller falls are none
+TRIFLE = 0.03  # of a watched column's mean: smaller falls are none
 LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
 SUSPICIOUS = 0.1  # p-value in a look from which more images are looked at
 SHOWN = 8  # images shown per signal
@@ -215,6 +215,11 @@ def found_signals(tested: Sequence[Signal], config: Mapping[str, Any]) -> list[S
     return list({signal.key: signal for signal in reversed(relevant)}.values())[::-1]  # the first of each key
 
 
+def comparable(first: Validation, later: Validation) -> bool:
+    """Whether `later` has the prompts of the `first` validation, and enough of them for a test."""
+    return first.prompts == later.prompts and len(first.first_rows) >= FEWEST and first.step < later.step
+
+
 def candidates(
     first: Validation,
     later: Validation,
@@ -229,7 +234,7 @@ def candidates(
     peaks are. Validations of other prompts, or of fewer than eight,
     are not compared.
     """
-    if first.prompts != later.prompts or len(first.first_rows) < FEWEST or first.step >= later.step:
+    if not comparable(first, later):
         return []
     peaks = peaks or {}
     found = [*_base(first, later, peaks.get(ALIGNMENT, first), earlier), *_looks(first, later)]
@@ -281,11 +286,13 @@ class Baselines:
         if self.first is None or not {*look.ids} <= {*self.rows}:
             return []
         first, peaks, earlier = self.first.part(look.ids), dict[str, Validation](), 0
+        if not comparable(first, look):
+            return []
         for part in self.parts:
             if {*look.ids} <= {*part.ids}:
                 raise_peaks(peaks, part.part([part.ids.index(row) for row in look.ids]), first)
                 earlier += 1
-        tested = candidates(first, look, self.config, peaks, earlier)
+        tested = [*_base(first, look, peaks.get(ALIGNMENT, first), earlier), *_looks(first, look)]
         return [replace(signal, shown=[look.ids[row] for row in signal.shown], look=True) for signal in tested]
 
     def asks_for_more(self, look: Validation, tested: Sequence[Signal]) -> bool:
