@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,14 @@ def fewest_changes(config: Mapping[str, Any], watched: int) -> int:
     return math.ceil(-math.log2(levels(config, 2 * watched + 2).others))  # with two trends
 
 
-def guard_scope(watched: Sequence[str], action: str, held_out: int, judge: bool, fewest: int) -> str:
+def guard_scope(
+    watched: Sequence[str], action: str, held_out: int, judge: bool, fewest: int, looks: Collection[int] = ()
+) -> str:
     """Say what the guard can and cannot see.
 
     watched: the columns that it compares with the reward. action: `guard.action`. held_out: number of held-out prompts,
     0 without validation. judge: whether the base model judges the held-out images. fewest: see `fewest_changes`.
+    looks: the steps after which it looks at some of them.
     """
     if action == "off":
         return "the guard is off (guard.action=off): nothing warns of reward hacking"
@@ -198,7 +201,8 @@ def guard_scope(watched: Sequence[str], action: str, held_out: int, judge: bool,
     sees += ["drifts in look and diversity"]
     listed = ", and ".join(filter(None, (", ".join(sees[:-1]), sees[-1])))
     whole = "what none of these measures" if compared or judge else "whether images still match their prompts"
-    sentence = f"the guard sees {listed}; it cannot see {whole}"
+    after = f"; the base model also looks at some images after steps {', '.join(map(str, looks))}" if looks else ""
+    sentence = f"the guard sees {listed}; it cannot see {whole}{after}"
     if len(compared) < len(watched):
         few = f"it needs {fewest} held-out prompts, and there are only {held_out}"
         return f"{sentence}; to compare {', '.join(watched)} {few} (validation.data, validation.max_prompts)"

@@ -45,7 +45,7 @@ from gerl.rewards.scorers.weights import offers
 from gerl.rewards.total import describe_reward
 from gerl.run.checkpoint import Checkpoint, RunState, save_checkpoint
 from gerl.run.choice import prune
-from gerl.run.guard import fewest_changes, guard_scope, watched_columns
+from gerl.run.guard import FEWEST, fewest_changes, guard_scope, look_steps, watched_columns
 from gerl.run.tracking import MetricsLog
 from gerl.run.validation import Estimate, Validation
 from gerl.trainer.early import EarlyGradient
@@ -280,13 +280,15 @@ class Run:
     def describe_guard(self, columns: Sequence[str]) -> None:
         """Log what the guard sees, and scorers to watch if there is none; `columns`: those known from the trial."""
         action, scored = self.config.guard.action, self.rewards.validation
+        judge = self.config.judges and any(prompt.contrast for prompt in self.held_out)
+        if judge and len(self.held_out) >= FEWEST and not self.config.episode.turns:
+            self.look_steps = look_steps(self.planned_steps, self.config.validation.every)
         if scored and not any(scorer.weight for scorer in scored.values()):
             return  # people vote, or images are imitated: without a held-out reward nothing is compared with it
         known = [c for name in scored for c in (name, *(c for c in columns if c.startswith(f"{name}/")))]
         watched = watched_columns(asdict(self.config), known)
         fewest = fewest_changes(asdict(self.config), len(watched))
-        judge = self.config.judges and any(prompt.contrast for prompt in self.held_out)
-        logger.info("%s", guard_scope(watched, action, len(self.held_out), judge, fewest))
+        logger.info("%s", guard_scope(watched, action, len(self.held_out), judge, fewest, self.look_steps))
         gpu = self.cluster.remote and self.cluster.device == "cuda"
         if not watched and action != "off" and self.held_out and (offered := offers(self.held_out, gpu)):
             logger.info("scorers that can be watched without a download: %s", " or ".join(offered))

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from gerl.errors import GuardError
 from gerl.run.choice import best_checkpoint
-from gerl.run.guard import FEWEST, Baselines, GuardLog, Signal, TrainingTrends, found_signals, look_steps
+from gerl.run.guard import Baselines, GuardLog, Signal, TrainingTrends, found_signals
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import validation_steps
 from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop, kl_weight
@@ -29,8 +29,6 @@ class HackingGuard(Extension):
             kl_weight.join(run, self.log, self.measured)
         config = asdict(self.config)
         self.baselines = Baselines(config | {"trainer": config["trainer"] | {"steps": run.planned_steps}})
-        if self.config.judges and not self.config.episode.turns and len(run.held_out) >= FEWEST:
-            run.look_steps = look_steps(run.planned_steps, self.config.validation.every)
         looks = validation_steps(run.run_dir, "look")
         for earlier in sorted({*validation_steps(run.run_dir), *looks}):
             name = "look" if earlier in looks else "step"

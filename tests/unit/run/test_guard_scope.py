@@ -51,3 +51,8 @@ def test_a_watched_scorer_needs_more_prompts_than_the_looks() -> None:
     few = scope(["ocr"], "warn", 10)
     assert "fall of" not in few and "still match their prompts; to compare ocr it needs 11" in few
     assert "fall of ocr" in scope(["ocr"], "warn", 11)
+
+
+def test_it_names_the_steps_after_which_the_base_model_looks() -> None:
+    sentence = guard_scope(["ocr"], "warn", 48, True, 11, [2, 4, 9])
+    assert sentence.endswith("also looks at some images after steps 2, 4, 9") and "steps" not in scope([], "warn", 48)
