@@ -65,7 +65,7 @@ def command(arguments: Callable[..., list[str]], workplace: Path, tmp_path: Path
 def test_a_run_is_warned_and_goes_on(
     command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, run_of: Any
 ) -> None:
-    larger = ["validation.images_per_prompt=2", "validation.height=24", "validation.width=32"]
+    larger = ["validation.images_per_prompt=2", "validation.height=24", "validation.width=32", "checkpoint.every=4"]
     assert main(command("logger.report=true", *larger)) == 0
     run, rows = run_of(tmp_path / "run"), read_guard(tmp_path / "run")
     assert {row["signal"] for row in rows} >= {"watched", "disagreement"} and {row["column"] for row in rows} >= {
@@ -82,14 +82,14 @@ def test_a_run_is_warned_and_goes_on(
     low, high = run.column("val/bright/gain_low")[-1], run.column("val/bright/gain_high")[-1]
     assert 0 < low < run.column("val/bright/gain")[-1] < high
     (said,) = [line for line in caplog.text.splitlines() if line.startswith("guard:  ")]
-    assert "use the base model" in said and "step=2" in said and "LoRA:   " not in caplog.text
+    assert "use the base model" in said and "step=4" in said and "LoRA:   " not in caplog.text
     signals = json.loads((run.checkpoint(6) / "state.json").read_text())["signals"]
     assert {"watched/dark", "disagreement/dark"} <= set(signals)
     with pytest.raises(FlaggedError, match="base model"):
         _ = gerl.Run(run.folder).lora
     out = tmp_path / "out"
     assert evaluate([f"lora={run.folder}", f"out={out}"]) == 1 == export([f"run={run.folder}", f"out={out}"])
-    assert not out.exists() and export([f"run={run.folder}", f"out={out}", "step=2"]) == 0
+    assert not out.exists() and export([f"run={run.folder}", f"out={out}", "step=4"]) == 0
     kept = json.loads((run.folder / "validation" / "step_000006.json").read_text())
     assert kept["ids"] == [i for i in range(12) for _ in range(2)] and len(kept["looks"]["unlike_own"]) == 24
     pictures = load_validation(run.folder, 6).pixels
