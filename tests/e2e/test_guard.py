@@ -201,7 +201,8 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     assert [main(args) for args in (plain, same, two)] == [0, 0, 0]
     run, unguarded = run_of(tmp_path / "two"), run_of(tmp_path / "plain")
     ((measured, weight),) = advice(run.folder)
-    assert measured == read_guard(run.folder)[0]["step"] + 1 == 5 and run.counters(6)["kl_coef"] == 2 * weight
+    seen = {row["step"] for row in read_guard(run.folder) if row["signal"] != "advice"}
+    assert measured == min(seen) + 1 == 5 and run.counters(6)["kl_coef"] == (2 * weight if 6 in seen else weight)
     assert [row.get("guard/kl_coef") for row in run.metrics] == [None] * 5 + [weight] * 2
     assert {row["step"] for row in run.metrics if "actor/kl" in row} == {5, 6}
     assert advice(tmp_path / "same") == [(5, weight)]
