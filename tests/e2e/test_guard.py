@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_the_measured_weight_of_the_kl(
     command: Any, tmp_path: Path, run_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two workers, and over Ray, where one dies as it measures; without an action the training stays as it is."""
-    keys = ["guard.action=kl", "guard.kl_share=3", "cluster.num_workers=2"]
+    keys = ["guard.action=kl", "guard.kl_share=0.5", "cluster.num_workers=2"]
     plain, same, two, ray = (
         command(*k, f"hydra.run.dir={tmp_path / n}")
         for n, k in {

@@ -95,9 +95,9 @@ class MeasuredKL(Extension):
             self.measured(run, step)
 
     def logged(self, run: Run, step: Step) -> None:
-        """With guard.action=kl raise the weight at later signals."""
-        before = run.algorithm.kl_coef
-        if step.signals and before > 0 and not self.is_due(run) and self.config.guard.action == "kl":
+        """With guard.action=kl raise the weight at signals after the step that measured it."""
+        before, known = run.algorithm.kl_coef, not (self.tried or self.is_due(run))
+        if step.signals and before > 0 and known and self.config.guard.action == "kl":
             run.set_kl_coef(FACTOR * before)
             logger.warning(
                 "step %d: guard: the weight of the KL rises from %g to %g", step.number, before, FACTOR * before

@@ -17,7 +17,7 @@ from gerl.workers.kl_gradient import balancing_weight
 PROMPTS = [Prompt(n, f'a sign that says "{word}"') for n, word in enumerate(("OPEN", "EXIT"))]
 SMALL = """
 experiment=signs rollout.prompts_per_step=2 rollout.n=2 rollout.micro_batch_size=4 actor.micro_batch_size=2
-sampling.num_inference_steps=4 sampling.window_range=[1,4] reward.scorers={sharpness:{}} cluster.launcher=local
+sampling.num_inference_steps=4 sampling.window_range=[1,3] reward.scorers={sharpness:{}} cluster.launcher=local
 """
 
 
