@@ -330,7 +330,7 @@ def test_a_second_window_does_not_replace_what_the_first_typed(page: Any, url: s
 @pytest.mark.parametrize("path", PAGES)
 def test_no_page_scrolls_sideways_and_every_control_has_a_name(page: Any, url: str, path: str) -> None:
     page.goto(f"{url}/{path}")
-    page.wait_for_selector("main section, .sections section")
+    page.wait_for_selector("main section, .sections section:not([hidden])")
     page.wait_for_timeout(300)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert page.evaluate(UNNAMED) == []
