@@ -20,6 +20,9 @@ from gerl.errors import ConfigError, GerlError, ModelError
 from gerl.export.base import Base
 from gerl.model.paths import SHIPPED, WEIGHTS, resolve
 from gerl.run.card import CARD, read_sessions, redact, version_of
+from gerl.run.choice import FOUND
+from gerl.run.guard import read_guard
+from gerl.run.hacking import NO_SIGNALS
 from gerl.run.settings import changes, get, planned_steps
 from gerl.run.tracking import Rows, read_metrics, series
 from gerl.run.usage import ASSETS, program
@@ -227,6 +230,12 @@ def _prompts(given: Any) -> str:
     return _cell(", ".join(parts)) or "unknown prompts"
 
 
+def signals_at(run_dir: Path, step: int) -> list[str]:
+    """Return what the guard saw after `step`, for the card."""
+    rows = [row for row in read_guard(run_dir) if row["step"] == step and row["signal"] not in NO_SIGNALS]
+    return [_cell(FOUND.split(row["text"])[0]) for row in rows]
+
+
 def model_card(
     run: RunFacts, base: BaseModel, comfy: ComfyFiles, shown: dict[str, Any], repository: str, weights: str, rank: int
 ) -> str:
@@ -244,6 +253,7 @@ def model_card(
         "images": _images(run.config),
         "pictures": shown,
         "numbers": numbers(run, weights),
+        "signals": signals_at(run.run_dir, run.step),
         "program": _program(run, repository),
         "comfy": comfy,
         "weights_file": WEIGHTS,

@@ -87,7 +87,7 @@ def share_chance(before: int, of: int, after: int, of_then: int) -> float:
 FILE = "guard.jsonl"
 # drifts beyond these many standard deviations over the first prompts count
 SURPRISING, DRIFT, ALIKE = 2.0, 1.5, 1.0
-TRIFLE = 0.03  # of a watched column's mean: smaller falls are none
+TRIFLE = 0.03  # of the mean of a watched column or the reward: smaller falls are none
 LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
 SUSPICIOUS = 0.25  # p-value in a look from which more images are looked at
 SHOWN = 8  # images shown per signal
@@ -580,9 +580,9 @@ def _kl(course: TrainingTrends, best: Validation, later: Validation) -> Iterator
     if before is None or now is None or not 0 < before < now:
         return
     changes = _changes({"": best.rewards}, {"": later.rewards}, best, "")
-    if len(known(changes)) < FEWEST:
-        return
     order, old, new = _order(later, changes, -1), _mean(best.rewards), _mean(later.rewards)
+    if len(known(changes)) < FEWEST or not old - new >= TRIFLE * abs(old):
+        return
     text = (
         f"the held-out reward fell from {old:.3f} at step {best.step} to {new:.3f} while the KL to the base model grew "
         f"from {before:.3g} to {now:.3g}, most for {_quoted(later, order)}"

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from gerl.export.base import Base
-from gerl.export.card import base_model, without_paths
+from gerl.export.card import base_model, signals_at, without_paths
 from gerl.export.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +46,13 @@ def folder(finished: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_card_names_the_signals_of_its_step(tmp_path: Path) -> None:
+    row = {"step": 4, "signal": "watched", "column": "ocr", "text": "ocr fell from 0.5 to 0.2 | a, most for 'x'; stop"}
+    rows = [row, row | {"step": 2}, row | {"signal": "advice", "text": "with algorithm.kl_coef=1"}]
+    (tmp_path / "guard.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert signals_at(tmp_path, 4) == ["ocr fell from 0.5 to 0.2 \\| a"] and signals_at(tmp_path, 3) == []
 
 
 def test_the_lora_of_the_folder_draws_what_the_run_drew(finished: Any, folder: Path, model: Path) -> None:
