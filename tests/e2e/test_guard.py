@@ -228,7 +228,7 @@ def test_in_other_layouts_it_is_measured_too(layout: str, command: Any, tmp_path
     ways = {
         "split": "cluster.launcher=ray cluster.num_workers=2 cluster.layout=split",
         "ranks": "cluster.launcher=ray cluster.num_workers=1 cluster.ranks_per_worker=2 model.shard=all",
-        "ahead": "trainer.staleness=1",
+        "ahead": "trainer.staleness=1 trainer.steps=8",
     }
     assert main(command("guard.action=rollback", "guard.kl_share=0.5", *ways[layout].split())) == 1
     first, second = (weight for _, weight in advice(tmp_path / "run"))
