@@ -15,6 +15,7 @@ from drills import more
 from safetensors.torch import load_file
 
 import gerl
+from gerl.algorithms import ALGORITHMS
 from gerl.errors import FlaggedError
 from gerl.evaluate.command import main as evaluate
 from gerl.export.command import main as export
@@ -236,8 +237,10 @@ def test_in_other_layouts_it_is_measured_too(layout: str, command: Any, tmp_path
 
 
 def test_a_weight_that_cannot_be_measured_ends_no_run(
-    command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ALGORITHMS, "_own", {})  # later tests do not find it in the registry
+    monkeypatch.setattr(ALGORITHMS, "_by_path", {})
     (tmp_path / "mine.py").write_text(WITHOUT_KL)
     assert main(command(f"algorithm.path={tmp_path / 'mine.py'}", "trainer.steps=8")) == 0
     said = [record.message for record in caplog.records if "could not be measured" in record.message]
