@@ -89,7 +89,7 @@ FILE = "guard.jsonl"
 SURPRISING, DRIFT, ALIKE = 2.0, 1.5, 1.0
 TRIFLE = 0.03  # of the mean of a watched column or the reward: smaller falls are none
 LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
-SUSPICIOUS = 0.25  # p-value in a look from which more images are looked at
+SUSPICIOUS = 0.25  # p-value from which a look is repeated on more images, and until which a signal stays
 SHOWN = 8  # images shown per signal
 QUOTED = 3  # prompts quoted per signal
 FEWEST = 8  # fewest prompts for a test
@@ -209,11 +209,15 @@ def guard_scope(
     return sentence if watched else f"no scorer is watched (+reward.scorers.NAME.weight=0): {sentence}"
 
 
-def found_signals(tested: Sequence[Signal], config: Mapping[str, Any]) -> list[Signal]:
-    """Return the tests of a validation whose p-value is within their level (`levels`)."""
+def found_signals(tested: Sequence[Signal], config: Mapping[str, Any], before: Collection[str] = ()) -> list[Signal]:
+    """Return the tests of a validation or look whose p-value is within their level (`levels`).
+
+    before: keys of the signals of the previous one, which stay as long as they are suspicious.
+    """
     importance = get(config, "guard", "importance") or 0.0
     level = levels(config, sum(not signal.drift and signal.key != ALIGNMENT for signal in tested))
     limits = [level.drifts if s.drift else level.alignment if s.key == ALIGNMENT else level.others for s in tested]
+    limits = [max(limit, SUSPICIOUS) if s.key in before else limit for s, limit in zip(tested, limits, strict=True)]
     rare = [signal for signal, limit in zip(tested, limits, strict=True) if signal.chance <= limit]
     relevant = [signal for signal in rare if signal.size is None or signal.size >= importance]
     return list({signal.key: signal for signal in reversed(relevant)}.values())[::-1]  # the first of each key

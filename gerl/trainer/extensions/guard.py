@@ -66,7 +66,7 @@ class HackingGuard(Extension):
     def _act(self, run: Run, step: Step, tested: Sequence[Signal]) -> None:
         guard = self.config.guard
         counted = [signal for signal in tested if guard.counts(signal.name, signal.column)]
-        step.signals = found_signals(counted, self.baselines.config)
+        step.signals = found_signals(counted, self.baselines.config, run.signals)
         for signal in self.log.add(step.signals, guard.action):
             sentence = f"step {signal.step}: guard, {signal.key}: {signal.sentence}"
             logger.warning("%s", sentence)

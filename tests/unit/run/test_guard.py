@@ -405,6 +405,13 @@ def test_more_validations_and_more_tests_need_rarer_changes() -> None:
     assert rarest(10, 10, drift=True) == pytest.approx(0.05 / 10, rel=0.1)
 
 
+def test_a_signal_stays_as_long_as_it_is_suspicious() -> None:
+    tested = [replace(signal(8, "base", "alignment"), chance=0.2), replace(signal(8), chance=0.2)]
+    assert found_signals(tested, CONFIG) == []
+    assert found_signals(tested, CONFIG, ["base/alignment"]) == tested[:1]
+    assert found_signals([replace(tested[0], chance=0.3)], CONFIG, ["base/alignment"]) == []
+
+
 def signal(step: int, name: str = "looks", column: str = "red") -> Signal:
     return Signal(name, column, step, 1.0, 0.5, "it is red", [3], None, 0.001)
 
