@@ -97,7 +97,7 @@ def check_identity(checkpoint: Checkpoint, found: dict[str, str]) -> None:
 class RunFolder:
     """The folder of a run about to start, its configuration, and the checkpoint to resume, if any.
 
-    `anew`: a run that is resumed from its beginning, since all its checkpoints have signals of the guard.
+    `restarts`: whether a run is resumed from its first step, since all its checkpoints have signals of the guard.
     As a context manager it releases the lock of the folder, taken at once by a resumed run and in `open` by a new one.
     """
 
@@ -106,7 +106,7 @@ class RunFolder:
     checkpoint: Checkpoint | None = None
     changes: Sequence[Change] = ()
     before: str = ""  # the configuration up to the checkpoint, from `config.yaml`
-    anew: bool = False
+    restarts: bool = False
     begin: Callable[[], None] = field(default=lambda: None, repr=False)  # called once the run is accepted
 
     @property
@@ -123,7 +123,7 @@ class RunFolder:
 
     def open(self, begin: Callable[[], None] = lambda: None) -> None:
         """Create a new run's folder (else `ConfigError`); `begin`: called once writing is allowed."""
-        if self.checkpoint is None and not self.anew:
+        if self.checkpoint is None and not self.restarts:
             prepare_folder(self.path, self.composed, self.lock)
             begin()
         else:
@@ -135,7 +135,7 @@ class RunFolder:
         `config.step_N.yaml` is the configuration up to step N, `config.yaml` the one from then on. Steps after the
         checkpoint are repeated: their checkpoints, configurations and validations move to `abandoned/`.
         """
-        if self.checkpoint is None and not self.anew:
+        if self.checkpoint is None and not self.restarts:
             return
         step = -1 if self.checkpoint is None else self.checkpoint.step
         self.begin()
