@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import Config  # type: ignore[attr-defined]
 
@@ -58,6 +58,7 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
                 for service in filter(partial(hasattr, Node), SERVICES):
                     while_starting.enter_context(_replaced(Node, service, lambda *_, **__: None))
                 while_starting.enter_context(_replaced(ray_constants, "ENABLE_RAY_CLUSTER", False))
+                while_starting.enter_context(_replaced(services, "start_ray_process", _start_process))
                 while_starting.enter_context(environment(_variables(mark)))
                 while_starting.enter_context(shielded())
                 initialize(**options)
@@ -73,6 +74,15 @@ def start(options: dict[str, object], ends: contextlib.ExitStack) -> None:
             f"ray {ray.__version__} listens on {', '.join(addresses)}, not only on the loopback interface: install "
             "another version, or use cluster.launcher=local"
         )
+
+
+_start_ray_process = services.start_ray_process
+
+
+def _start_process(*arguments: object, **options: object) -> object:
+    """Start a process of Ray, which a signal must not interrupt: until it has its environment, `kill` misses it."""
+    with signals.deferred():
+        return _start_ray_process(*arguments, **options)
 
 
 def _may_pass(error: Exception) -> bool:

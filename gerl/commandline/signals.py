@@ -9,6 +9,7 @@ heavy is imported. Outside the main thread, and where no command runs, nothing i
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from gerl.errors import Interrupted
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 NUMBERS = (SIGINT, SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SAME = 1.0  # seconds within which a repeated signal counts once: timeout(1) signals the process, then its group
-AGAIN = 0.1  # seconds after which a swallowed interruption is raised again
+AGAIN = 0.1  # seconds after which an interruption is raised again that was swallowed, or came during a fork
 
 
 @dataclass
@@ -33,6 +34,7 @@ class _State:
     received: int | None = None
     since: float = 0.0
     deferred: int = 0
+    forks: int = 0  # in progress, by any thread
     answered: bool = False  # the command is ending
     late: bool = False  # the signal came after that: the command ends for another reason
     previous: dict[int, Any] = field(default_factory=dict)
@@ -52,6 +54,7 @@ def handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _state.process == os.getpid():  # or set already
         yield
         return
+    _count_forks()
     outer, hook = _state, sys.unraisablehook
     before: dict[int, Any] = {number: signal.getsignal(number) for number in NUMBERS}
     heard = {n: handler for n, handler in before.items() if n in (SIGINT, SIGTERM) or handler == signal.SIG_DFL}
@@ -132,12 +135,25 @@ def kept() -> Iterator[None]:
                     signal.signal(number, handler)
 
 
+@functools.cache
+def _count_forks() -> None:
+    """Count the forks in progress: in a hook of one, an exception is lost, and logging would never release its lock."""
+
+    def add(count: int) -> None:
+        _state.forks += count
+
+    end = functools.partial(add, -1)
+    os.register_at_fork(before=functools.partial(add, 1), after_in_parent=end, after_in_child=end)
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     del frame
     state = _state
     if os.getpid() != state.process:  # a fork by a library or a scorer
         signal.signal(number, state.previous.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
+    elif state.forks:
+        _call_later(lambda: os.kill(state.process, number))
     elif state.received is None:
         state.received, state.since, state.late = number, time.monotonic(), state.answered
         if not state.deferred and not state.answered:
@@ -198,8 +214,12 @@ def _unraisable(hook: Callable[[Any], object]) -> Callable[[Any], object]:
         if not isinstance(unraisable.exc_value, Interrupted):
             hook(unraisable)
             return
-        timer = threading.Timer(AGAIN, again)
-        timer.daemon = True
-        timer.start()
+        _call_later(again)
 
     return report
+
+
+def _call_later(function: Callable[[], None]) -> None:
+    timer = threading.Timer(AGAIN, function)
+    timer.daemon = True
+    timer.start()

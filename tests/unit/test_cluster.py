@@ -390,6 +390,29 @@ def test_a_shielded_process_does_not_see_what_its_group_is_sent() -> None:
     child.wait()
 
 
+WHILE_STARTING = """
+import functools, os, signal, threading, time
+from gerl.cluster import local_ray, reaper
+from gerl.commandline import signals
+from gerl.errors import Interrupted
+
+os.environ[reaper.MARK] = mark = f"test-{os.getpid()}"
+os.register_at_fork(after_in_child=functools.partial(time.sleep, 1))  # as on a busy machine
+with signals.handled():
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        local_ray._start_process(["sleep", "20"], "gcs_server", fate_share=False)
+    except Interrupted:
+        print("interrupted, with", len(reaper.processes(mark)))
+    reaper.kill(mark)
+"""
+
+
+def test_a_process_of_ray_that_starts_while_a_signal_arrives_is_ended_too() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_STARTING], capture_output=True, text=True)
+    assert done.stdout == "interrupted, with 1\n", done.stderr
+
+
 def test_debug_lines_name_a_call_by_its_tasks_numbers_and_texts(caplog: pytest.LogCaptureFixture) -> None:
     samples = [Sample(Prompt(number, "a sign"), 0, seed=0, step=1) for number in (4, 9)]
     task = RolloutTask(3, samples, ())

@@ -97,6 +97,29 @@ def test_an_interruption_in_a_finalizer_is_neither_printed_nor_lost(capfd: pytes
     assert capfd.readouterr().err == ""
 
 
+IN_A_FORK = """
+import _thread, functools, os, signal, subprocess, sys, time
+
+arrive = functools.partial(_thread.interrupt_main, signal.SIGTERM)  # the handler is run at the next bytecode
+os.register_at_fork(after_in_parent=arrive)  # before logging's hooks
+import logging
+from gerl.commandline import signals
+from gerl.errors import Interrupted
+
+with signals.handled():
+    try:
+        subprocess.Popen([sys.executable, "-c", ""], preexec_fn=lambda: None)
+        time.sleep(5)
+    except Interrupted:
+        print("interrupted", logging._lock._is_owned())
+"""
+
+
+def test_a_signal_during_a_fork_leaves_no_lock_of_a_library_held() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("interrupted False\n", "")
+
+
 def test_after_the_first_signal_a_save_may_still_finish() -> None:
     saved = []
     with signals.handled():
