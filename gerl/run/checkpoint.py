@@ -338,6 +338,9 @@ class WorkerState:
     roles: dict[str, "WorkerState"] = field(default_factory=dict)  # of the other roles of an episode
 
 
+WorkerFiles = tuple[dict[str, bytes], WorkerState]  # a LoRA's files of a checkpoint, and the counters
+
+
 @dataclass
 class RunState:
     """State of a run besides the tensors of its workers; JSON values, and bytes in `extensions`."""

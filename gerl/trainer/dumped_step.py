@@ -208,13 +208,16 @@ class DumpedStep:
 
     def load_state(self) -> None:
         """Load the state before the step; raises `DumpError` if it does not fit."""
+        from gerl.workers.actor import snapshots_of
         from gerl.workers.state import load_tensors
 
-        record = self.dump.record
+        record, worker = self.dump.record, self.worker
+        worker.snapshots = snapshots_of(worker.actor)
         try:
-            load_tensors(self.worker, self.dump.group(STATE), record.worker, record.step - 1)
+            load_tensors(worker.actor, self.dump.group(STATE), record.worker)
         except CheckpointError as error:
             raise DumpError(f"{self.dump.tensors} does not fit its model: {error}") from None
+        worker.ended = record.step - 1
 
     def new_step(self) -> Step:
         """Return the step with its scores, and the credit that follows from them."""

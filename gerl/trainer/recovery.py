@@ -18,13 +18,13 @@ from gerl.commandline import signals
 from gerl.config.reading import typed
 from gerl.errors import CheckpointError, ClusterError, GuardError, Interrupted, ModelError, RayDied
 from gerl.progress import waiting
-from gerl.run.checkpoint import Checkpoint, RunState, checkpoint_paths, load_checkpoint
+from gerl.run.checkpoint import Checkpoint, RunState, WorkerFiles, checkpoint_paths, load_checkpoint
 from gerl.run.choice import good_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer.run_folder import set_aside
 from gerl.workers.fleet import Held, writers
 from gerl.workers.recovery import NoCapacity, Recovery
-from gerl.workers.worker import PolicyWorker, State
+from gerl.workers.worker import PolicyWorker
 
 if TYPE_CHECKING:
     from gerl.trainer.extensions import RollBack
@@ -37,7 +37,9 @@ LOSSES = (ClusterError, ModelError, RuntimeError)  # raised by calls to a dead w
 def recover(run: Run, error: Exception) -> None:
     """Replace the workers that died; raises `error` if none died or too many have."""
     started, recovery = time.perf_counter(), run.fleet.recovery
-    state: State | None = None  # as soon as one worker has returned it: the survivors may themselves be new next time
+    state: WorkerFiles | None = (
+        None  # as soon as one worker has returned it: the survivors may themselves be new next time
+    )
     while True:
         lost = lost_workers(run, error)
         with waiting(f"replacing {len(lost)} process(es)"):
@@ -103,7 +105,7 @@ def restart_ray(run: Run, recovery: Recovery, error: Exception) -> None:
     run.rewards.start_all()
 
 
-def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
+def surviving_state(run: Run, lost: Sequence[int]) -> WorkerFiles | None:
     """Return the last finished step from a worker not in `lost`; None: it is in a checkpoint (full fine-tuning)."""
     if run.config.model.train == "lora":
         assert run.fleet.recovery is not None
@@ -117,7 +119,7 @@ def surviving_state(run: Run, lost: Sequence[int]) -> State | None:
     return None
 
 
-def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
+def bring_together(run: Run, new: Sequence[int], state: WorkerFiles | None) -> None:
     """Set up the workers `new`, and load `state`, or else the newest earlier step there is, into all workers."""
     run.fleet.set_up(new, run.downloads)
     if state is not None:
@@ -143,7 +145,7 @@ def bring_together(run: Run, new: Sequence[int], state: State | None) -> None:
         run.reopen_log(kept=run.state.step - bool(run.state.unlogged))  # the row of step 0 is not logged again
 
 
-def load_copy(run: Run, driver: RunState, workers: State) -> None:
+def load_copy(run: Run, driver: RunState, workers: WorkerFiles) -> None:
     """Return to a step that was kept in this process."""
     run.state = driver
     run.set_kl_coef(driver.kl_coef)

@@ -139,11 +139,15 @@ class LocalFleet:
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         self.config, self.cluster, self.workers, self.timeline = config, cluster, workers, timeline
-        self.trainers = self.samplers = workers
+        self.trainers, self.samplers = self._groups()
         self.lockstep = config.lockstep
         self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the current training step
         self.pools = build_algorithm(config).pools
         self.recovery: Recovery | None = None  # workers in this process cannot die alone
+
+    def _groups(self) -> tuple[Workers, Workers]:
+        """Return the workers that train, and those that sample."""
+        return self.workers, self.workers
 
     # --- Start
 
@@ -312,7 +316,7 @@ class RayFleet(LocalFleet):
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         super().__init__(config, cluster, workers, timeline)
-        self.recovery: Recovery = Recovery(config, self)
+        self.recovery: Recovery = Recovery(config, workers, self.trainers, self.samplers)
 
     def hold(self, step: int, process: int = 0) -> Held:
         """Hold the state of `step`: of the first process the copy that is here, if any; else as `LocalFleet`."""
@@ -348,10 +352,12 @@ class SplitFleet(RayFleet):
 
     def __init__(self, config: Config, cluster: Cluster, workers: Workers, timeline: Timeline) -> None:
         super().__init__(config, cluster, workers, timeline)
-        self.trainers = workers.part(range(cluster.training))
-        self.samplers = workers.part(range(cluster.training, cluster.processes))
         self.ends: list[Pending[StepResult]] = []  # from samplers, for the current training step
         self.synced = 0  # the step whose weights the samplers have
+
+    def _groups(self) -> tuple[Workers, Workers]:
+        training, workers = self.cluster.training, self.workers
+        return workers.part(range(training)), workers.part(range(training, self.cluster.processes))
 
     def _meeting(self) -> list[Workers]:
         """Return the groups of workers with collective calls; samplers have them only in lockstep."""
@@ -487,8 +493,6 @@ def writers(config: Config, process: int) -> list[int]:
 
 def hold_parts(workers: WorkerGroup[PolicyWorker], members: Sequence[int], step: int) -> Held:
     """Let processes hold their parts of the state after `step`, to train while these are written."""
-    from gerl.workers.state import hold_state, start_denoisers, start_state, written  # they import diffusers
-
     pending = [workers.submit(process, hold_state, step) for process in members]
     numbers = [call.result() for call in pending]
 
@@ -562,6 +566,37 @@ def release(worker: PolicyWorker, task_id: int) -> Trajectory:
 def receive(worker: PolicyWorker, trajectory: Trajectory, task_id: int) -> None:
     """Store a trajectory sampled by another worker."""
     worker.trajectories[task_id] = trajectory
+
+
+# calls that write a checkpoint of full fine-tuning: `hold_state` and then `start_state` on all writing processes,
+# `start_denoisers` on the first of them, and `written` until each has ended
+
+
+def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
+    """Hold this rank's shards of the checkpoint of `step`, written while training continues; return the counters."""
+    from gerl.workers.actor import PartSnapshots  # imported lazily: the driver does not need diffusers
+    from gerl.workers.state import Writing
+
+    worker.check_has(step)
+    assert isinstance(worker.snapshots, PartSnapshots)
+    parts, numbers = worker.snapshots.take(step)
+    worker.writing = Writing(worker.policy, parts)
+    return numbers
+
+
+def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
+    """Start to write the held shards into the `folder` of a checkpoint, as writer `number`."""
+    worker.writing.start(worker.writing.write_state, folder, number)
+
+
+def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
+    """Start to write the averaged denoisers into `folder`, after all shards have been written."""
+    worker.writing.start(worker.writing.write_denoisers, folder)
+
+
+def written(worker: PolicyWorker) -> bool:
+    """Whether the current write has ended. Raises its error."""
+    return worker.writing.written()
 
 
 def copy_weights(worker: PolicyWorker, earlier: bool) -> Weights:

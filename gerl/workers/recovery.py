@@ -14,22 +14,19 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from gerl.cluster import LAST_WORDS, Pending, wait_any
+from gerl.cluster import LAST_WORDS, Pending, WorkerGroup, wait_any
 from gerl.config import Config
 from gerl.errors import ClusterError, RayDied
-from gerl.run.checkpoint import RunState
-from gerl.workers.worker import PolicyWorker, State
-
-if TYPE_CHECKING:
-    from gerl.workers.fleet import RayFleet
+from gerl.run.checkpoint import RunState, WorkerFiles
+from gerl.workers.worker import PolicyWorker
 
 logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
 RETRY_S = 1.0  # pause before restarting a worker that died at start
 POLL_S = 0.5  # between checks whether a copy is still needed
 LARGEST = 2**30  # maximum size in bytes of a LoRA and its optimizer that are also kept outside the workers, twice
+Workers = WorkerGroup[PolicyWorker]
 BYTES = 16  # per trained parameter: its value, two moments and an average, in fp32
 
 
@@ -50,7 +47,7 @@ class Copy:
     """A finished step outside the workers: the driver's state, and theirs once it has arrived (None: it was lost)."""
 
     run: RunState
-    workers: Future[State | None]
+    workers: Future[WorkerFiles | None]
 
     @property
     def arrived(self) -> bool:
@@ -61,8 +58,9 @@ class Copy:
 class Recovery:
     """Replacement of workers: a new one is set up and joins the others, and then all load the same state."""
 
-    def __init__(self, config: Config, fleet: RayFleet) -> None:
-        self.settings, self.fleet, self.workers = config.cluster, fleet, fleet.workers
+    def __init__(self, config: Config, workers: Workers, trainers: Workers, samplers: Workers) -> None:
+        """`trainers`, `samplers`: the groups of `workers` that train, which come first, and that sample."""
+        self.settings, self.workers, self.trainers, self.samplers = config.cluster, workers, trainers, samplers
         self.ranks = config.cluster.ranks_per_worker if config.lockstep else 1
         # processes that share weights end together, so all are restarted
         self.together = config.lockstep or config.model.train != "lora"
@@ -89,7 +87,7 @@ class Recovery:
         if self._copies and self._copies[-1].run.step == state.step:
             self._copies[-1].run = copy.deepcopy(state)
 
-    def _fetch(self, call: Pending[State]) -> State | None:
+    def _fetch(self, call: Pending[WorkerFiles]) -> WorkerFiles | None:
         until = time.monotonic() + self.settings.hang_after
         with contextlib.suppress(Exception):  # of a worker that died: the others have the state
             while not self._over.is_set() and time.monotonic() < until:
@@ -97,11 +95,11 @@ class Recovery:
                     return call.ended()
         return None
 
-    def copy_of(self, step: int) -> State | None:
+    def copy_of(self, step: int) -> WorkerFiles | None:
         """Return the checkpoint of `step` if it was kept in this process, else None."""
         return next((kept.workers.result() for kept in self._copies if kept.run.step == step), None)
 
-    def newest_copy(self) -> tuple[RunState, State] | None:
+    def newest_copy(self) -> tuple[RunState, WorkerFiles] | None:
         """Return the newest step kept in this process: the driver's state and that of the workers."""
         for kept in reversed(self._copies):
             if (workers := kept.workers.result()) is not None:
@@ -145,12 +143,12 @@ class Recovery:
                 left.remove(call)
         return False
 
-    def state(self, step: int, lost: Collection[int]) -> State | None:
+    def state(self, step: int, lost: Collection[int]) -> WorkerFiles | None:
         """Return the checkpoint of `step`, the last finished one, from this process or a live worker; else None."""
         if state := self.copy_of(step):
             return state
-        training = self.fleet.trainers  # trainers come first, so their numbers are the same
-        calls = [training.submit(i, PolicyWorker.checkpoint, step) for i in range(len(training)) if i not in lost]
+        training = [i for i in range(len(self.trainers)) if i not in lost]
+        calls = [self.trainers.submit(i, PolicyWorker.checkpoint, step) for i in training]
         for call in calls:
             with contextlib.suppress(ClusterError):
                 if call.wait(self.settings.hang_after):
@@ -186,7 +184,7 @@ class Recovery:
         late = {i // self.ranks for i, call in asked.items() if not call.wait(0.0) or _died(call)}
         out = [i for i in chosen if i // self.ranks in late]  # a worker cannot run without one of its ranks
         gone = {workers.numbers[i] for i in out}
-        if any(gone.issuperset(group.numbers) for group in (self.fleet.trainers, self.fleet.samplers)):
+        if any(gone.issuperset(group.numbers) for group in (self.trainers, self.samplers)):
             raise NoCapacity(
                 f"Ray has no room for {len(out)} replacements of workers that died, after "
                 f"cluster.patience={self.settings.patience:g} s: ray status shows why"

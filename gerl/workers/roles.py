@@ -28,14 +28,14 @@ from gerl.protocol import Images, ModelFacts, RolloutTask, Sample
 from gerl.utils.seeding import derive_seed, seed_everything
 from gerl.utils.tensors import PackedFiles, pack_tensors, unpack_tensors
 from gerl.workers.fleet import LocalFleet
-from gerl.workers.worker import PolicyWorker, State
+from gerl.workers.worker import PolicyWorker
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
     from gerl.model.language import LanguageModel
     from gerl.model.policy import Policy
-    from gerl.run.checkpoint import WorkerState
+    from gerl.run.checkpoint import WorkerFiles, WorkerState
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +73,7 @@ class RoleWorker(PolicyWorker):
         for role in self.others.values():
             role.evaluations.taken()
 
-    def checkpoint(self, step: int) -> State:
+    def checkpoint(self, step: int) -> WorkerFiles:
         files, numbers = super().checkpoint(step)
         tensors, roles = unpack_tensors(files[STATE]), {}
         for name, role in self.others.items():

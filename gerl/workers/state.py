@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch.distributed.tensor import DTensor
 
-from gerl.errors import ClusterError
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import Policy, class_of, kept_in_fp32, local
 from gerl.model.shards import Part, Shards, part_of, write_parts
-from gerl.run.checkpoint import FROZEN, PARTS, WorkerState
+from gerl.run.checkpoint import FROZEN, PARTS, WorkerFiles, WorkerState
 from gerl.utils.tensors import PackedFiles, pack_tensors, unpack_tensors
-from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, PartSnapshots, Snapshots, parts_of, snapshots_of
-
-if TYPE_CHECKING:
-    from gerl.workers.worker import PolicyWorker, State
+from gerl.workers.actor import ADAMW, OPTIMIZER, Actor, Snapshots, parts_of
 
 PATTERN = "diffusion_pytorch_model{suffix}.safetensors"  # diffusers' name for a model's files
 TRAINED = "trained"
@@ -34,35 +30,24 @@ COUNTER = f"{OPTIMIZER}step/"  # prefix of the optimizer's numbers of steps
 # --- Checkpoints
 
 
-def check_has(worker: PolicyWorker, step: int) -> None:
-    """Raise `ClusterError` unless this worker has the state after trainer step `step`."""
-    if worker.ended is None or step not in (worker.ended, worker.snapshots.step):
-        raise ClusterError(f"rank {worker.rank} was restarted and does not have the state of step {step}")
-
-
-def checkpoint_files(worker: PolicyWorker, step: int) -> State:
-    """Return the files of a LoRA's checkpoint after `step`, and its counters. Raises as `check_has` does."""
-    check_has(worker, step)  # without a snapshot nothing has changed since
-    assert isinstance(worker.snapshots, Snapshots)
-    tensors, numbers = worker.snapshots.take(step)
-    average = {name: tensors[f"ema/{name}"] for name in worker.policy.trained}
-    lora = worker.policy.lora_file(average)
+def checkpoint_files(snapshots: Snapshots, policy: Policy, step: int) -> WorkerFiles:
+    """Return the files of a LoRA's checkpoint after `step`, and its counters."""
+    tensors, numbers = snapshots.take(step)  # without a snapshot nothing has changed since
+    average = {name: tensors[f"ema/{name}"] for name in policy.trained}
+    lora = policy.lora_file(average)
     return PackedFiles({"state.safetensors": pack_tensors(tensors), f"lora/{WEIGHTS}": lora}), numbers
 
 
-def load_state(worker: PolicyWorker, source: bytes | Path, numbers: WorkerState) -> None:
+def load_state(actor: Actor, source: bytes | Path, numbers: WorkerState) -> None:
     """Resume from `state.safetensors` or a checkpoint's folder; raises `CheckpointError`, unchanged, unless it fits."""
-    worker.snapshots = snapshots_of(worker.actor)
     if isinstance(source, Path):
-        _load_parts(worker.actor, source, numbers)
+        _load_parts(actor, source, numbers)
     else:
-        worker.actor.load_state(unpack_tensors(source), numbers)
+        actor.load_state(unpack_tensors(source), numbers)
 
 
-def load_tensors(worker: PolicyWorker, tensors: Mapping[str, torch.Tensor], numbers: WorkerState, step: int) -> None:
-    """Continue from the complete tensors of a state after `step`; raises `CheckpointError` unless they fit."""
-    actor = worker.actor
-    worker.snapshots = snapshots_of(actor)
+def load_tensors(actor: Actor, tensors: Mapping[str, torch.Tensor], numbers: WorkerState) -> None:
+    """Continue from the complete tensors of a state; raises `CheckpointError` unless they fit."""
     actor.optimizer.state.clear()
     if actor.policy.whole:
         actor.check_state(dict(tensors), numbers)
@@ -72,7 +57,6 @@ def load_tensors(worker: PolicyWorker, tensors: Mapping[str, torch.Tensor], numb
         actor.load_numbers(numbers)
     else:
         actor.load_state(dict(tensors), numbers)
-    worker.ended = step
 
 
 @torch.no_grad()
@@ -103,34 +87,6 @@ def frozen_parts(policy: Policy) -> dict[str, Part]:
         for key, value in denoiser.state_dict().items()
         if isinstance(value, DTensor) and f"{name}.{key}" not in policy.trained
     }
-
-
-# calls that write a checkpoint of full fine-tuning: `hold_state` and then `start_state` on all writing processes,
-# `start_denoisers` on the first of them, and `written` until each has ended
-
-
-def hold_state(worker: PolicyWorker, step: int) -> WorkerState:
-    """Hold this rank's shards of the checkpoint of `step`, written while training continues; return the counters."""
-    check_has(worker, step)
-    assert isinstance(worker.snapshots, PartSnapshots)
-    parts, numbers = worker.snapshots.take(step)
-    worker.writing = Writing(worker.policy, parts)
-    return numbers
-
-
-def start_state(worker: PolicyWorker, folder: Path, number: int) -> None:
-    """Start to write the held shards into the `folder` of a checkpoint, as writer `number`."""
-    worker.writing.start(worker.writing.write_state, folder, number)
-
-
-def start_denoisers(worker: PolicyWorker, folder: Path) -> None:
-    """Start to write the averaged denoisers into `folder`, after all shards have been written."""
-    worker.writing.start(worker.writing.write_denoisers, folder)
-
-
-def written(worker: PolicyWorker) -> bool:
-    """Whether the current write has ended. Raises its error."""
-    return worker.writing.written()
 
 
 class Writing:

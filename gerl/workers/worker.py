@@ -17,6 +17,7 @@ from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algori
 from gerl.algorithms.base import Pooled
 from gerl.commandline.command import importing
 from gerl.config import Config
+from gerl.errors import ClusterError
 from gerl.model.errors import model_errors, raise_known
 from gerl.model.prompts import check_arguments
 from gerl.objects import Function
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from gerl.engine.record import Evaluations
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample
-    from gerl.run.checkpoint import WorkerState
+    from gerl.run.checkpoint import WorkerFiles, WorkerState
     from gerl.workers.actor import Actor, PartSnapshots, Snapshots
     from gerl.workers.base_judge import BaseJudge
     from gerl.workers.state import Writing
@@ -44,7 +45,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Credit = dict[int, torch.Tensor]  # by task id, [B, T]
 Groups = Sequence[Sequence[int]] | None  # ids of the tasks of each lockstep group
-State = tuple[dict[str, bytes], "WorkerState"]  # files and counters of a checkpoint
 
 
 def padding_id(task_id: int) -> int:
@@ -276,18 +276,27 @@ class PolicyWorker:
 
     # --- State
 
-    def checkpoint(self, step: int) -> State:
-        """Return a LoRA's checkpoint after `step`: exact state, averaged LoRA. Raises `ClusterError` if it is gone."""
-        from gerl.workers.state import checkpoint_files  # imported lazily, as in `setup`
+    def check_has(self, step: int) -> None:
+        """Raise `ClusterError` unless this worker has the state after trainer step `step`."""
+        if self.ended is None or step not in (self.ended, self.snapshots.step):
+            raise ClusterError(f"rank {self.rank} was restarted and does not have the state of step {step}")
 
-        return checkpoint_files(self, step)
+    def checkpoint(self, step: int) -> WorkerFiles:
+        """Return a LoRA's checkpoint after `step`: exact state, averaged LoRA. Raises `ClusterError` if it is gone."""
+        from gerl.workers.actor import Snapshots  # imported lazily, as in `setup`
+        from gerl.workers.state import checkpoint_files
+
+        self.check_has(step)
+        assert isinstance(self.snapshots, Snapshots)
+        return checkpoint_files(self.snapshots, self.policy, step)
 
     def load(self, source: bytes | Path, numbers: WorkerState, step: int) -> None:
         """Resume from the state after `step`: bytes of a LoRA's, or a checkpoint. Raises `CheckpointError` if unfit."""
-        from gerl.workers.state import load_state  # imported lazily, as in `setup`
+        from gerl.workers.actor import snapshots_of  # imported lazily, as in `setup`
+        from gerl.workers.state import load_state
 
-        self.ended = None
-        load_state(self, source, numbers)
+        self.ended, self.snapshots = None, snapshots_of(self.actor)
+        load_state(self.actor, source, numbers)
         self.ended = step
 
 

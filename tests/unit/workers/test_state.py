@@ -20,8 +20,8 @@ from gerl.protocol import Prompt
 from gerl.run.checkpoint import PARTS, WorkerState
 from gerl.utils.tensors import unpack_tensors
 from gerl.workers.actor import Actor, PartSnapshots, copied
-from gerl.workers.fleet import set_gradient
-from gerl.workers.state import Writing, hold_state, parts_of, start_state, take_weights, weights_of, written
+from gerl.workers.fleet import hold_state, set_gradient, start_state, written
+from gerl.workers.state import Writing, parts_of, take_weights, weights_of
 from gerl.workers.worker import PolicyWorker
 
 # --- snapshots
