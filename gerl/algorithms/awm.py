@@ -12,9 +12,9 @@ from __future__ import annotations  # torch is imported lazily
 
 from dataclasses import dataclass, replace
 
-from gerl.algorithms.base import ClippedConfig, DownSampledConfig, Metrics
+from gerl.algorithms.base import ClippedConfig, DownSampledConfig
 from gerl.algorithms.common import per_sample
-from gerl.algorithms.core_algos import clipped_policy_loss
+from gerl.algorithms.core_algos import Metrics, clipped_policy_loss
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
 from gerl.config import Config

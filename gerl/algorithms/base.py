@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, ClassVar, TypeAlias, assert_never
+from typing import Any, ClassVar, assert_never
 
 from gerl.algorithms.core_algos import (
+    Metric,
     batch_advantages,
     decoupled_advantages,
     group_advantages,
@@ -394,9 +395,6 @@ def count_pairs(tasks: Iterable[tuple[RolloutTask, torch.Tensor]]) -> int:
 
 
 # --- Metrics of the trained steps of a replay, copied from the device once, after the last step
-
-Metric: TypeAlias = "float | torch.Tensor"  # a number, or a scalar on the device
-Metrics: TypeAlias = "dict[str, Metric]"
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,18 @@ from __future__ import annotations  # torch is imported lazily
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from gerl.config.blocks import KLKind, NodeStdKind, StdKind, StepWeighting
 from gerl.utils.lazy import lazy
 
 if TYPE_CHECKING:
     import torch
-
-    from gerl.algorithms.base import Metrics
 else:
     torch = lazy("torch")
+
+Metric: TypeAlias = "float | torch.Tensor"  # a number, or a scalar on the device
+Metrics: TypeAlias = "dict[str, Metric]"
 
 # --- advantages
 

@@ -21,8 +21,8 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass
 from typing import Literal
 
-from gerl.algorithms.base import Metrics
 from gerl.algorithms.common import requires
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.diffusion_nft import adaptive_error, optimality
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised, group_mean, pooled_mean
 from gerl.algorithms.lazily import torch

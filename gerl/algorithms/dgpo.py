@@ -17,8 +17,9 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gerl.algorithms.base import ClippedConfig, Metrics, ShapedConfig
+from gerl.algorithms.base import ClippedConfig, ShapedConfig
 from gerl.algorithms.common import per_sample
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig, group_mean, pooled_mean
 from gerl.algorithms.lazily import torch
 from gerl.config import Config

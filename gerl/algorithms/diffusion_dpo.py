@@ -14,9 +14,9 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gerl.algorithms.base import Metrics, Rewards
+from gerl.algorithms.base import Rewards
 from gerl.algorithms.common import per_sample
-from gerl.algorithms.core_algos import preference_pairs
+from gerl.algorithms.core_algos import Metrics, preference_pairs
 from gerl.algorithms.forward_process import ForwardProcess, Noised, PreferenceConfig
 from gerl.algorithms.lazily import torch
 from gerl.config import Config

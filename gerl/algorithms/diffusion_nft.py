@@ -15,8 +15,8 @@ from __future__ import annotations  # torch is imported lazily
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gerl.algorithms.base import Metrics
 from gerl.algorithms.common import per_sample
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.forward_process import ContrastConfig, ForwardProcess, Noised
 from gerl.algorithms.lazily import torch
 

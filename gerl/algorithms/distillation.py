@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, Measures, Metrics, Rewards, summed
+from gerl.algorithms.base import Algorithm, Batch, Measures, Rewards, summed
 from gerl.algorithms.common import per_sample, predicted, replayed, sampled_noise
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.flow_grpo import ExtraLoss, FlowGRPO, FlowGRPOConfig
 from gerl.algorithms.lazily import DiffusionPipeline, Policy, ReplayedStep, Rule, StepGradients, Tape, engine, torch
 from gerl.algorithms.planning import any_steps, sampled_steps

@@ -19,13 +19,13 @@ from gerl.algorithms.base import (
     ClippedConfig,
     DownSampledConfig,
     Measures,
-    Metrics,
     Rewards,
     compares_within_groups,
     summed,
 )
 from gerl.algorithms.core_algos import (
     RELATIVE_WEIGHTS,
+    Metrics,
     batch_advantages,
     clipped_policy_loss,
     gaussian_kl,

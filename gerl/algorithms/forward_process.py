@@ -12,7 +12,6 @@ from gerl.algorithms.base import (
     Algorithm,
     Batch,
     Measures,
-    Metrics,
     Pooled,
     Rewards,
     ShapedConfig,
@@ -25,7 +24,7 @@ from gerl.algorithms.base import (
     summed,
 )
 from gerl.algorithms.common import per_sample, replayed, requires, sampled_noise
-from gerl.algorithms.core_algos import best_of_group, regression_weights
+from gerl.algorithms.core_algos import Metrics, best_of_group, regression_weights
 from gerl.algorithms.lazily import Policy, ReplayedStep, Rule, StepGradients, engine, torch, transitions
 from gerl.algorithms.planning import any_steps, sampled_steps
 from gerl.config import Config

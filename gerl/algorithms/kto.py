@@ -14,8 +14,9 @@ from __future__ import annotations  # torch is imported lazily
 import math
 from dataclasses import dataclass
 
-from gerl.algorithms.base import Metrics, Pooled, Rewards, Sums
+from gerl.algorithms.base import Pooled, Rewards, Sums
 from gerl.algorithms.common import per_sample, requires
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.forward_process import ForwardProcess, ForwardProcessConfig, Noised
 from gerl.algorithms.lazily import torch
 from gerl.config import Config

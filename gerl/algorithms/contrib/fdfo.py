@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gerl.algorithms.base import Algorithm, Batch, Measures, Metrics, Rewards, summed
+from gerl.algorithms.base import Algorithm, Batch, Measures, Rewards, summed
 from gerl.algorithms.common import per_sample
+from gerl.algorithms.core_algos import Metrics
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch, transitions
 from gerl.config import Config
 from gerl.config.algorithms import AlgorithmConfig, Needs

@@ -22,19 +22,9 @@ from __future__ import annotations  # torch is imported lazily
 from dataclasses import dataclass
 from typing import Any
 
-from gerl.algorithms.base import (
-    Algorithm,
-    Batch,
-    ClippedConfig,
-    Measures,
-    Metrics,
-    NormalisedConfig,
-    Rewards,
-    group_ids,
-    summed,
-)
+from gerl.algorithms.base import Algorithm, Batch, ClippedConfig, Measures, NormalisedConfig, Rewards, group_ids, summed
 from gerl.algorithms.common import requires
-from gerl.algorithms.core_algos import clipped_policy_loss
+from gerl.algorithms.core_algos import Metrics, clipped_policy_loss
 from gerl.algorithms.lazily import Policy, ReplayedStep, StepGradients, engine, torch
 from gerl.algorithms.planning import sampled_steps
 from gerl.config.blocks import SamplingConfig
