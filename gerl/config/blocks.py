@@ -417,6 +417,10 @@ class ScorerConfig(Block):
         "top of this one, or {python: PATH} for an existing one; {}: this one",
     )
 
+    def scores_turn(self, number: int, role: str) -> bool:
+        """Whether this scorer scores the images of turn `number` of an episode, taken by `role`."""
+        return (self.turns is None or number in self.turns) and (self.roles is None or role in self.roles)
+
     def check(self) -> None:
         if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
             raise ConfigError(f"reward.scorers.NAME.clip={list(self.clip)}: expected two numbers, the lower one first")

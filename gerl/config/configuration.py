@@ -1,16 +1,18 @@
 """The whole configuration: its blocks, checks across blocks, and a one-line description of a run."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import get_args
+from typing import Literal, get_args
 
 from pydantic import ConfigDict
 
 from gerl.config import blocks
-from gerl.config.algorithms import AnyAlgorithm, algorithm_config
+from gerl.config.algorithms import AlgorithmConfig, AnyAlgorithm, algorithm_config
 from gerl.config.call_arguments import check_levels
 from gerl.config.episodes import EpisodeConfig
 from gerl.config.exclusions import EXCLUSIONS, check_exclusions
-from gerl.config.rules import check_critic, check_held_out, check_remedies, check_savings, check_teachers
+from gerl.config.held_out import chosen
+from gerl.config.schema import shown
 from gerl.errors import ConfigError
 
 MOST_IMAGES = 10**6  # per trainer step, which is planned, sampled and stored as a whole
@@ -154,3 +156,186 @@ def described(config: Config, preset: str = "") -> str:
         f"{preset or config.algorithm.name} on {model.path}: {size}, {sampling.num_inference_steps} steps, "
         f"{guidance}, {trained}, {images}, {config.trainer.steps} trainer steps, reward {reward or 'none'}"
     )
+
+
+def check_teachers(config: Config) -> None:
+    """Raise `ConfigError` if a teacher is a LoRA but no LoRA is trained."""
+    if config.model.train != "lora" and (taught := [t for t in config.algorithm.needs.teachers if t.lora is not None]):
+        raise ConfigError(
+            f"algorithm.teachers: lora={taught[0].lora} would be a LoRA next to the trained one, and with "
+            f"model.train={config.model.train} there is none; use model.train=lora, or merge it into its own "
+            "pipeline and give that as path"
+        )
+
+
+def check_critic(config: Config) -> None:
+    """Raise `ConfigError` if a key of the critic is set and none is trained."""
+    critic, default = config.critic, blocks.CriticConfig()
+    changed = [f.name for f in fields(critic) if getattr(critic, f.name) != getattr(default, f.name)]
+    if changed and not config.algorithm.needs.values:
+        estimator = getattr(config.algorithm, "adv_estimator", None)
+        why = f"algorithm.adv_estimator={estimator}" if estimator else f"algorithm={config.algorithm.name}"
+        raise ConfigError(
+            f"critic.{changed[0]}={shown(getattr(critic, changed[0]))}: no critic is trained with {why}; use "
+            "algorithm=flow_ppo, or remove it"
+        )
+
+
+def check_held_out(config: Config) -> None:
+    """Raise `ConfigError` if a key names a held-out metric and there are no held-out prompts."""
+    if config.validation.data is None and (keys := chosen(config.checkpoint.best, config.trainer.stop_at)):
+        raise ConfigError(f"{next(iter(keys))}: there are no held-out prompts, validation.data=null; set them")
+
+
+# --- Keys against reward hacking, and their requirements: a KL, watched scorers, held-out prompts
+
+
+def check_remedies(config: Config) -> None:
+    """Raise `ConfigError` if a requirement of a key against reward hacking is missing."""
+    algorithm, scorers = config.algorithm, config.reward.scorers
+    if algorithm.kl_share < 1:
+        reference_scorers(algorithm, scorers)
+    held_out = [name for name, scorer in scorers.items() if scorer.during == "validation"]
+    if held_out and config.validation.data is None:
+        raise ConfigError(
+            f"reward.scorers.{held_out[0]}.during=validation: there are no held-out prompts; set validation.data, "
+            f"or remove the scorer with ~reward.scorers.{held_out[0]}"
+        )
+    if (shaping := getattr(algorithm, "diversity", "none")) != "none":
+        name = getattr(algorithm, "diversity_scorer", "")
+        key = f"reward.scorers.{name.split('/')[0]}"
+        if name.split("/")[0] in held_out:
+            raise ConfigError(f"algorithm.diversity={shaping}: {name} runs during validation only; remove {key}.during")
+        if name.split("/")[0] not in scorers:
+            raise ConfigError(
+                f"algorithm.diversity={shaping}: there is no scorer {name!r} to measure dissimilarity; add one, such "
+                f"as +{key}.weight=0, or name it in algorithm.diversity_scorer"
+            )
+
+
+def reference_scorers(algorithm: AlgorithmConfig, scorers: Mapping[str, blocks.ScorerConfig]) -> Sequence[str]:
+    """Return the scorers for `algorithm.kl_share`. Raises `ConfigError` if there are none, or one is not watched."""
+    watched = [name for name, scorer in scorers.items() if scorer.weight == 0 and scorer.during != "validation"]
+    for name in algorithm.kl_doubters:
+        if name in scorers and scorers[name].during == "validation":
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name} must score training images, and "
+                f"reward.scorers.{name}.during=validation; remove that"
+            )
+        if name not in watched:
+            there = ", ".join(watched) or "none"
+            raise ConfigError(
+                f"algorithm.kl_doubters: {name!r} is not a scorer with weight 0, of which there are {there}; name "
+                f"those, or add it with +reward.scorers.{name}.weight=0"
+            )
+    if not watched:
+        raise ConfigError(
+            f"algorithm.kl_share={algorithm.kl_share}: the images are selected by the scores of watched scorers in "
+            "training, and none has weight 0; add one, such as +reward.scorers.aesthetic.weight=0, or use "
+            "algorithm.kl_share=1"
+        )
+    return algorithm.kl_doubters or watched
+
+
+# --- Keys that save time: their effect on results, and when they cannot be used.
+#
+# exact: bitwise equal results. rounding: equal up to the summation order. images: images are sampled by a cheaper
+# approximation, while trained steps are computed exactly. policy: other weights sample than those trained, corrected by
+# the recorded log-probabilities of the sampling weights. gradient: a deliberately different gradient.
+
+Effect = Literal["exact", "rounding", "images", "policy", "gradient"]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A key that saves time, with an example value, its effect, and the reason if a configuration cannot use it."""
+
+    key: str
+    example: str
+    effect: Effect
+    saves: str
+    refusal: Callable[[Config], str | None] = lambda _: None
+
+    def value(self, config: Config) -> object:
+        """Return the key's value in `config`; None if the algorithm has no such key."""
+        block, name = self.key.split(".")
+        return getattr(getattr(config, block), name, None)
+
+
+def _of_cache(config: Config) -> str | None:
+    if config.sampling.cache == "none":
+        return None
+    if config.algorithm.needs.trajectory and config.sampling.kernel == "ode":
+        return f"{config.algorithm.name} trains at steps without noise, which must be exact"
+    if (backend := config.model.compile) is not None:
+        return f"it is switched on and off between steps, which would recompile with model.compile={backend}"
+    if config.lockstep:
+        return "ranks that work in lockstep must run the same blocks"
+    return None
+
+
+def _of_step_batch(config: Config) -> str | None:
+    if config.actor.step_batch > 1 and config.algorithm.cfg == "detach_uncond":
+        return "algorithm.cfg=detach_uncond runs the halves of each step separately; use cfg=joint"
+    if config.actor.step_batch > 1 and config.algorithm.needs.reward_gradient and not config.algorithm.needs.ratio:
+        return f"{config.algorithm.name} backpropagates from one step to the one before"
+    return None
+
+
+def _quantized_rollout(config: Config) -> str | None:
+    if config.rollout.quantize == "none":
+        return None
+    algorithm, model = config.algorithm, config.model
+    if algorithm.needs.trajectory and not (algorithm.needs.ratio and algorithm.cfg != "off"):
+        why = "with algorithm.cfg=off it" if algorithm.needs.ratio else algorithm.name
+        return f"{why} has no ratio to the sampling policy, which would correct for different weights"
+    if model.train != "lora":
+        return f"with model.train={model.train} the copies would have to be updated with the weights"
+    if model.quantize != "none" or model.offload == "blocks":
+        return "it makes copies of weights on the device; use model.quantize=none and model.offload=none or encoders"
+    if config.lockstep:
+        return "it does not support sharded weights or tokens yet"
+    return None
+
+
+SAVINGS = (
+    Saving("data.cache_gb", "2", "rounding", "text encoding: each prompt once"),
+    Saving("data.cache", "FOLDER", "exact", "text encoding and loading of the encoders, across runs"),
+    Saving("sampling.same_init_noise", "true", "rounding", "denoising steps that the images of a group share"),
+    Saving("actor.step_batch", "3", "rounding", "denoiser calls in the update", _of_step_batch),
+    Saving("model.compile", "inductor", "rounding", "time per call: compiled blocks"),
+    Saving("model.attention", "native", "rounding", "time per call: another kernel"),
+    Saving("model.channels_last", "true", "rounding", "VAE time"),
+    Saving("sampling.solver", "dpm2", "images", "steps: better images for the same number"),
+    Saving("sampling.compression", "0.5", "images", "steps after the noisy ones"),
+    Saving("sampling.cache", "first_block", "images", "denoiser blocks at steps without noise", _of_cache),
+    Saving("rollout.quantize", "int8", "policy", "time per call in the rollout: 8-bit products", _quantized_rollout),
+    Saving("algorithm.cfg", "detach_uncond", "gradient", "backward pass of the unconditional half of guidance"),
+    Saving("algorithm.train_share", "0.5", "gradient", "the update of images with small advantages"),
+)
+
+
+def check_savings(config: Config) -> None:
+    """Raise `ConfigError` if a key that saves time cannot be used with the rest of the configuration."""
+    for saving in SAVINGS:
+        if reason := saving.refusal(config):
+            value = shown(saving.value(config)).strip("'")
+            raise ConfigError(f"{saving.key}={value}: {reason}; remove it")
+
+
+def saving_notes(config: Config) -> list[str]:
+    """Return notes for the log if a key that saves time changes the images or the sampling policy."""
+    sampling, found = config.sampling, []
+    if sampling.cache != "none":
+        exact = "noisy steps are computed in full" if sampling.kernel != "ode" else "training computes in full"
+        together = "; the images of a batch together decide what is skipped" * (sampling.cache == "first_block")
+        key = f"sampling.cache={sampling.cache}"
+        found.append(f"{key}: images are sampled with approximate denoising steps, {exact}{together}")
+        if config.algorithm.needs.trajectory and sampling.window_size is None and not config.algorithm.needs.tree:
+            found.append(
+                f"{key} has little effect: all denoising steps but the last are noisy; set a sampling.window_size"
+            )
+    if config.rollout.quantize != "none":
+        corrected = "their ratio corrects for it" if config.algorithm.needs.ratio else "training learns from images"
+        found.append(f"rollout.quantize={config.rollout.quantize}: images are sampled with 8-bit weights, {corrected}")
+    return found

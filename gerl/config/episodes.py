@@ -4,15 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
 from gerl.config.schema import Block, key, shown
 from gerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gerl.config.blocks import ScorerConfig
 
 NextState = Literal["best", "sample", "each"]
 Returns = Literal["turn", "last", "sum"]
@@ -209,8 +206,3 @@ def _check_text(name: str, keys: Mapping[str, Any]) -> None:
         raise ConfigError(f"episode.roles.{name}.temperature={shown(temperature)}: it must be greater than 0")
     if type(kept) is not int or kept < 0:
         raise ConfigError(f"episode.roles.{name}.kept={shown(kept)}: it must be at least 0")
-
-
-def scores_turn(scorer: "ScorerConfig", number: int, role: str) -> bool:
-    """Whether a scorer scores the images of turn `number`, taken by `role`."""
-    return (scorer.turns is None or number in scorer.turns) and (scorer.roles is None or role in scorer.roles)

@@ -3,15 +3,12 @@
 import difflib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from gerl.config.configuration import Config
 
 REWARD = "val/reward/mean"
 OF_EVERY_COLUMN = ("mean", "gain", "gain_low", "gain_high")
@@ -89,45 +86,11 @@ class Goal:
         return f"{self.metric} is {metrics[self.metric]:.4g}, {side} {self.limit:g} (trainer.stop_at)"
 
 
-def metrics(config: "Config", columns: Iterable[str] = (), sources: Collection[str] = ()) -> list[str]:
-    """Return the held-out metrics of a run, given further `columns` of its scorers and the prompts' data `sources`.
-
-    Without `gain` and its interval, which every column with a mean has too.
-    """
-    validation = config.validation
-    scorers = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.during != "training"}
-    found = [REWARD, *(f"val/reward/{source}/mean" for source in sources if len(sources) > 1)]
-    several = validation.images_per_prompt > 1
-    found += ["val/reward/best_of_n"] if several else []
-    for column in dict.fromkeys([*scorers, *columns]):
-        names = ["mean", *(["best_of_n"] if several else [])]
-        if column in scorers and scorers[column].success is not None:
-            names += ["success_rate", "success_rate_low", "success_rate_high"]
-            names += [f"pass_at_{k + 1}" for k in range(validation.images_per_prompt) if several]
-        found += [f"val/{column}/{name}" for name in names]
-    return found + (["val/base/alignment/mean", "val/base/surprise/mean"] if config.judges else [])
-
-
-def chosen(config: "Config") -> dict[str, str]:
-    """Return the held-out metrics that keys name, by the key with its value; without the default."""
-    best, goal = Criterion.parse(config.checkpoint.best), Goal.parse(config.trainer.stop_at)
-    found = {} if best == BY_REWARD else {f"checkpoint.best={config.checkpoint.best}": best.metric}
-    return found | ({} if goal is None else {"trainer.stop_at": goal.metric})
-
-
-def check_chosen(config: "Config", columns: Collection[str] = (), sources: Collection[str] = ()) -> None:
-    """Raise `ConfigError` with a list if a key names a held-out metric that no validation of the run has.
-
-    columns: of the scorers that have been tried. sources: data sources of the held-out prompts.
-    """
-    known = metrics(config, columns, sources)
-    for key, metric in chosen(config).items():
-        column, statistic = parts(metric)
-        scorer, _, further = column.partition("/")
-        untried = bool(further) and scorer in config.reward.scorers and scorer not in columns
-        mean = f"val/{column}/mean" if statistic in OF_EVERY_COLUMN else metric
-        if mean not in known and not (untried and statistic in (*OF_EVERY_COLUMN, "best_of_n")):
-            raise ConfigError(unknown(key, metric, known))
+def chosen(best: str, stop_at: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metrics of `checkpoint.best` and `trainer.stop_at` by the key with its value; without the default."""
+    criterion, goal = Criterion.parse(best), Goal.parse(stop_at)
+    metrics = {} if criterion == BY_REWARD else {f"checkpoint.best={best}": criterion.metric}
+    return metrics | ({} if goal is None else {"trainer.stop_at": goal.metric})
 
 
 def unknown(key: str, metric: str, known: Collection[str]) -> str:

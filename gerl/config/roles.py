@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gerl.config.configuration import Config
-from gerl.config.episodes import OWN, EpisodeConfig, scores_turn
+from gerl.config.episodes import OWN, EpisodeConfig
 from gerl.config.reading import from_mapping
 from gerl.config.schema import shown
 from gerl.errors import ConfigError
@@ -81,7 +81,7 @@ def _check_scorers(config: Config) -> None:
     weighted = [scorer for scorer in config.reward.scorers.values() if scorer.weight]
     for number, turn in enumerate(turns):
         needs = not episode.is_text(turn.role) and (number == len(turns) - 1 or episode.returns != "last")
-        if weighted and needs and not any(scores_turn(scorer, number, turn.role) for scorer in weighted):
+        if weighted and needs and not any(scorer.scores_turn(number, turn.role) for scorer in weighted):
             raise ConfigError(
                 f"episode.turns: no scorer with a weight scores turn {number} ({turn.role}); add one, or use "
                 "episode.next=each and episode.returns=last for the reward of the last turn"

@@ -1,11 +1,11 @@
 """Checks of the reward and the prompts before a run starts."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from gerl.config import Config, RewardConfig
 from gerl.config.blocks import HELD_OUT, RunPart
-from gerl.config.held_out import check_chosen
+from gerl.config.held_out import OF_EVERY_COLUMN, REWARD, chosen, parts, unknown
 from gerl.data.preferences import check_groups, images_to_imitate
 from gerl.data.sources import (
     check_mixture,
@@ -102,3 +102,37 @@ def without_people(config: RewardConfig) -> RewardConfig:
             "reward.scorers.clipscore.weight=1"
         )
     return replace(config, scorers=scorers)
+
+
+def held_out_metrics(config: Config, columns: Iterable[str] = (), sources: Collection[str] = ()) -> list[str]:
+    """Return the held-out metrics of a run, given further `columns` of its scorers and the prompts' data `sources`.
+
+    Without `gain` and its interval, which every column with a mean has too.
+    """
+    validation = config.validation
+    scorers = {name: scorer for name, scorer in config.reward.scorers.items() if scorer.during != "training"}
+    found = [REWARD, *(f"val/reward/{source}/mean" for source in sources if len(sources) > 1)]
+    several = validation.images_per_prompt > 1
+    found += ["val/reward/best_of_n"] if several else []
+    for column in dict.fromkeys([*scorers, *columns]):
+        names = ["mean", *(["best_of_n"] if several else [])]
+        if column in scorers and scorers[column].success is not None:
+            names += ["success_rate", "success_rate_low", "success_rate_high"]
+            names += [f"pass_at_{k + 1}" for k in range(validation.images_per_prompt) if several]
+        found += [f"val/{column}/{name}" for name in names]
+    return found + (["val/base/alignment/mean", "val/base/surprise/mean"] if config.judges else [])
+
+
+def check_chosen(config: Config, columns: Collection[str] = (), sources: Collection[str] = ()) -> None:
+    """Raise `ConfigError` with a list if a key names a held-out metric that no validation of the run has.
+
+    columns: of the scorers that have been tried. sources: data sources of the held-out prompts.
+    """
+    known = held_out_metrics(config, columns, sources)
+    for key, metric in chosen(config.checkpoint.best, config.trainer.stop_at).items():
+        column, statistic = parts(metric)
+        scorer, _, further = column.partition("/")
+        untried = bool(further) and scorer in config.reward.scorers and scorer not in columns
+        mean = f"val/{column}/mean" if statistic in OF_EVERY_COLUMN else metric
+        if mean not in known and not (untried and statistic in (*OF_EVERY_COLUMN, "best_of_n")):
+            raise ConfigError(unknown(key, metric, known))

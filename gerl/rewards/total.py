@@ -8,7 +8,6 @@ from typing import Protocol
 
 from gerl.config import RewardConfig, ScorerConfig
 from gerl.config.blocks import RunPart
-from gerl.config.episodes import scores_turn
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.protocol import DATA_SOURCE, Prompt, ScorerFailure, Scores
 
@@ -22,7 +21,7 @@ def applies(scorer: ScorerConfig, prompt: Prompt) -> bool:
     """Whether `scorer` scores images of `prompt`, by its data source, turn and role; never images from files."""
     if prompt.dataset_images:
         return False
-    if (turn := prompt.turn) is not None and not scores_turn(scorer, turn.number, turn.role):
+    if (turn := prompt.turn) is not None and not scorer.scores_turn(turn.number, turn.role):
         return False
     return scorer.data_sources is None or str(prompt.metadata.get(DATA_SOURCE)) in scorer.data_sources
 

@@ -32,7 +32,7 @@ from gerl.cluster import Cluster, Pending
 from gerl.commandline import signals
 from gerl.config import Config
 from gerl.config.changes import settings_of
-from gerl.config.rules import saving_notes
+from gerl.config.configuration import saving_notes
 from gerl.data.tables import unused_columns
 from gerl.errors import CheckpointError, ClusterError
 from gerl.model.hub import Downloads

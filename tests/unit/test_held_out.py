@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gerl.config import Config, RewardConfig, ScorerConfig, ValidationConfig, from_mapping
-from gerl.config.held_out import BY_REWARD, Criterion, check_chosen, metrics, parts
+from gerl.config.held_out import BY_REWARD, Criterion, parts
 from gerl.errors import ConfigError
 from gerl.progress import Stopwatch
 from gerl.protocol import Prompt
-from gerl.rewards.checks import check_held_out_metrics
+from gerl.rewards.checks import check_chosen, check_held_out_metrics, held_out_metrics
 from gerl.trainer.extensions.chosen_metrics import ChosenMetrics
 from gerl.trainer.step import Step
 
@@ -69,8 +69,8 @@ def test_an_unknown_metric_is_refused_with_the_list(best: str, said: str) -> Non
 def test_several_images_and_several_data_sources_have_metrics_of_their_own() -> None:
     c = config("val/ocr/pass_at_2", validation={"images_per_prompt": 2})
     check_chosen(c)
-    assert [name for name in metrics(c) if "pass" in name] == ["val/ocr/pass_at_1", "val/ocr/pass_at_2"]
-    assert [n for n in metrics(c) if "best" in n] == [
+    assert [name for name in held_out_metrics(c) if "pass" in name] == ["val/ocr/pass_at_1", "val/ocr/pass_at_2"]
+    assert [n for n in held_out_metrics(c) if "best" in n] == [
         f"val/{column}/best_of_n" for column in ("reward", "ocr", "lpips")
     ]
     prompts = [Prompt(i, "a", {"data_source": source}) for i, source in enumerate(("a/b", "c"))]
@@ -85,7 +85,7 @@ def test_columns_of_scorers_are_known_once_these_have_been_tried() -> None:
     with pytest.raises(ConfigError, match="did you mean val/ocr/exact/mean"):
         check_chosen(config("val/ocr/exakt/mean"), ["ocr", "ocr/exact"])
     only = RewardConfig({"ocr": ScorerConfig(), "late": ScorerConfig(weight=0.0, during="training")})
-    assert "val/late/mean" not in metrics(Config(reward=only))
+    assert "val/late/mean" not in held_out_metrics(Config(reward=only))
 
 
 def test_the_first_validation_has_the_last_word() -> None:

@@ -13,10 +13,10 @@ class ChosenMetrics(Extension):
 
     @classmethod
     def wanted(cls, config: Config) -> bool:
-        return bool(chosen(config))
+        return bool(chosen(config.checkpoint.best, config.trainer.stop_at))
 
     def validated(self, run: Run, step: Step) -> None:
-        for key, metric in chosen(self.config).items():
+        for key, metric in chosen(self.config.checkpoint.best, self.config.trainer.stop_at).items():
             column, statistic = parts(metric)
             mean = f"val/{column}/mean" if statistic in OF_EVERY_COLUMN else metric
             if mean not in step.metrics:

@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gerl.config import Config
-from gerl.config.rules import reference_scorers
+from gerl.config.configuration import reference_scorers
 from gerl.errors import CheckpointError
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run

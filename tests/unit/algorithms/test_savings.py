@@ -1,4 +1,4 @@
-"""Every key that saves time has the effect that the table of `gerl.config.rules` says.
+"""Every key that saves time has the effect that the table of `gerl.config.configuration` says.
 
 With every algorithm, but for what only depends on how the denoiser is called: there with one of each way.
 """
@@ -20,8 +20,8 @@ from gerl.algorithms import build_algorithm
 from gerl.algorithms.base import DownSampledConfig
 from gerl.config import Config, keys
 from gerl.config.algorithms import algorithm_config
+from gerl.config.configuration import SAVINGS, saving_notes
 from gerl.config.registry import ALGORITHMS
-from gerl.config.rules import SAVINGS, saving_notes
 from gerl.engine import replay
 from gerl.errors import ConfigError
 from gerl.model.placement import QuantizedRollout, channels_last, compile_blocks, set_attention
