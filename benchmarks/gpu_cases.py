@@ -21,7 +21,7 @@ from diffusers import DiffusionPipeline
 from gerl.algorithms import build_algorithm
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
-from gerl.engine.record import count_evaluations
+from gerl.engine.hooks import count_evaluations
 from gerl.errors import GerlError
 from gerl.model import loading
 from gerl.model.errors import check_backend

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gerl.algorithms import build_algorithm, count_pairs
 from gerl.commandline.composition import compose_run
 from gerl.config import Config, sources
-from gerl.engine.record import count_evaluations
+from gerl.engine.hooks import count_evaluations
 from gerl.errors import GerlError
 from gerl.model.denoisers import quiet_libraries
 from gerl.model.paths import resolve

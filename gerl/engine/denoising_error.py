@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gerl.engine.record import DETERMINISTIC, Recorder, StructureOnly, Tape, fixed_generators, put
+from gerl.engine.hooks import put
+from gerl.engine.record import DETERMINISTIC, Recorder, fixed_generators
 from gerl.engine.replay import ReplayedStep, backprop_step, replay
+from gerl.engine.skipping import StructureOnly
+from gerl.engine.tape import Tape
 from gerl.engine.transitions import DDIMRule, Rule, Timestep, unwritten
 from gerl.errors import ReplayError
 

@@ -16,24 +16,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.config.blocks import CfgMode
-from gerl.engine.record import (
-    Arguments,
-    ComponentCall,
-    Nested,
-    StopPipeline,
-    Structure,
-    Tape,
-    TapeHead,
-    Tree,
-    call_structure,
-    detached_copy,
-    has_roles,
-    leading,
-    looped_calls,
-    rerun,
-    take,
-    unguided,
-)
+from gerl.engine.hooks import StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.rows import Arguments, Nested, Tree, detached_copy, leading, take
+from gerl.engine.tape import ComponentCall, Structure, Tape, call_structure, has_roles, looped_calls
 from gerl.errors import ReplayError
 
 if TYPE_CHECKING:

@@ -3,33 +3,17 @@
 from __future__ import annotations  # annotations name diffusers classes, which the driver of a run does not import
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gerl.engine.record import leading, rows
-
-if TYPE_CHECKING:
-    from gerl.engine.record import Tape
+from gerl.engine.rows import leading
+from gerl.engine.tape import Features, Tape
 
 PROMPTS = ("pooled_projections", "pooled_embeds", "text_embeds", "encoder_hidden_states")  # in order of preference
-
-
-@dataclass
-class Features:
-    """Pooled hidden states by step, `[B, d]` fp32, and prompt embeddings `[B, p]` fp32, None if there are none."""
-
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
-    prompt: torch.Tensor | None = None
-
-    def rows(self, index: Sequence[int], n: int) -> Features:
-        """Return a copy for the samples `index` of `n`."""
-        prompt = None if self.prompt is None else rows(self.prompt, index, n)
-        return Features({k: rows(values, index, n) for k, values in self.hidden.items()}, prompt)
 
 
 class HiddenStates:

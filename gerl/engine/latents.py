@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gerl.engine.record import (
-    DETERMINISTIC,
-    Recorder,
-    StopPipeline,
-    StructureOnly,
-    Tape,
-    TapeHead,
-    Tree,
-    detached_copy,
-    fixed_generators,
-    materialised,
-    put,
-    rerun,
-)
+from gerl.engine.hooks import StopPipeline, TapeHead, put, rerun
+from gerl.engine.record import DETERMINISTIC, Recorder, fixed_generators
+from gerl.engine.rows import Tree, detached_copy, materialised
+from gerl.engine.skipping import StructureOnly
+from gerl.engine.tape import Tape
 from gerl.errors import ModelError, ReplayError
 
 if TYPE_CHECKING:

@@ -14,32 +14,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gerl.engine.guidance import CfgMode, Role, check_same_output, guidance_roles, guided, has_list_rows
+from gerl.engine.hooks import COUNTED, StopPipeline, TapeHead, rerun, unguided
+from gerl.engine.kv_caches import cut_caches, objects_of, tensors_inside
 from gerl.engine.latents import started_at
 from gerl.engine.recomputing import constant_scale
-from gerl.engine.record import (
-    COUNTED,
-    Arguments,
-    ComponentCall,
-    StopPipeline,
-    Tape,
-    TapeHead,
-    TapeStep,
-    Tree,
-    batch_dim,
-    cut_caches,
-    detached_copy,
-    entries,
-    map_rows,
-    objects_of,
-    pairs,
-    probed_call,
-    record_batch_probe,
-    rerun,
-    same,
-    take,
-    tensors_inside,
-    unguided,
-)  # fmt: skip
+from gerl.engine.record import record_batch_probe
+from gerl.engine.rows import Arguments, Tree, batch_dim, detached_copy, entries, map_rows, pairs, same, take
+from gerl.engine.tape import ComponentCall, Tape, TapeStep, probed_call
 from gerl.engine.transitions import Rule, differs, gaussian_log_prob, unwritten
 from gerl.errors import ReplayError
 

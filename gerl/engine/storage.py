@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gerl.engine.hidden_states import Features
-from gerl.engine.record import Answer, ComponentCall, RequiredTensors, SecondaryStep, Tape, TapeStep, Trajectory
+from gerl.engine.tape import Answer, ComponentCall, Features, RequiredTensors, SecondaryStep, Tape, TapeStep, Trajectory
 from gerl.engine.transitions import DDIMRule, DenoisedRule, EDMRule, FlowMapRule, FlowRule
 from gerl.errors import ReplayError
 from gerl.protocol import DatasetImage, Prompt, References, RolloutTask, Sample, Segment

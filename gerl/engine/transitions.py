@@ -24,8 +24,6 @@ from gerl.errors import ModelError, ReplayError
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
 
-    from gerl.engine.record import SamplingPlan
-
 Timestep = torch.Tensor | float
 
 
@@ -437,7 +435,7 @@ class OdeSolver:
     """
 
     def __init__(self, name: str) -> None:
-        self.second_order = name == "dpm2"
+        self.name, self.second_order = name, name == "dpm2"
         self._last: dict[int, tuple[float, torch.Tensor]] = {}  # scheduler -> sigma and x0h of its last step
 
     def step(self, scheduler: SchedulerMixin, rule: Rule, x: torch.Tensor, model_output: torch.Tensor) -> torch.Tensor:
@@ -467,8 +465,9 @@ class OdeSolver:
 class Transitions:
     """Scheduler steps of one pipeline call; also advances the scheduler's step index."""
 
-    def __init__(self, plan: SamplingPlan) -> None:
-        self.plan, self.noise_level, self.solver = plan, plan.noise_level, OdeSolver(plan.solver)
+    def __init__(self, kernel: str, noise_level: float, solver: str = "euler") -> None:
+        self.kernel, self.default_level, self.noise_level = kernel, noise_level, noise_level
+        self.solver = OdeSolver(solver)
         self._tables: dict[int, tuple[torch.Tensor, list[float]]] = {}
         self._rules: dict[int, tuple[SchedulerMixin, Callable[..., Rule]]] = {}  # by id of the scheduler
 
@@ -487,10 +486,10 @@ class Transitions:
         """Take a step from `x` `[B, ...]`; return its rule, the next latents, log-probability and mean.
 
         The latents and the mean are `[B, ...]`, the log-probability is `[B]`, all fp32; the last two are None if the
-        step adds no noise. `skips`: leave the latents unchanged. `noise_level`: overrides the plan's. `generators`: one
-        per sample. The other arguments are those of `next_rule`.
+        step adds no noise. `skips`: leave the latents unchanged. `noise_level`: of this step. `generators`: one per sample.
+        The other arguments are those of `next_rule`.
         """
-        self.noise_level = self.plan.noise_level if noise_level is None else noise_level
+        self.noise_level = self.default_level if noise_level is None else noise_level
         rule = self.next_rule(scheduler, timestep, stochastic, span)
         if rule.std > 0:
             mean = rule.mean(x, model_output)
@@ -504,11 +503,11 @@ class Transitions:
     ) -> Rule:
         """Return the rule of the step `scheduler` is about to take at `timestep`.
 
-        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `record.compressed_spans`. Raises
-        `ModelError` for schedulers without a transition kernel, and for noise on the last step.
+        `stochastic`: whether it adds noise; None: unless it is the last. `span`: see `skipping.compressed_spans`.
+        Raises `ModelError` for schedulers without a transition kernel, and for noise on the last step.
         """
         if id(scheduler) not in self._rules:
-            check_scheduler(scheduler, self.plan)
+            check_scheduler(scheduler, self.kernel, self.default_level, self.solver.name)
             self._rules[id(scheduler)] = scheduler, self._rule_of(scheduler)
         return self._rules[id(scheduler)][1](scheduler, timestep, stochastic, span)
 
@@ -556,18 +555,18 @@ class Transitions:
             s, s_next, s_one = 1 - s, 1 - s_next, 1 - s_one
         s = min(s, 1.0)
         noise = self._noise(stochastic, last=s_next <= 0)
-        kappa, std = coefficients(self.plan.kernel, s, s_next, noise, s_one)
+        kappa, std = coefficients(self.kernel, s, s_next, noise, s_one)
         return FlowRule(s, s_next, kappa, std, inverted)
 
     def _edm(self, c: float, c_next: float, c_one: float, stochastic: bool | None) -> tuple[float, float]:
         """Return kappa and std of a step along the sigmas of EDM: see `EDMRule`."""
-        if self.plan.solver != "euler":
+        if self.solver.name != "euler":
             raise ModelError(
-                f"sampling.solver={self.plan.solver} is for sigmas in [0, 1], those of this scheduler go up to "
+                f"sampling.solver={self.solver.name} is for sigmas in [0, 1], those of this scheduler go up to "
                 f"{c_one:.3g} and beyond: use euler"
             )
         s, s_next, s_one = (value / (1 + value) for value in (c, c_next, c_one))
-        kappa, std = coefficients(self.plan.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
+        kappa, std = coefficients(self.kernel, s, s_next, self._noise(stochastic, last=c_next in (0, c)), s_one)
         return kappa, (1 + c_next) * std
 
     def _denoised(
@@ -590,7 +589,7 @@ class Transitions:
         end = torch.ones(()) if lcm else scheduler.alphas_cumprod[0]
         alpha_next = end if last else scheduler.alphas_cumprod[times[i + span[1]]]
         s_next = float((1 - alpha_next) ** 0.5)
-        kappa, std = coefficients(self.plan.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
+        kappa, std = coefficients(self.kernel, 1.0, s_next, self._noise(stochastic, last=last), 1.0)
         clips = config.clip_sample and lcm  # TCD has the setting but never clips
         rule = _ddim_rule(config, alpha, alpha_next, kappa, std, clips)
         if not lcm:
@@ -613,13 +612,13 @@ class Transitions:
         times = self._table(scheduler.timesteps)
         t, t_next = times[i + span[0]], times[i + span[1]]
         s, s_next = math.sin(t), math.sin(t_next)
-        kappa, std = coefficients(self.plan.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
+        kappa, std = coefficients(self.kernel, s, s_next, self._noise(stochastic, last=s_next <= 0), s)
         scale = float(scheduler.config.sigma_data)
         cosines = math.cos(t), math.cos(t_next)
         return DDIMRule(s, s_next, *cosines, kappa, std * scale, "v_prediction", None, noise_scale=scale)
 
     def _ddim(self, scheduler: SchedulerMixin, timestep: Timestep, stochastic: bool | None, span: Span) -> DDIMRule:
-        kernel, config = self.plan.kernel, scheduler.config
+        kernel, config = self.kernel, scheduler.config
         if hasattr(scheduler, "alphas_of_steps"):
             return self._ddim_along(scheduler, scheduler.alphas_of_steps, timestep, stochastic, span)
         timestep = int(self._value(scheduler, timestep))
@@ -637,7 +636,7 @@ class Transitions:
     ) -> DDIMRule:
         """Return a step between values of alpha_bar that are known by step, `alphas` [steps + 1]."""
         here, following = (self._position(scheduler, timestep) + steps for steps in span)
-        noise = 0.0 if self.plan.kernel == "ode" else self._noise(stochastic, last=following + 1 >= len(alphas))
+        noise = 0.0 if self.kernel == "ode" else self._noise(stochastic, last=following + 1 >= len(alphas))
         alpha, alpha_next = alphas[here], alphas[following]
         variance = (1 - alpha_next) / (1 - alpha) * (1 - alpha / alpha_next)
         std = noise * float(variance.clamp(min=0)) ** 0.5
@@ -695,12 +694,12 @@ def on_device(noise: torch.Tensor, device: torch.device) -> torch.Tensor:
     return noise if noise.device == device else noise.pin_memory().to(device, non_blocking=True)
 
 
-def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
-    """Raise `ModelError` if `scheduler` has no transition kernel, or does not support that of `plan`."""
-    name, given = type(scheduler).__name__, f"sampling.kernel={plan.kernel} with sampling.solver={plan.solver}"
+def check_scheduler(scheduler: SchedulerMixin, kernel: str, noise_level: float, solver: str = "euler") -> None:
+    """Raise `ModelError` if `scheduler` has no transition kernel, or does not support `kernel` with `solver`."""
+    name, given = type(scheduler).__name__, f"sampling.kernel={kernel} with sampling.solver={solver}"
     kind = family(scheduler)
     if kind in CONSISTENCY:
-        if plan.kernel not in ("cps", "ode") or plan.solver != "euler":
+        if kernel not in ("cps", "ode") or solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with the {name} of this consistency model pipeline: use cps "
                 f"(noise_level={int(kind in RESAMPLES)} is its own sampler) and euler"
@@ -711,31 +710,31 @@ def check_scheduler(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
         if scheduler.config.get("stochastic_sampling", False):
             raise ModelError("the scheduler has stochastic_sampling=True: gerl adds the noise itself, set it to False")
     elif kind == "edm":
-        if plan.solver != "euler":
+        if solver != "euler":
             raise ModelError(
-                f"sampling.solver={plan.solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
+                f"sampling.solver={solver} is for sigmas in [0, 1], those of this pipeline's {name} go far "
                 "beyond: use euler"
             )
     elif kind == "flow_map":
-        if (plan.kernel != "ode" and plan.noise_level > 0) or plan.solver != "euler":
+        if (kernel != "ode" and noise_level > 0) or solver != "euler":
             raise ModelError(
                 f"{given} is incompatible with this pipeline's {name}, whose model jumps between noise levels by "
                 "an average velocity and does not model the noise in between: use ode and euler, with an algorithm "
                 "that needs no noise (neighbor_grpo), or train the model that it was distilled from"
             )
     else:
-        _check_ddim(scheduler, plan)
+        _check_ddim(scheduler, kernel, solver)
 
 
-def _check_ddim(scheduler: SchedulerMixin, plan: SamplingPlan) -> None:
-    """Raise `ModelError` if `scheduler` is not DDIM with the kernel of `plan`."""
+def _check_ddim(scheduler: SchedulerMixin, kernel: str, solver: str) -> None:
+    """Raise `ModelError` if `scheduler` is not DDIM with `kernel` and `solver`."""
     config, name = scheduler.config, type(scheduler).__name__
     if family(scheduler) != "ddim":
         raise ModelError(
             f"the pipeline's scheduler is {name}, which has no transition kernel: set "
             "pipe.scheduler to FlowMatchEulerDiscreteScheduler or DDIMScheduler .from_config(pipe.scheduler.config)"
         )
-    for key, value, allowed in (("kernel", plan.kernel, ("ddim", "ode")), ("solver", plan.solver, ("euler",))):
+    for key, value, allowed in (("kernel", kernel, ("ddim", "ode")), ("solver", solver, ("euler",))):
         if value not in allowed:
             raise ModelError(
                 f"sampling.{key}={value} is for flow matching: this pipeline has a DDIMScheduler, use {allowed[0]}"

@@ -18,7 +18,7 @@ from diffusers.models.embeddings import IPAdapterTimeImageProjection, MultiIPAda
 from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
-from gerl.engine.record import stateful_hooks
+from gerl.engine.kv_caches import stateful_hooks
 from gerl.errors import ModelError
 from gerl.model.lora import adapted_layers, bare_model, remove_lora
 from gerl.utils.versions import DTYPE

@@ -11,7 +11,7 @@ from PIL import Image
 
 from gerl.config import ModelConfig
 from gerl.engine.latents import Inverse, record_decoding
-from gerl.engine.record import batch_size
+from gerl.engine.rows import batch_size
 from gerl.errors import ModelError
 from gerl.model.hub import model_folder
 from gerl.model.prompts import PromptCache, identity

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from gerl.config import ModelConfig
 from gerl.config.blocks import Offload, RolloutPrecision
-from gerl.engine.record import Arguments, Tree
+from gerl.engine.rows import Arguments, Tree
 from gerl.errors import ConfigError, ModelError
 from gerl.model.components import weights_checked
 from gerl.model.quantization import quantisation_config, text_encoders

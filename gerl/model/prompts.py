@@ -30,7 +30,7 @@ from torch.utils._pytree import (
 )
 
 from gerl.config import ModelConfig, SamplingConfig
-from gerl.engine.record import Tree, detached_copy, tensor_bytes
+from gerl.engine.rows import Tree, detached_copy, tensor_bytes
 from gerl.engine.transitions import FLOW, family
 from gerl.errors import GerlError, ModelError
 from gerl.model.hub import model_folder

@@ -26,7 +26,6 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from gerl.config import Config
-from gerl.engine.record import SamplingPlan
 from gerl.engine.transitions import FLOW, Timestep, Transitions, family
 from gerl.errors import ModelError
 from gerl.utils.files import first_line
@@ -257,7 +256,7 @@ class SameLevels(DDIMScheduler):
     ) -> SchedulerOutput | tuple[torch.Tensor, ...]:
         """Take the step without noise."""
         del args, kwargs
-        following = Transitions(SamplingPlan(kernel="ode", noise_level=0.0)).next_rule(self, timestep, False)
+        following = Transitions("ode", noise_level=0.0).next_rule(self, timestep, False)
         x_next = following.mean(sample, model_output).to(sample.dtype)
         return SchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 

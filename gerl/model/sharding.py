@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from transformers import GenerationConfig, PreTrainedModel
 
 from gerl.config.bounded_text import read_json, regular
-from gerl.engine.record import put
+from gerl.engine.hooks import put
 from gerl.errors import ModelError
 from gerl.model.denoisers import component_class, default_dtype
 from gerl.model.quantization import leading_values

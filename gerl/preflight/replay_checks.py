@@ -7,7 +7,7 @@ import torch
 
 from gerl.config import Config
 from gerl.engine import ReplayedStep, Tape, record, replay
-from gerl.engine.record import noise_from
+from gerl.engine.hooks import noise_from
 from gerl.engine.transitions import RESAMPLES, family
 from gerl.model.prompts import training_sigmas
 from gerl.preflight.findings import Report

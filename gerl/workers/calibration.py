@@ -10,7 +10,7 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.algorithms.flow_grpo import PolicyGradient
 from gerl.engine import ReplayedStep, Trajectory, replay
-from gerl.engine.record import uncounted
+from gerl.engine.hooks import uncounted
 from gerl.engine.transitions import EDMRule, FlowRule
 from gerl.model.errors import model_errors
 from gerl.protocol import SamplingProbe

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gerl.algorithms import Batch, KLWeight
 from gerl.algorithms.base import Pooled
 from gerl.algorithms.signal_checks import NOT_FINITE
-from gerl.engine.record import uncounted
+from gerl.engine.hooks import uncounted
 from gerl.engine.replay import StepGradients, first_of_duplicates, without_deduplication
 from gerl.errors import TrainingError
 from gerl.model.errors import is_full, model_errors, release

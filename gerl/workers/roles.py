@@ -138,7 +138,7 @@ class Rewriter(OtherRole):
 
     def setup(self, remote: bool = False) -> ModelFacts:
         with importing():  # imported lazily: the driver needs neither transformers nor peft
-            from gerl.engine.record import count_evaluations
+            from gerl.engine.hooks import count_evaluations
             from gerl.model.errors import model_errors
             from gerl.workers.actor import Actor, snapshots_of
 

@@ -16,17 +16,12 @@ import torch
 from gerl.algorithms import Algorithm
 from gerl.config import SamplingConfig, ValidationConfig
 from gerl.engine import FeatureCache, RequiredTensors, Tape, Trajectory, compact, record_batch_probe
+from gerl.engine.branch import branch_plan
 from gerl.engine.denoising_error import finished_latents
+from gerl.engine.hooks import noise_from
 from gerl.engine.latents import record_decoding
-from gerl.engine.record import (
-    InitialNoise,
-    SamplingPlan,
-    branch_plan,
-    fixed_generators,
-    noise_from,
-    record_plan,
-    select_call,
-)
+from gerl.engine.record import InitialNoise, SamplingPlan, fixed_generators, record_plan
+from gerl.engine.rows import select_call
 from gerl.engine.transitions import check_scheduler
 from gerl.errors import ModelError, ReplayError
 from gerl.model.errors import PIPELINE_ERRORS, CallRefused, is_full, model_errors, raise_known, raise_refusal, release
@@ -205,7 +200,7 @@ class Rollout:
         self.policy, self.sampling, self.validation = policy, sampling, validation
         cache = FeatureCache(sampling.cache, sampling.cache_threshold, sampling.cache_interval)
         self.plan = SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver, sampling.compression, cache)
-        check_scheduler(policy.pipe.scheduler, self.plan)
+        check_scheduler(policy.pipe.scheduler, self.plan.kernel, self.plan.noise_level, self.plan.solver)
         check_sigmas(policy.pipe.scheduler, sampling)
         self.sigmas = training_sigmas(sampling)
         self._picture_each = False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from gerl.engine import Trajectory
-    from gerl.engine.record import Evaluations
+    from gerl.engine.hooks import Evaluations
     from gerl.model.policy import Policy
     from gerl.protocol import ModelFacts, RolloutTask, Sample
     from gerl.run.checkpoint import WorkerFiles, WorkerState
@@ -102,7 +102,7 @@ class PolicyWorker:
         with importing():  # imported lazily: the driver needs neither diffusers nor its dependencies
             from torch.distributed.tensor import DTensor
 
-            from gerl.engine.record import count_evaluations
+            from gerl.engine.hooks import count_evaluations
             from gerl.model.denoisers import quiet_libraries
             from gerl.workers.actor import Actor, check_optimizer, snapshots_of
             from gerl.workers.base_judge import BaseJudge
@@ -190,7 +190,7 @@ class PolicyWorker:
 
     def validate(self, task_id: int, samples: Sequence[Sample]) -> Images:
         """Sample held-out prompts with the averaged weights and the plain ODE sampler."""
-        from gerl.engine.record import uncounted  # imported lazily, as in `setup`
+        from gerl.engine.hooks import uncounted  # imported lazily, as in `setup`
 
         start = time.perf_counter()
         with uncounted(self.policy.pipe):

@@ -25,7 +25,6 @@ from gerl.config.samplers import (
     choose,
     misfits,
 )
-from gerl.engine.record import SamplingPlan
 from gerl.engine.transitions import check_scheduler, family
 from gerl.errors import ConfigError, ModelError
 from gerl.model.prompts import check_sigmas
@@ -76,7 +75,7 @@ def outcomes(scheduler: Any, sampling: SamplingConfig) -> tuple[bool, bool]:
     """Whether the engine refuses the scheduler with these settings, and whether its file is refused."""
     found = read(scheduler)
     try:
-        check_scheduler(scheduler, SamplingPlan(sampling.kernel, sampling.noise_level, sampling.solver))
+        check_scheduler(scheduler, sampling.kernel, sampling.noise_level, sampling.solver)
         check_sigmas(scheduler, sampling)
     except ModelError:
         return True, bool(found.obstacles or misfits(sampling, found))

@@ -28,7 +28,7 @@ from zoo.base import CheckName, Entry
 
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, compact, record, replay
 from gerl.engine.denoising_error import denoising_errors, finished_latents, structure_of
-from gerl.engine.record import select_call
+from gerl.engine.rows import select_call
 from gerl.errors import ReplayError
 from gerl.model.denoisers import find_denoisers
 from gerl.model.lora import add_lora

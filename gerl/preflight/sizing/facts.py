@@ -27,7 +27,7 @@ from gerl.config import Config
 from gerl.config.algorithms import Teacher
 from gerl.config.bounded_text import read_json
 from gerl.data.sources import may_have_pictures
-from gerl.engine.record import count_evaluations
+from gerl.engine.hooks import count_evaluations
 from gerl.errors import GerlError, ModelError, causes
 from gerl.model.denoisers import default_dtype, find_denoisers
 from gerl.model.hub import model_folder

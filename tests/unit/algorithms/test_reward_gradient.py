@@ -29,7 +29,7 @@ from gerl.algorithms.draft import sampled_length
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.reward_gradient import RewardGradient, generator
 from gerl.config import from_mapping
-from gerl.engine.record import compact
+from gerl.engine.tape import compact
 from gerl.errors import ConfigError, ReplayError
 from gerl.protocol import Prompt
 from gerl.workers import rollout

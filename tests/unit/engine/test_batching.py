@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils._pytree import tree_leaves
 
-from gerl.engine.record import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
+from gerl.engine.rows import batch_size, detached_copy, num_elements, select_call, take, tensor_bytes
 from gerl.protocol import References
 
 Layout = Callable[[Sequence[int]], Any]

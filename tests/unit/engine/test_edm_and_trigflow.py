@@ -6,7 +6,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SCMScheduler
 
-from gerl.engine.record import SamplingPlan
 from gerl.engine.transitions import KERNELS, EDMRule, FlowRule, Transitions, check_scheduler, coefficients
 from gerl.errors import ModelError
 
@@ -20,8 +19,10 @@ def edm_scheduler() -> FlowMatchEulerDiscreteScheduler:
     return scheduler
 
 
-def edm_rules(sampler: SamplingPlan, scheduler: FlowMatchEulerDiscreteScheduler) -> list[EDMRule]:
-    transitions = Transitions(sampler)
+def edm_rules(
+    kernel: str, noise_level: float, scheduler: FlowMatchEulerDiscreteScheduler, solver: str = "euler"
+) -> list[EDMRule]:
+    transitions = Transitions(kernel, noise_level, solver)
     found = [transitions.next_rule(scheduler, t, None) for t in scheduler.timesteps]
     return [rule for rule in found if isinstance(rule, EDMRule)]
 
@@ -50,35 +51,35 @@ def test_an_edm_step_is_the_flow_matching_step_of_the_scaled_latents(kernel: str
 
 def test_without_noise_an_edm_step_is_the_schedulers() -> None:
     scheduler = edm_scheduler()
-    rules = edm_rules(SamplingPlan("ode", 0.0), scheduler)
+    rules = edm_rules("ode", 0.0, scheduler)
     scheduler = edm_scheduler()
     for rule, t in zip(rules, scheduler.timesteps, strict=True):
         assert rule.std == 0 and torch.equal(rule.mean(X, OUT), scheduler.step(OUT, t, X).prev_sample)
 
 
 def test_the_last_edm_step_is_deterministic_also_where_it_has_no_length() -> None:
-    rules = edm_rules(SamplingPlan("flow_sde", 0.7), edm_scheduler())
+    rules = edm_rules("flow_sde", 0.7, edm_scheduler())
     assert [rule.std > 0 for rule in rules] == [True, True, True, False]
     scheduler = edm_scheduler()
     scheduler._step_index = 3
     with pytest.raises(ModelError, match="last denoising step is deterministic"):
-        Transitions(SamplingPlan("flow_sde", 0.7)).next_rule(scheduler, scheduler.timesteps[3], True)
+        Transitions("flow_sde", 0.7).next_rule(scheduler, scheduler.timesteps[3], True)
 
 
 def test_edm_goes_with_euler_steps_only() -> None:
     with pytest.raises(ModelError, match=r"sampling.solver=dpm2 .* use euler"):
-        edm_rules(SamplingPlan("flow_sde", 0.7, "dpm2"), edm_scheduler())
+        edm_rules("flow_sde", 0.7, edm_scheduler(), "dpm2")
 
 
 @pytest.mark.parametrize("kind", ["edm", "trigflow"])
 def test_a_perfect_model_leads_back_to_the_data(kind: str) -> None:
     if kind == "edm":
-        rule = edm_rules(SamplingPlan("ode", 0.0), edm_scheduler())[1]
+        rule = edm_rules("ode", 0.0, edm_scheduler())[1]
         assert torch.equal(rule.noised(X, NOISE), X + 10.0 * NOISE)
     else:
         scheduler = scm_scheduler()
-        rule = Transitions(SamplingPlan("cps", 1.0)).next_rule(scheduler, scheduler.timesteps[0], None)
-        rule = Transitions(SamplingPlan("cps", 1.0)).next_rule(scheduler, scheduler.timesteps[1], None)
+        rule = Transitions("cps", 1.0).next_rule(scheduler, scheduler.timesteps[0], None)
+        rule = Transitions("cps", 1.0).next_rule(scheduler, scheduler.timesteps[1], None)
         torch.testing.assert_close(rule.noised(X, NOISE), math.cos(1.3) * X + math.sin(1.3) * 0.5 * NOISE)
     x = rule.noised(X, NOISE)
     torch.testing.assert_close(rule.clean(x, rule.target(X, NOISE)), X, rtol=1e-5, atol=1e-5)
@@ -86,11 +87,11 @@ def test_a_perfect_model_leads_back_to_the_data(kind: str) -> None:
 
 def test_full_noise_of_cps_is_the_consistency_models_own_sampler() -> None:
     scheduler, own = scm_scheduler(), scm_scheduler()
-    rule = Transitions(SamplingPlan("cps", 1.0)).next_rule(scheduler, scheduler.timesteps[0], None)
+    rule = Transitions("cps", 1.0).next_rule(scheduler, scheduler.timesteps[0], None)
     stock = own.step(OUT, own.timesteps[0], X, generator=torch.Generator().manual_seed(7)).prev_sample
     noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(7))
     torch.testing.assert_close(rule.mean(X, OUT) + rule.std * noise, stock, rtol=0, atol=1e-6)
-    last = Transitions(SamplingPlan("cps", 1.0)).next_rule(scheduler, scheduler.timesteps[1], None)
+    last = Transitions("cps", 1.0).next_rule(scheduler, scheduler.timesteps[1], None)
     assert last.std == 0
     clean = math.cos(1.3) * X - math.sin(1.3) * OUT
     torch.testing.assert_close(last.mean(X, OUT), clean, rtol=0, atol=1e-6)
@@ -99,4 +100,4 @@ def test_full_noise_of_cps_is_the_consistency_models_own_sampler() -> None:
 @pytest.mark.parametrize("kernel, solver", [("flow_sde", "euler"), ("cps", "dpm2")])
 def test_a_consistency_model_has_one_kernel(kernel: str, solver: str) -> None:
     with pytest.raises(ModelError, match=r"the SCMScheduler of this consistency model .*: use cps"):
-        check_scheduler(scm_scheduler(), SamplingPlan(kernel, 0.7, solver))
+        check_scheduler(scm_scheduler(), kernel, 0.7, solver)

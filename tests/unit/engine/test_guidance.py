@@ -33,7 +33,7 @@ from zoo.video import motif_video
 
 from gerl.engine import ReplayedStep, Tape, guidance, record, replay
 from gerl.engine.guidance import CfgMode
-from gerl.engine.record import shapes
+from gerl.engine.rows import shapes
 from gerl.errors import ReplayError
 
 MODES: tuple[CfgMode, ...] = ("detach_uncond", "off")

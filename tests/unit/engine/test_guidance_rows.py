@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gerl.engine.guidance import CfgMode, check_same_output, guided
-from gerl.engine.record import ComponentCall
+from gerl.engine.tape import ComponentCall
 from gerl.errors import ReplayError
 
 

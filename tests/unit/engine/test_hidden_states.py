@@ -10,8 +10,10 @@ from zoo import text_to_image
 from zoo.entries import BY_NAME
 
 from gerl.engine import RequiredTensors, compact
+from gerl.engine.branch import branch_plan
 from gerl.engine.hidden_states import Features, HiddenStates, pooled, prompt_embedding
-from gerl.engine.record import SamplingPlan, Tape, branch_plan, record_plan
+from gerl.engine.record import SamplingPlan, record_plan
+from gerl.engine.tape import Tape
 
 SDXL = tiny.Case(text_to_image.sdxl, {"guidance_scale": 5.0}, {"guidance_scale": 1.0}, kernel="ddim")
 CASES = tiny.CASES | {"sdxl": SDXL}

@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 
-from gerl.engine.record import LatentsTracker, LazySchedulerOutput, SamplingPlan, _Step, noise_from
+from gerl.engine.hooks import LatentsTracker, LazySchedulerOutput, _Step, noise_from
 from gerl.engine.transitions import Transitions, output_is_clean
 from gerl.errors import ModelError
 
@@ -19,7 +19,7 @@ class Euler(LatentsTracker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transitions = Transitions(SamplingPlan("ode", 0.0))
+        self.transitions = Transitions("ode", 0.0)
         self.asked: list[torch.Tensor] = []
 
     def on_scheduler_step(self, scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor) -> Any:

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import along, levels, sd3_sigmas, steps
 
-from gerl.engine.record import SamplingPlan
 from gerl.engine.transitions import (
     KERNELS,
     DDIMRule,
@@ -345,7 +344,7 @@ def test_without_noise_the_ddim_step_is_bitwise_the_schedulers(prediction_type: 
     scheduler.set_timesteps(5)
     x, output = (torch.randn(2, 4, 3, 3, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     for t in scheduler.timesteps:
-        rule = Transitions(SamplingPlan("ode", 0.0)).next_rule(scheduler, t, None)
+        rule = Transitions("ode", 0.0).next_rule(scheduler, t, None)
         step = scheduler.step(output, t, x)
         assert torch.equal(rule.mean(x, output), step.prev_sample)
         assert torch.equal(rule.clean(x, output), step.pred_original_sample)

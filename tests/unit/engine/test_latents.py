@@ -13,7 +13,7 @@ from zoo.entries import BY_NAME
 
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, compact, decoded, record, replay
 from gerl.engine.latents import Inverse, _decoded, record_decoding
-from gerl.engine.record import select_call
+from gerl.engine.rows import select_call
 from gerl.errors import ModelError, ReplayError
 
 

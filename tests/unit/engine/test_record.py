@@ -51,16 +51,9 @@ from zoo.checks import build, call_for
 from gerl.engine import ReplayedStep, RequiredTensors, Tape, Trajectory, branch, compact, record, replay
 from gerl.engine import branch as branch_function
 from gerl.engine import record as record_function
-from gerl.engine.record import (
-    Caches,
-    LatentsTracker,
-    _Step,
-    count_evaluations,
-    num_elements,
-    select_call,
-    tensor_bytes,
-    uncounted,
-)
+from gerl.engine.hooks import LatentsTracker, _Step, count_evaluations, uncounted
+from gerl.engine.kv_caches import Caches
+from gerl.engine.rows import num_elements, select_call, tensor_bytes
 from gerl.errors import ModelError, ReplayError
 from gerl.protocol import Prompt, RolloutTask, Sample, Segment
 

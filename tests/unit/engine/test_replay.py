@@ -40,8 +40,9 @@ from zoo import checks
 from zoo.entries import BY_NAME
 
 from gerl.engine import RequiredTensors, backprop_step, branch, compact, decoded, record, replay
-from gerl.engine.record import Tape, select_call
 from gerl.engine.replay import first_of_duplicates, loss_scale, unscaled
+from gerl.engine.rows import select_call
+from gerl.engine.tape import Tape
 from gerl.errors import ReplayError
 
 # --- replay: ratio 1 and the gradient

@@ -15,8 +15,8 @@ from replaying import EACH, GUIDED
 
 from gerl.engine import RequiredTensors, Tape, Trajectory, compact
 from gerl.engine.hidden_states import Features
-from gerl.engine.record import Answer, ComponentCall
 from gerl.engine.storage import Omitted, restore, store
+from gerl.engine.tape import Answer, ComponentCall
 from gerl.errors import ReplayError
 from gerl.protocol import Prompt, References, RolloutTask, Sample, Segment
 from gerl.utils.tensors import pack_tensors, unpack_tensors

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from gerl.engine import ReplayedStep, RequiredTensors, branch, compact, record, replay
-from gerl.engine.record import ComponentCall, Tape
+from gerl.engine.tape import ComponentCall, Tape
 from gerl.errors import ReplayError
 
 

@@ -16,7 +16,7 @@ from replaying import EACH, GUIDED, Recorded, after_each_step, counted_rows, gra
 from schedules import sd3_sigmas, velocity
 
 from gerl.engine import ReplayedStep, Tape
-from gerl.engine.record import SamplingPlan, compressed_spans
+from gerl.engine.skipping import compressed_spans
 from gerl.engine.transitions import (
     CONSISTENCY,
     COUNTS_STEPS,
@@ -45,7 +45,7 @@ FLOW = sorted(set(KERNELS) - {"ddim"})
 
 def rules(scheduler: Any, kernel: str) -> list[FlowRule]:
     scheduler.set_timesteps(STEPS)
-    transitions = Transitions(SamplingPlan(kernel, NOISE))
+    transitions = Transitions(kernel, NOISE)
     found = [transitions.next_rule(scheduler, t, None) for t in scheduler.timesteps]
     assert all(isinstance(rule, FlowRule) for rule in found)
     return found
@@ -276,7 +276,7 @@ def test_a_long_step_ends_where_its_last_part_would_have(name: str) -> None:
 
     def rules(spans: dict[int, tuple[int, int]]) -> list[FlowRule | DDIMRule]:
         scheduler.set_timesteps(7)
-        transitions = Transitions(SamplingPlan("ode", 0.0))
+        transitions = Transitions("ode", 0.0)
         assert transitions.num_steps(scheduler, scheduler.timesteps[0]) == 7
         return [
             transitions.next_rule(scheduler, t, None, spans.get(k, (0, 1))) for k, t in enumerate(scheduler.timesteps)
@@ -298,7 +298,7 @@ def test_a_schedule_that_is_entered_late_has_fewer_steps() -> None:
     for scheduler in (euler, ddim):
         scheduler.set_timesteps(7)
     euler.set_begin_index(3)
-    transitions = Transitions(SamplingPlan("ode", 0.0))
+    transitions = Transitions("ode", 0.0)
     assert transitions.num_steps(euler, euler.timesteps[3]) == transitions.num_steps(ddim, ddim.timesteps[3]) == 4
 
 
@@ -416,7 +416,7 @@ def flow_lcm() -> diffusers.FlowMatchLCMScheduler:
 
 def rules_of(scheduler: Any, kernel: str, noise_level: float) -> list[Any]:
     """The rule of each step of `scheduler`, noise wherever it can be."""
-    transitions = Transitions(SamplingPlan(kernel, noise_level))
+    transitions = Transitions(kernel, noise_level)
     return [transitions.next_rule(scheduler, t, None) for t in scheduler.timesteps]
 
 
@@ -485,7 +485,7 @@ def test_the_last_step_of_edm_is_deterministic_also_where_it_has_no_length() -> 
     for last in ("zero", "sigma_min"):
         assert [rule.std > 0 for rule in rules_of(edm(last=last), "flow_sde", 0.7)] == [True, True, True, False]
     scheduler = edm()
-    assert Transitions(SamplingPlan("ode", 0.0)).num_steps(scheduler, scheduler.timesteps[0]) == 4
+    assert Transitions("ode", 0.0).num_steps(scheduler, scheduler.timesteps[0]) == 4
 
 
 # --- latent consistency models
@@ -518,7 +518,7 @@ def test_the_boundary_condition_is_in_the_jacobian(prediction_type: str) -> None
 
 
 def test_the_number_of_steps_of_a_latent_consistency_model() -> None:
-    scheduler, transitions = lcm(), Transitions(SamplingPlan("cps", 1.0))
+    scheduler, transitions = lcm(), Transitions("cps", 1.0)
     assert transitions.num_steps(scheduler, scheduler.timesteps[0]) == 4
     transitions.next_rule(scheduler, scheduler.timesteps[0], None)
     assert transitions.num_steps(scheduler, scheduler.timesteps[1]) == 3
@@ -565,7 +565,7 @@ def test_a_flow_map_has_no_clean_latents_to_train_on() -> None:
             asked(SCHEDULER_FAMILIES_X, OUT)
     scheduler = flow_map()
     with pytest.raises(ModelError, match=r"without noise: use sampling\.kernel=ode and compression=1"):
-        Transitions(SamplingPlan("ode", 0.0)).next_rule(scheduler, scheduler.timesteps[0], True)
+        Transitions("ode", 0.0).next_rule(scheduler, scheduler.timesteps[0], True)
 
 
 # --- which kernel goes with which scheduler
@@ -586,12 +586,12 @@ def test_a_kernel_that_the_scheduler_does_not_have_is_refused(
     make: Any, kernel: str, solver: str, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        check_scheduler(make(), SamplingPlan(kernel, 0.7, solver))
+        check_scheduler(make(), kernel, 0.7, solver)
 
 
 def test_thresholding_of_a_latent_consistency_model_is_refused() -> None:
     with pytest.raises(ModelError, match="LCMScheduler with thresholding has no transition kernel"):
-        check_scheduler(lcm(thresholding=True), SamplingPlan("cps", 1.0))
+        check_scheduler(lcm(thresholding=True), "cps", 1.0)
 
 
 def test_families_are_known_by_their_class() -> None:
@@ -664,4 +664,4 @@ def test_ddim_from_pure_noise_is_the_schedulers(prediction_type: str, eta: float
 def test_ddim_from_pure_noise_needs_another_prediction_than_the_noise() -> None:
     scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True)
     with pytest.raises(ModelError, match="starts at pure noise, where an epsilon prediction carries no information"):
-        check_scheduler(scheduler, SamplingPlan("ddim", 0.7))
+        check_scheduler(scheduler, "ddim", 0.7)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from gerl.config import ModelConfig
-from gerl.engine.record import select_call
+from gerl.engine.rows import select_call
 from gerl.errors import DataError, ModelError
 from gerl.model.latents import ImageLatents, fitted, latents_folder
 

@@ -19,7 +19,7 @@ from gerl.algorithms.core_algos import gaussian_kl
 from gerl.config import ActorConfig
 from gerl.config.registry import ALGORITHMS
 from gerl.engine import ReplayedStep, Tape, record, replay
-from gerl.engine.record import select_call
+from gerl.engine.rows import select_call
 from gerl.errors import CheckpointError, ConfigError, TrainingError
 from gerl.model.lora import lora_disabled
 from gerl.model.policy import EMA, Policy
