@@ -1,7 +1,7 @@
-"""Which files of gerl one plain Flow-GRPO step enters, and how often a call leads from one file to another.
+"""Which packages and files of gerl one plain Flow-GRPO step enters, and how often a call leads from one to another.
 
 `python tests/tracing.py` prints it by file, in the order of first entry. A step is what happens between two calls of
-the reward.
+the reward. What counts are packages: a file that is split into rooms is no longer to follow.
 """
 
 import json
@@ -46,12 +46,26 @@ class Trace:
         return sum(a != b for (a, _), (b, _) in pairwise(self.calls))
 
     @property
+    def packages(self) -> list[str]:
+        return list(dict.fromkeys(map(package, self.files)))
+
+    @property
+    def package_changes(self) -> int:
+        """Calls that lead to another package than the call before them."""
+        return sum(package(a) != package(b) for (a, _), (b, _) in pairwise(self.calls))
+
+    @property
     def functions(self) -> int:
         return len(set(self.calls))
 
     @property
     def lines(self) -> int:
         return sum(len((ROOT / file).read_text().splitlines()) for file in self.files)
+
+
+def package(file: str) -> str:
+    """The folder of gerl that a file is in, or its own name."""
+    return file.partition("/")[0]
 
 
 def trace_step(run_dir: Path) -> Trace:
@@ -77,7 +91,8 @@ def trace_step(run_dir: Path) -> Trace:
     finally:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-    return min((by_thread(calls[start:end]) for start, end in pairwise(marks[-3:])), key=lambda trace: trace.changes)
+    steps = [by_thread(calls[start:end]) for start, end in pairwise(marks[-3:])]
+    return min(steps, key=lambda trace: trace.package_changes)
 
 
 def by_thread(calls: Sequence[tuple[int, str, str]]) -> Trace:
@@ -93,5 +108,6 @@ if __name__ == "__main__":
     entered = Counter(b for (a, _), (b, _) in pairwise(trace.calls) if a != b)
     for file in trace.files:
         sys.stdout.write(f"{file}: {found[file]} calls, entered {entered[file]} times\n")
-    sizes = {name: getattr(trace, name) for name in ("lines", "functions", "changes")}
-    sys.stdout.write(json.dumps({"files": len(trace.files), **sizes}) + "\n")
+    sizes = {name: getattr(trace, name) for name in ("lines", "functions", "changes", "package_changes")}
+    counts = {"packages": len(trace.packages), "files": len(trace.files)}
+    sys.stdout.write(json.dumps(counts | sizes) + "\n")

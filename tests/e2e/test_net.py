@@ -33,7 +33,7 @@ def test_a_run_has_the_recorded_numbers(
 
 
 def test_a_plain_step_can_be_followed() -> None:
-    """The limits only fall: a newcomer reads these files to see one step of training."""
+    """A newcomer reads these packages to see one step of training."""
     printed = subprocess.run([sys.executable, TRACING], capture_output=True, text=True, check=True).stdout
     found = json.loads(printed.splitlines()[-1])
-    assert found["files"] <= 35 and found["changes"] <= 250, printed
+    assert found["packages"] <= 13 and found["package_changes"] <= 180, printed
