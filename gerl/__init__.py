@@ -7,12 +7,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gerl.plugins import PACKAGES
+
 if TYPE_CHECKING:
     from gerl.api.runs import Run
     from gerl.api.training import Step, Trainer, train
+    from gerl.commandline.composition import load_config
     from gerl.engine import record, replay
 
-__all__ = ["SIGNS", "Run", "Step", "Trainer", "__version__", "record", "replay", "train"]
+__all__ = ["SIGNS", "Run", "Step", "Trainer", "__version__", "load_config", "record", "replay", "train"]
 __version__ = "0.1.0"
 SIGNS = str(Path(__file__).with_name("assets") / "signs")  # folder of the small SD3 that ships with gerl
 
@@ -25,9 +28,11 @@ for _library in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao
     logging.getLogger(_library).setLevel(logging.ERROR)
 
 
+PACKAGES["algorithms"] = "gerl.algorithms"
+
 _PLACES = {
     "record": "gerl.engine", "replay": "gerl.engine", "Run": "gerl.api.runs", "Step": "gerl.api.training",
-    "Trainer": "gerl.api.training", "train": "gerl.api.training",
+    "Trainer": "gerl.api.training", "train": "gerl.api.training", "load_config": "gerl.commandline.composition",
 }  # fmt: skip
 _CALLABLE = ("evaluate", "export", "preflight", "score")  # packages that are called
 

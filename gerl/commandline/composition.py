@@ -261,6 +261,19 @@ def compose_run(overrides: Sequence[str], asked: ParsedCommand | None = None, be
     return Composed(config, found.experiment, found.run_dir, preset, others, sampler)
 
 
+def load_config(experiment: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Compose the checked configuration of a run, without starting one.
+
+    `experiment`: name or YAML file, such as the `config.yaml` of a run; None: the signs demo. `overrides`: keys as on
+    the command line, `["algorithm=diffusion_nft", "rollout.n=8"]`.
+
+    Raises:
+        ConfigError: unknown keys, wrong values, or values that exclude each other.
+    """
+    chosen = [] if experiment is None else [f"experiment={experiment}"]
+    return compose_run([*chosen, *overrides]).config
+
+
 def replaced_scorers(overrides: Sequence[str], asked: ParsedCommand) -> dict[str, ScorerConfig]:
     """Return the scorers of the experiment, and of files in its `defaults`, that others have replaced.
 

@@ -1,7 +1,7 @@
-"""Registry of algorithms: those in gerl/algorithms and gerl/algorithms/contrib, and those in files of the user.
+"""Registry of algorithms: those in the files of a package that plugs in, and those in files of the user.
 
-They belong to a layer above the configuration, which therefore looks them up by file, like plug-ins. Their modules
-import torch lazily, so that a wrong key is reported without it.
+They belong to a layer above the configuration, which does not know them (`gerl.plugins`). Their modules import torch
+lazily, so that a wrong key is reported without it.
 """
 
 import importlib
@@ -15,9 +15,9 @@ from typing import Any
 
 from gerl.config.user_files import absolute, load_module, source_of
 from gerl.errors import ConfigError
+from gerl.plugins import PACKAGES
 
 KEY = "algorithm.path"
-FOLDER = Path(__file__).resolve().parents[1] / "algorithms"
 PREFIX = "python:"  # of `algorithm.path` for a class defined in the program that started the run
 Algorithm = type[Any]  # a subclass of `gerl.algorithms.Algorithm`
 
@@ -33,9 +33,10 @@ class Registry(Mapping[str, Algorithm]):
     @cached_property
     def shipped(self) -> dict[str, Algorithm]:
         """Algorithms of gerl by name, Flow-GRPO first."""
-        files = [file for folder in (FOLDER, FOLDER / "contrib") for file in sorted(folder.glob("[a-z]*.py"))]
+        (place,) = importlib.import_module(PACKAGES["algorithms"]).__path__
+        files = [file for folder in (place, f"{place}/contrib") for file in sorted(Path(folder).glob("[a-z]*.py"))]
         files.sort(key=lambda file: file.stem != "flow_grpo")
-        modules = [".".join(("gerl.algorithms", *file.relative_to(FOLDER).with_suffix("").parts)) for file in files]
+        modules = [".".join((PACKAGES["algorithms"], *file.relative_to(place).with_suffix("").parts)) for file in files]
         classes = [cls for module in modules for cls in _classes(importlib.import_module(module)) if _names(cls)]
         return {name: cls for cls in classes for name in _names(cls)}
 
@@ -114,7 +115,7 @@ def _names(cls: Algorithm) -> tuple[str, ...]:
 
 
 def _classes(module: ModuleType) -> list[Algorithm]:
-    base = importlib.import_module("gerl.algorithms.base").Algorithm
+    base = importlib.import_module(PACKAGES["algorithms"]).Algorithm
     classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
     return [c for c in classes if c.__module__ == module.__name__]
 

@@ -486,8 +486,8 @@ class Transitions:
         """Take a step from `x` `[B, ...]`; return its rule, the next latents, log-probability and mean.
 
         The latents and the mean are `[B, ...]`, the log-probability is `[B]`, all fp32; the last two are None if the
-        step adds no noise. `skips`: leave the latents unchanged. `noise_level`: of this step. `generators`: one per sample.
-        The other arguments are those of `next_rule`.
+        step adds no noise. `skips`: leave the latents unchanged. `noise_level`: of this step. `generators`: one per
+        sample. The other arguments are those of `next_rule`.
         """
         self.noise_level = self.default_level if noise_level is None else noise_level
         rule = self.next_rule(scheduler, timestep, stochastic, span)

@@ -12,7 +12,7 @@ MAX_FUNCTION = 60  # one subject, one file, however long: files and packages hav
 # From the ground up, as docs/map.py draws them. A package is a folder or a file of gerl; it imports only from packages
 # in lower layers, and from itself.
 LAYERS = (
-    ("errors",),
+    ("errors", "plugins"),
     ("protocol",),
     ("config",),
     ("objects", "progress", "utils"),
@@ -28,6 +28,7 @@ LAYERS = (
     ("__init__", "__main__"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+BY_NAME = {"import_module", "lazy"}  # functions that import the module named by their first argument
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -62,22 +63,28 @@ SIGNPOSTS = {module_name(path): path for path in files("gerl") if is_signpost(pa
 FILES = {module_name(path): path for path in files("gerl") if not is_signpost(path)}
 
 
-def of_types(path: Path) -> set[int]:
-    """The lines of a file that only type checkers read."""
-    found = set[int]()
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            found |= {line for part in node.body for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)}
-    return found
+def of_signposts(path: Path) -> set[int]:
+    """The lines of a file that only show users where a name is now: those of a module's `__getattr__`."""
+    named = (node for node in tree(path).body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+    return {line for node in named for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything a file imports; `from a import b` gives `a.b`."""
+    """Line and absolute name of everything a file imports: at its head, in functions, for types alone, and by name.
+
+    `from a import b` gives `a.b`, and so does `import_module("a.b")`, or `lazy`.
+    """
     base = module_name(path).split(".")
     if path.name != "__init__.py":
         base = base[:-1]
+    skipped = of_signposts(path)
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
+        if getattr(node, "lineno", 0) in skipped:
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME and node.args:
+            if isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+        elif isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
@@ -116,11 +123,9 @@ def test_imports_go_down() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """An extension names the run that calls it; what is imported for its type alone is no circle."""
 
     def targets(module: str, path: Path) -> set[str]:
-        typing = of_types(path)
-        return {t for line, name in imports(path) if line not in typing and (t := resolve(name)) and t != module}
+        return {t for _, name in imports(path) if (t := resolve(name)) and t != module}
 
     graph = {module: sorted(targets(module, path)) for module, path in FILES.items()}
     done: set[str] = set()
