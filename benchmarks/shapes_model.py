@@ -28,8 +28,8 @@ from tokenizers.models import WordLevel
 
 from examples.train_signs import save, to_tensor, training
 from gerl.algorithms.planning import VALIDATION_SEED
+from gerl.utils.pages import grid
 from gerl.utils.seeding import derive_seed, sample_generators
-from gerl.web.pages import grid
 
 log = logging.getLogger("shapes")
 

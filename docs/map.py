@@ -33,7 +33,7 @@ WAY = (
     ("save", "gerl.run.checkpoint:save_checkpoint"),
 )
 # Relative widths where the packages of a layer are not equally wide, so that the way runs from left to right.
-WIDTHS = {"model": 3.2, "rewards": 3.5, "run": 3, "commandline": 2.6, "engine": 5.2, "web.pages": 2.2}
+WIDTHS = {"model": 3.2, "rewards": 3.5, "run": 3, "commandline": 2.6, "engine": 5.2}
 WIDTH, MARGIN, GAP, FIRST, COLUMN = 1000, 20, 14, 92, 84  # px; one column for each stop
 STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #57606a }

@@ -22,7 +22,7 @@ from gerl.run.report import write_report
 from gerl.run.tracking import read_metrics
 from gerl.run.validation import load_validation, validation_steps
 from gerl.utils.files import reason, write_file
-from gerl.web.pages import grid, render, thumbnail, to_data_uri
+from gerl.utils.pages import grid, render, thumbnail, to_data_uri
 
 WIDTH = 192  # pixels of an image in a notebook
 

@@ -29,7 +29,7 @@ from gerl.run.validation import (
 )
 from gerl.utils.condition_images import pictures_of, read_picture
 from gerl.utils.files import csv_text, finite, write_file
-from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
+from gerl.utils.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
 WIDTH = 384  # maximum width of thumbnails in pixels
 REQUEST = "request"  # column of a turn with what the model was asked

@@ -24,8 +24,8 @@ from gerl.run.checkpoint import load_checkpoint
 from gerl.trainer.overlong import cut_prompts, sentences
 from gerl.trainer.turns import Turns, written
 from gerl.utils.condition_images import pictures_of
+from gerl.utils.pages import thumbnail
 from gerl.utils.tensors import unpack_tensors
-from gerl.web.pages import thumbnail
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.roles import FOLDER, STATE, RoleFleet, RoleWorker
 from gerl.workers.worker import PolicyWorker

@@ -22,7 +22,7 @@ from gerl.config.changes import Settings, changes, flat_settings, scorers_of, se
 from gerl.errors import ConfigError, DataError
 from gerl.protocol import Prompt
 from gerl.utils.files import reason
-from gerl.web.pages import render
+from gerl.utils.pages import render
 
 FOLDER = Path(__file__).resolve().parents[1] / "assets" / "suites"
 # blocks that affect results, and their keys that affect none, or only the last bits

@@ -38,7 +38,7 @@ from gerl.run.validation import (
 )
 from gerl.utils.files import reason
 from gerl.utils.hub_errors import UNREACHED
-from gerl.web.pages import grid, render, still
+from gerl.utils.pages import grid, render, still
 
 logger = logging.getLogger("gerl")
 PATIENCE = 10.0  # timeout of the Hub in seconds

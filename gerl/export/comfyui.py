@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from gerl.web.pages import render
+from gerl.utils.pages import render
 
 Graph = dict[str, dict[str, Any]]  # name of a node -> its class and inputs
 TABLE = yaml.safe_load(Path(__file__).with_name("comfyui.yaml").read_text())

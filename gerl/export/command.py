@@ -22,7 +22,7 @@ from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, models_in
 from gerl.run.choice import find_checkpoint
 from gerl.utils.files import reason, write_atomically
-from gerl.web.pages import render
+from gerl.utils.pages import render
 
 if TYPE_CHECKING:
     from gerl.model.lora import Lora

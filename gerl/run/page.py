@@ -26,7 +26,7 @@ from gerl.run.live import EPISODES, TIMELINE, chrome_trace, episode_steps, lanes
 from gerl.run.live import FOLDER as LIVE
 from gerl.run.tracking import Rows, parse_row
 from gerl.run.validation import Validation, load_validation, standard_error, validation_steps
-from gerl.web.pages import data_uri, encode, enlarge
+from gerl.utils.pages import data_uri, encode, enlarge
 
 T = TypeVar("T")
 POINTS = 400  # per curve; longer ones are binned, with mean, minimum and maximum

@@ -33,7 +33,7 @@ from gerl.run.tracking import Rows, best_step, read_metrics, series
 from gerl.run.usage import usage
 from gerl.run.validation import BeforeAfter, Validation, estimate_gain, load_validations, mean
 from gerl.utils.files import reason, write_file
-from gerl.web.pages import page_assets, render
+from gerl.utils.pages import page_assets, render
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError
 from gerl.run.card import CARD, read_sessions, redact, redacted
 from gerl.utils.files import reason
-from gerl.web.pages import render
+from gerl.utils.pages import render
 
 log = logging.getLogger(__name__)
 Values = Mapping[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 from gerl.run.checkpoint import checkpoint_paths, models_in
 from gerl.run.choice import choice_of
 from gerl.run.validation import SamplingRecord, Validation
+from gerl.utils.pages import render
 from gerl.utils.versions import DTYPE
-from gerl.web.pages import render
 
 ASSETS = Path(__file__).parents[1] / "assets"
 LOAD = "pipe.load_lora_weights(FOLDER)"

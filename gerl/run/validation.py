@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from gerl.config.bounded_text import LARGE, MALFORMED, read_json, regular
 from gerl.errors import GerlError
 from gerl.utils.files import finite, write_file, writing
-from gerl.web.pages import Card, Picture, show, thumbnail
+from gerl.utils.pages import Card, Picture, show, thumbnail
 
 T = TypeVar("T")
 JUDGED = ("own_error", "other_error")  # statistics of an image by the base model

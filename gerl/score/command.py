@@ -38,7 +38,7 @@ from gerl.run.attempts import attempts, is_printed
 from gerl.run.validation import interval, known
 from gerl.utils.condition_images import open_picture
 from gerl.utils.files import csv_text, write_file
-from gerl.web.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
+from gerl.utils.pages import Card, Line, Picture, Sheet, card_page, show, thumbnail
 
 BINS = 24
 COLUMNS = ("image", "prompt", TOTAL, "failure")  # of the tables, in addition to the scorers

@@ -42,7 +42,7 @@ from gerl.run.tracking import read_metrics
 from gerl.run.validation import Estimate, estimate_gain, load_validation, validation_steps
 from gerl.trainer.sweep import HELD_OUT, run_training
 from gerl.utils.files import reason, write_file
-from gerl.web.pages import render
+from gerl.utils.pages import render
 
 logger = logging.getLogger("gerl")
 PRESETS = "awm_fast,few_step_grpo,flow_grpo,mix_grpo,rwr,dgpo"

@@ -18,7 +18,7 @@ from gerl.config.episodes import ASKED, TurnConfig
 from gerl.config.user_files import load_module, raised_at
 from gerl.errors import ConfigError
 from gerl.protocol import Prompt, Sample, Scores, Turn
-from gerl.web.pages import still
+from gerl.utils.pages import still
 
 if TYPE_CHECKING:
     from gerl.rewards.manager import Dispatch

@@ -37,8 +37,8 @@ from gerl.run.validation import (
 from gerl.trainer.step import Metrics, Step, check_failures, failure_text, mean, reward_metrics
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
+from gerl.utils.pages import grid, still
 from gerl.utils.quotes import quoted_texts
-from gerl.web.pages import grid, still
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.image_statistics import unlikeness
 

@@ -31,11 +31,11 @@ from gerl.trainer.dumped_step import DumpedStep, configuration, in_one_process, 
 from gerl.trainer.overlong import cut_prompts, sentences
 from gerl.trainer.replay import compare, default_tolerance
 from gerl.utils.files import reason
+from gerl.utils.pages import still
 from gerl.verify.files import METRICS, identities, relative
 from gerl.verify.findings import Check, NotCheckedError, Tally
 from gerl.verify.recorded import RunRecord
 from gerl.verify.scoring import Scoring
-from gerl.web.pages import still
 from gerl.workers.rollout import CallFormat, find_images
 from gerl.workers.worker import PolicyWorker
 

@@ -24,7 +24,7 @@ from gerl.errors import GerlError
 from gerl.run.checkpoint import alive_since
 from gerl.run.page import RunData
 from gerl.run.session import COMMANDS, ask
-from gerl.web.pages import page_assets, render
+from gerl.utils.pages import page_assets, render
 from gerl.web.server import Gate, Visit, admit_page, refused
 
 MARKS = ("config.yaml", "metrics.jsonl")

@@ -16,7 +16,7 @@ LAYERS = (
     ("protocol",),
     ("config",),
     ("objects", "progress", "utils"),
-    ("commandline", "engine", "web.pages"),
+    ("commandline", "engine"),
     ("data", "cluster"),
     ("model", "rewards", "run"),
     ("algorithms",),
@@ -47,9 +47,9 @@ def tree(path: Path) -> ast.Module:
 
 
 def package(path: Path) -> str:
-    """The folder or file of gerl that a file is, or lies in; pages, which runs write too, and studio are apart."""
+    """The folder or file of gerl that a file is, or lies in; the studio is apart."""
     inside = path.relative_to(ROOT / "gerl").with_suffix("").parts
-    return ".".join(inside[:2]) if inside[:2] in (("web", "pages"), ("web", "studio")) else inside[0]
+    return ".".join(inside[:2]) if inside[:2] == ("web", "studio") else inside[0]
 
 
 def is_signpost(path: Path) -> bool:

@@ -30,7 +30,7 @@ from gerl.trainer.extensions.training_images import (
 from gerl.trainer.run import Run, due
 from gerl.trainer.step import Step
 from gerl.trainer.validation import shown_images
-from gerl.web.pages import grid, still
+from gerl.utils.pages import grid, still
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending

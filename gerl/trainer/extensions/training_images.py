@@ -24,7 +24,7 @@ from gerl.trainer.run import Run, due
 from gerl.trainer.step import Step
 from gerl.trainer.validation import training_sheet
 from gerl.utils.files import finite, write_file, writing
-from gerl.web.pages import still
+from gerl.utils.pages import still
 
 logger = logging.getLogger(__name__)
 WIDTH = 256  # pixels, the longer side of an image on the sheet

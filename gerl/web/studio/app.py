@@ -37,7 +37,7 @@ from gerl.run.choice import choice_of
 from gerl.run.page import LORA
 from gerl.run.session import VOTES
 from gerl.utils.files import reason
-from gerl.web.pages import ASSETS, page_assets, render
+from gerl.utils.pages import ASSETS, page_assets, render
 from gerl.web.server import Gate, Subscriber, Visit, admit_page, cookie_of, is_token, refused
 from gerl.web.site import REFUSALS, Folders, Site, build_routes, query_int
 from gerl.web.studio import drafts

@@ -15,7 +15,7 @@ from PIL import Image
 from watching import make_run
 
 from gerl.commandline.command import listen
-from gerl.web.pages import encode
+from gerl.utils.pages import encode
 from gerl.web.server import address, serving
 from gerl.web.studio.app import build_studio
 

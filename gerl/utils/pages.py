@@ -12,7 +12,7 @@ import jinja2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "assets" / "pages"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import reward_models.votes
-from gerl.web.pages import ASSETS, GAP, enlarge, grid, thumbnail, to_data_uri
+from gerl.utils.pages import ASSETS, GAP, enlarge, grid, thumbnail, to_data_uri
 
 
 def image(height: int, width: int, value: int = 0) -> np.ndarray:
