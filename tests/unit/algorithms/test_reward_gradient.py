@@ -23,9 +23,9 @@ from gerl.algorithms.contrib.flowbp import (
     scale_up,
     split_count,
     spread_supports,
-    two_steps,
 )
 from gerl.algorithms.draft import sampled_length
+from gerl.algorithms.leapalign import two_steps
 from gerl.algorithms.planning import plan_samples
 from gerl.algorithms.reward_gradient import RewardGradient, generator
 from gerl.config import from_mapping
