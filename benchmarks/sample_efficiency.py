@@ -33,7 +33,7 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config
 from gerl.engine.record import Recorder
 from gerl.protocol import Group, Prompt, RolloutTask
-from gerl.rewards.manager import PendingRollout
+from gerl.rewards.rollouts import PendingRollout
 from gerl.run.card import hardware, now, software
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.trainer import run as training

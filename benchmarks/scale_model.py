@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gerl.rewards.manager import PREFETCH
+from gerl.rewards.rollouts import PREFETCH
 
 Record = dict[str, Any]
 WARM = 2  # simulated steps that do not count

@@ -18,7 +18,8 @@ from gerl.evaluate.loras import Variant
 from gerl.model.hub import Downloads
 from gerl.progress import Timeline
 from gerl.protocol import Images, ModelFacts, Prompt, Scores
-from gerl.rewards.manager import PendingRollout, RewardManager
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.rollouts import PendingRollout
 from gerl.rewards.total import TOTAL, score_row
 from gerl.run.checkpoint import load_checkpoint
 from gerl.trainer.overlong import cut_prompts, sentences

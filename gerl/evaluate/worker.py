@@ -24,7 +24,8 @@ from gerl.model.policy import EMA, Policy, WeightVariants, attach, switch
 from gerl.model.prompts import unguided
 from gerl.progress import waiting
 from gerl.protocol import CutPrompts, Images, Prompt, Sample
-from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.rollouts import PendingRollout, RoundRobin
 from gerl.run.checkpoint import models_in
 from gerl.trainer.overlong import sentences
 from gerl.utils.files import capture_logs, pass_on_logs

@@ -25,7 +25,7 @@ from gerl.preflight.findings import rendered, write_json
 from gerl.progress import Stopwatch, waiting
 from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import check_named, read_prompts, without_people
-from gerl.rewards.manager import PendingRollout
+from gerl.rewards.rollouts import PendingRollout
 from gerl.trainer.launch import start_cluster
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step, credit_of, usable_rewards

@@ -27,7 +27,8 @@ from gerl.workers.worker import PolicyWorker
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending
-    from gerl.rewards.manager import PendingRollout, ScoringRound
+    from gerl.rewards.manager import ScoringRound
+    from gerl.rewards.rollouts import PendingRollout
     from gerl.trainer.run import Run
     from gerl.workers.fleet import Workers
 

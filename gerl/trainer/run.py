@@ -40,9 +40,11 @@ from gerl.progress import MOMENT, REMINDER, Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, Prompt, RolloutTask
 from gerl.rewards.checks import check_held_out_metrics
 from gerl.rewards.gradients import with_absolute_paths
-from gerl.rewards.manager import PendingRollout, RewardManager, functions_of, serve_in_background, try_scorers
+from gerl.rewards.manager import RewardManager, functions_of
+from gerl.rewards.rollouts import PendingRollout, serve_in_background
 from gerl.rewards.scorers.weights import offers
 from gerl.rewards.total import describe_reward
+from gerl.rewards.trial import try_scorers
 from gerl.run.checkpoint import Checkpoint, RunState, save_checkpoint
 from gerl.run.choice import prune
 from gerl.run.guard import FEWEST, fewest_changes, guard_scope, look_steps, watched_columns

@@ -21,7 +21,7 @@ from gerl.protocol import Prompt, Sample, Scores, Turn
 from gerl.utils.pages import still
 
 if TYPE_CHECKING:
-    from gerl.rewards.manager import Dispatch
+    from gerl.rewards.rollouts import Dispatch
 
 Request = Callable[[Prompt, np.ndarray | None, Mapping[str, float]], str]
 

@@ -17,7 +17,7 @@ from gerl.config.held_out import Criterion
 from gerl.errors import GerlError
 from gerl.progress import Progress, waiting
 from gerl.protocol import Images, ModelFacts, Sample, Scores
-from gerl.rewards.manager import PendingRollout
+from gerl.rewards.rollouts import PendingRollout
 from gerl.rewards.total import thresholds
 from gerl.run.attempts import SUCCESS, held_out_metric
 from gerl.run.guard import LOOKED_AT, look_rows

@@ -27,7 +27,7 @@ from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
 from gerl.progress import Timeline, waiting
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepResult, UpdateStats
-from gerl.rewards.manager import Dispatch
+from gerl.rewards.rollouts import Dispatch
 from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
 from gerl.utils.seeding import seed_everything
 from gerl.workers.recovery import Recovery

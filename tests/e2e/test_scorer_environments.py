@@ -21,7 +21,8 @@ from thin_environment import thin_environment, tiny_package
 from gerl.cluster import Cluster
 from gerl.config import ClusterConfig, Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig
 from gerl.protocol import Images, Prompt
-from gerl.rewards.manager import RewardManager, try_scorers
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.trial import try_scorers
 from gerl.rewards.worker import RewardWorker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,8 @@ from gerl.config import ClusterConfig, Config, RewardConfig, ScorerConfig
 from gerl.errors import WorkerDied
 from gerl.progress import Timeline
 from gerl.protocol import Images, Prompt, RolloutTask, Sample
-from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin, serve_in_background
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.rollouts import PendingRollout, RoundRobin, serve_in_background
 from gerl.workers.fleet import Placement, fleet_of
 
 STEPS = 2

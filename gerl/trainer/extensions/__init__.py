@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.config import Config
     from gerl.protocol import Images, Prompt, Sample, Scores
-    from gerl.rewards.manager import PendingRollout
+    from gerl.rewards.rollouts import PendingRollout
     from gerl.run.checkpoint import Checkpoint
     from gerl.run.guard import Signal
     from gerl.trainer.run import Run

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gerl.config import Config
 from gerl.protocol import Prompt, Scores
-from gerl.rewards.manager import PendingRollout
+from gerl.rewards.rollouts import PendingRollout
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step

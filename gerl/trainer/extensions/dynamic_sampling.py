@@ -3,7 +3,7 @@
 import torch
 
 from gerl.config import Config
-from gerl.rewards.manager import PendingRollout
+from gerl.rewards.rollouts import PendingRollout
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step

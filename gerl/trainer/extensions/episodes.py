@@ -36,7 +36,7 @@ from gerl.workers.roles import RoleFleet, role_algorithm
 if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.protocol import Images
-    from gerl.rewards.manager import PendingRollout
+    from gerl.rewards.rollouts import PendingRollout
     from gerl.trainer.extensions import HeldOut
 
 logger = logging.getLogger(__name__)

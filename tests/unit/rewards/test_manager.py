@@ -28,16 +28,9 @@ from gerl.config import (
 from gerl.errors import ConfigError, RewardError
 from gerl.protocol import Images, Prompt, Sample, Scores
 from gerl.rewards.checks import without_people
-from gerl.rewards.manager import (
-    LATE,
-    FeedbackQueue,
-    PendingRollout,
-    RewardManager,
-    RoundRobin,
-    advance,
-    feedback_requests,
-    try_scorers,
-)
+from gerl.rewards.manager import LATE, FeedbackQueue, RewardManager, feedback_requests
+from gerl.rewards.rollouts import PendingRollout, RoundRobin, advance
+from gerl.rewards.trial import try_scorers
 
 SCORERS = """
 def compute_score(images, prompts, metadata):

@@ -12,7 +12,8 @@ from gerl.cluster import Cluster, Pending
 from gerl.config import ClusterConfig, RewardConfig, ScorerConfig
 from gerl.errors import ModelError
 from gerl.protocol import Images, Prompt, Sample
-from gerl.rewards.manager import PendingRollout, RewardManager, RoundRobin, advance
+from gerl.rewards.manager import RewardManager
+from gerl.rewards.rollouts import PendingRollout, RoundRobin, advance
 
 BATCHES = [[Sample(Prompt(i, f"p{i}", {"value": float(i)}), 0, 0, 1)] for i in range(20)]
 
