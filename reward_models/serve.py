@@ -20,10 +20,11 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import WITH_LEVELS, is_loopback, listen, run_command
+from gerl.commandline.command import WITH_LEVELS, run_command
 from gerl.config import ScorerConfig, expected, shown
 from gerl.errors import ConfigError, DataError, RewardError
 from gerl.rewards.scorers import build_scorer, require
+from gerl.utils.serving import is_loopback, listen
 from reward_models.scorers.http import read_token
 from reward_models.scoring import WARM_PROMPT
 

@@ -14,7 +14,7 @@ import pytest
 from drills import ALL
 from hypothesis import settings
 
-from gerl.commandline.command import importing
+from gerl.utils.imports import importing
 from gerl.utils.versions import has
 
 if has("diffusers", "0.37"):  # older ones cannot be imported beside it

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gerl.commandline.command import importing
+from gerl.utils.imports import importing
 
 with importing():
     import diffusers

@@ -13,7 +13,7 @@ import numpy as np
 import requests
 from PIL import Image
 
-from gerl.commandline.command import listen
+from gerl.utils.serving import listen
 from gerl.web.server import address
 from reward_models.votes.ballots import Ballots, Rules, VoteRequest
 from reward_models.votes.service import Tokens, voting

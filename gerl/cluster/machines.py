@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 from gerl.cluster.gpus import check_gpus
 from gerl.cluster.worker_group import WorkerGroup
 from gerl.commandline import signals
-from gerl.commandline.command import importing
 from gerl.config import ClusterConfig
 from gerl.config.blocks import HAS_RAY
 from gerl.errors import ClusterError
+from gerl.utils.imports import importing
 
 if TYPE_CHECKING:
     from gerl.cluster.ray_session import RaySession

@@ -1,29 +1,18 @@
-"""Run a command line: imports, help, log, signals, exit codes, output folder, sockets."""
+"""Run a command line: help, log, signals, exit codes, output folder."""
 
 import contextlib
-import functools
-import gc
-import importlib.metadata
-import inspect
-import ipaddress
 import logging
-import os
-import pkgutil
-import re
 import shlex
 import shutil
-import socket
 import sys
-import threading
 import traceback
-import types
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from gerl.commandline import signals
 from gerl.errors import ConfigError, GerlError, Interrupted, Stopped, causes
+from gerl.utils.imports import importing
 
 logger = logging.getLogger("gerl")
 PAGE = 8765  # the default port of `gerl watch`
@@ -144,147 +133,3 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out={out}: the folder cannot be created ({error.strerror}); choose another") from None
-
-
-# --- Callable packages such as `gerl.score(...)`, named like their main function
-
-
-class CallablePackage(types.ModuleType):
-    """A package that can be called like the function of the same name (`gerl.score(...)`).
-
-    Importing a submodule binds the package over that function, so the package itself must be callable. Python looks up
-    `__call__` in the class. The function is imported on the first call: signals must be handled before large imports.
-    """
-
-    _place: str  # "module:function"
-
-    def _function(self) -> types.FunctionType:
-        found: types.FunctionType = pkgutil.resolve_name(self._place)
-        return found
-
-    def __call__(self, *arguments: object, **keywords: object) -> object:
-        return self._function()(*arguments, **keywords)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._function())
-
-
-def make_callable(package: str, place: str) -> None:
-    """Make `package` (a name in `sys.modules`) callable as the function `place` ("module:function")."""
-    module = sys.modules[package]
-    module.__class__ = CallablePackage
-    module._place = place  # type: ignore[attr-defined]
-
-
-# --- Faster imports of large libraries
-
-Packages = Mapping[str, list[str]]
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector during a block of imports, which makes them faster.
-
-    It would traverse hundreds of thousands of permanent objects again and again; they are frozen after the block.
-    diffusers asks on import which distribution each package is from, which is computed on first use.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    find = importlib.metadata.packages_distributions
-    importlib.metadata.packages_distributions = lambda: WhenRead(find)
-    try:
-        yield
-    finally:
-        importlib.metadata.packages_distributions = find
-        gc.freeze()
-        gc.enable()
-
-
-@contextlib.contextmanager
-def imported_meanwhile(module: str) -> Iterator[None]:
-    """Import `module` in a thread during a block that waits for other processes; errors are left to a later import.
-
-    A block that fails does not wait for the thread.
-    """
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            import_module(module)
-
-    thread = threading.Thread(target=run, name=f"import {module}")
-    thread.start()
-    yield
-    thread.join()
-
-
-class WhenRead(UserDict[str, list[str]]):
-    """A mapping of packages to their distributions, computed by `find` on first use: it reads many files."""
-
-    def __init__(self, find: Callable[[], Packages]) -> None:
-        self._find = find
-
-    @functools.cached_property
-    def data(self) -> Packages:  # type: ignore[override]
-        return self._find()
-
-
-# --- Sockets of commands that serve pages or scores, and requests from other sites
-
-
-def require(extra: str, *modules: str) -> None:
-    """Raise `GerlError` naming the pip extra if a package that a command serves with cannot be imported."""
-    for module in modules:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise GerlError(
-                f"gerl {extra} needs the package {module}, which cannot be imported ({error}): run pip install "
-                f"'gerl[{extra}]'"
-            ) from None
-
-
-def listen(host: str, port: int, remedy: str = "use another port, or stop the program that uses it") -> socket.socket:
-    """Open a socket at `host:port`; raises `ConfigError` with the `remedy` if that fails."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror  # those of name resolution are negative
-        raise ConfigError(f"cannot listen on host={host} port={port} ({why}): {remedy}") from None
-
-
-def read_token(name: str) -> str:
-    """Return the token in the environment variable `name`. Raises `ConfigError`, without showing it, if it is wrong."""
-    token = os.environ.get(name, "").strip()
-    if not token:
-        raise ConfigError(f"token_env={name}: this environment variable is not set; export it")
-    if not re.fullmatch(r"[0-9A-Za-z_.~+/=-]+", token):
-        raise ConfigError(f"token_env={name}: use ASCII letters, digits and _ - . ~ in the token")
-    return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a name or an IP address, is a loopback address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def host_name(host: str) -> str:
-    """Return the name or address in a `Host` header without the port; empty if missing or malformed."""
-    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d*)?", host, re.ASCII | re.IGNORECASE)
-    return (match[1] or match[2]).lower() if match else ""
-
-
-def is_foreign(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site sends this request and it is no mere read; `headers`: by lower-case name."""
-    if method in ("GET", "HEAD"):
-        return False
-    origin = headers.get("origin")
-    elsewhere = origin is not None and origin.partition("://")[2] != headers.get("host")
-    return elsewhere or headers.get("sec-fetch-site", "none") not in ("none", "same-origin")

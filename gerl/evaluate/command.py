@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, logged_at, make_folder, run_command
+from gerl.commandline.command import logged_at, make_folder, run_command
 from gerl.commandline.composition import compose_run, default_experiment, is_of_run, typed_texts
 from gerl.config import Config, sources
 from gerl.config.user_files import only_typed
@@ -34,6 +34,7 @@ from gerl.protocol import Prompt
 from gerl.rewards.checks import check_named, read_prompts, without_people
 from gerl.rewards.total import check_any_scored, check_columns, stop_at_failure, thresholds, with_all_active
 from gerl.trainer.turns import Turns
+from gerl.utils.imports import importing
 
 if TYPE_CHECKING:
     from gerl.evaluate.comparison import Results, ScoredRow, SuiteResults

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, run_command
+from gerl.commandline.command import run_command
 from gerl.config import ModelConfig
 from gerl.config.bounded_text import MALFORMED, read_values
 from gerl.config.user_files import only_typed
@@ -22,6 +22,7 @@ from gerl.model.paths import resolve
 from gerl.run.checkpoint import Checkpoint, models_in
 from gerl.run.choice import find_checkpoint
 from gerl.utils.files import reason, write_atomically
+from gerl.utils.imports import importing
 from gerl.utils.pages import render
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, run_command
+from gerl.commandline.command import run_command
 from gerl.commandline.composition import compose_run
 from gerl.config import MOST_IMAGES, Config, shown
 from gerl.errors import ConfigError
 from gerl.preflight.sizing.hardware import GPUS, Name
+from gerl.utils.imports import importing
 
 
 @dataclass(frozen=True)

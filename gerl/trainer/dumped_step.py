@@ -14,7 +14,6 @@ import torch
 from gerl.algorithms import KLWeight
 from gerl.algorithms.base import pooled_sum
 from gerl.cluster import Cluster, WorkerGroup
-from gerl.commandline.command import importing
 from gerl.commandline.composition import compose_changes, path_or_copy
 from gerl.config import Config
 from gerl.engine import Trajectory
@@ -30,6 +29,7 @@ from gerl.trainer.extensions import build_extensions
 from gerl.trainer.run import Run
 from gerl.trainer.step import Metrics, Step, credit_of, usable_rewards
 from gerl.trainer.update import Update
+from gerl.utils.imports import importing
 from gerl.workers.dumping import machine, weights_digest
 from gerl.workers.fleet import Credit, LocalFleet, Placement
 from gerl.workers.worker import PolicyWorker

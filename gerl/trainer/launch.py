@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.algorithms.planning import plan_images, planned_steps, prompt_schedule
-from gerl.commandline.command import PAGE, imported_meanwhile, importing, logged_at, watching
+from gerl.commandline.command import PAGE, logged_at, watching
 from gerl.commandline.composition import Composed
 from gerl.config import ClusterConfig, Config
 from gerl.config.blocks import HELD_OUT
@@ -33,6 +33,7 @@ from gerl.run.usage import usage
 from gerl.run.validation import held_out_words, load_validations, mean
 from gerl.trainer.run_folder import RunFolder, identity
 from gerl.trainer.turns import Turns
+from gerl.utils.imports import imported_meanwhile, importing
 
 if TYPE_CHECKING:
     from gerl.cluster import Cluster

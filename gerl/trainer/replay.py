@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, run_command
+from gerl.commandline.command import run_command
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, TrainingError
 from gerl.utils.files import finite, write_file
+from gerl.utils.imports import importing
 
 if TYPE_CHECKING:
     import torch

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, run_command
+from gerl.commandline.command import run_command
 from gerl.config.bounded_text import MALFORMED
 from gerl.config.user_files import only_typed
 from gerl.errors import ConfigError, GerlError, TrainingError, TrustError
 from gerl.run.checkpoint import alive_since
 from gerl.trainer.replay import checked_out, read_tolerance
 from gerl.utils.files import finite, write_file
+from gerl.utils.imports import importing
 
 if TYPE_CHECKING:
     from gerl.verify.findings import Check

@@ -31,10 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, is_loopback, listen, read_token, require, run_command
+from gerl.commandline.command import run_command
 from gerl.errors import ConfigError, GerlError
 from gerl.protocol import Prompt
 from gerl.utils.files import is_within
+from gerl.utils.imports import importing
+from gerl.utils.serving import is_loopback, listen, read_token, require
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gerl.commandline.command import host_name, is_foreign, is_loopback
 from gerl.errors import GerlError
+from gerl.utils.serving import host_name, is_foreign, is_loopback
 
 SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import PAGE, importing, is_loopback, listen, read_token, require, run_command
+from gerl.commandline.command import PAGE, run_command
 from gerl.errors import ConfigError, GerlError
+from gerl.utils.imports import importing
+from gerl.utils.serving import is_loopback, listen, read_token, require
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -21,7 +21,6 @@ import torch
 from gerl.algorithms import KLWeight, build_algorithm
 from gerl.algorithms.base import Pooled, pooled_sum
 from gerl.cluster import Cluster, Pending, WorkerGroup, own_host, wait_all
-from gerl.commandline.command import importing
 from gerl.config import Config
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.hub import Downloads
@@ -29,6 +28,7 @@ from gerl.progress import Timeline, waiting
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample, Segment, StepResult, UpdateStats
 from gerl.rewards.rollouts import Dispatch
 from gerl.run.checkpoint import FROZEN, PARTS, Checkpoint, WorkerState
+from gerl.utils.imports import importing
 from gerl.utils.seeding import seed_everything
 from gerl.workers.recovery import Recovery
 from gerl.workers.rollout import shared_prefixes

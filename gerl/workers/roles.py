@@ -20,11 +20,11 @@ import torch
 from gerl.algorithms import Algorithm, build_algorithm
 from gerl.algorithms.token_grpo import TextTape, TokenGRPO
 from gerl.cluster import Pending, WorkerGroup
-from gerl.commandline.command import importing
 from gerl.config import Config
 from gerl.config.roles import role_config, signature
 from gerl.errors import CheckpointError, ConfigError
 from gerl.protocol import Images, ModelFacts, RolloutTask, Sample
+from gerl.utils.imports import importing
 from gerl.utils.seeding import derive_seed, seed_everything
 from gerl.utils.tensors import PackedFiles, pack_tensors, unpack_tensors
 from gerl.workers.fleet import LocalFleet

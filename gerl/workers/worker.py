@@ -15,7 +15,6 @@ import torch
 
 from gerl.algorithms import Algorithm, Batch, KLWeight, batches_of, build_algorithm
 from gerl.algorithms.base import Pooled
-from gerl.commandline.command import importing
 from gerl.config import Config
 from gerl.errors import ClusterError
 from gerl.model.errors import model_errors, raise_known
@@ -23,6 +22,7 @@ from gerl.model.prompts import check_arguments
 from gerl.objects import Function
 from gerl.protocol import NO_UPDATE, Images, StepResult, UpdateStats
 from gerl.utils.files import capture_logs, pass_on_logs
+from gerl.utils.imports import importing
 from gerl.utils.seeding import seed_everything
 from gerl.workers.collective import Meeting, Ranks
 from gerl.workers.image_statistics import image_statistics

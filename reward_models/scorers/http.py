@@ -24,10 +24,10 @@ from pydantic import Field
 from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from gerl.commandline.command import is_loopback
 from gerl.errors import RewardError
 from gerl.rewards.scorers.base import JSON, Scorer
 from gerl.utils.http import Answer, UnreadableAnswer, exchange
+from gerl.utils.serving import is_loopback
 
 # --- JSON client with time-outs and retries, tokens, image encoding
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from gerl.commandline import signals
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import is_loopback, listen, require, run_command
+from gerl.commandline.command import run_command
 from gerl.commandline.composition import CHOICES, asked_for, compose_changes, compose_run, hydra_options
 from gerl.errors import ConfigError, Interrupted, TrainingError
 from gerl.run.session import VOTES
 from gerl.trainer.run_folder import folder_to_resume, read_configuration
+from gerl.utils.serving import is_loopback, listen, require
 from reward_models.votes import reaper
 
 logger = logging.getLogger("gerl")

@@ -29,11 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import RedirectResponse
 
-from gerl.commandline.command import is_loopback
 from gerl.config.bounded_text import read_json
 from gerl.errors import GerlError, RewardError
 from gerl.rewards.scorers.base import VERSION, decode_base64
 from gerl.utils.files import reason, writing
+from gerl.utils.serving import is_loopback
 from gerl.web.server import Gate, Queue, Subscriber, Visit, bearer, is_token, refused, serving
 from reward_models.votes.ballots import MOST, Ballot, Ballots, VoteRefused, parse_request
 

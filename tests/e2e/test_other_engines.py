@@ -22,11 +22,11 @@ import zoo.base
 import zoo.conditioned
 from PIL import Image
 
-from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
 from gerl.errors import ConfigError, ModelError
 from gerl.protocol import Prompt, Sample
 from gerl.utils.seeding import sample_generators
+from gerl.utils.serving import listen
 from gerl.verify.command import main as verify
 from gerl.web.engine import TOKEN as SERVICE_TOKEN
 from gerl.web.engine import Options, build_app, load_engine

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gerl.commandline.arguments import Parser, key
-from gerl.commandline.command import importing, run_command
+from gerl.commandline.command import run_command
+from gerl.utils.imports import importing
 from gerl.web.watch import PageOptions, addresses, checked_token, opened, serve_app
 
 logger = logging.getLogger("gerl")

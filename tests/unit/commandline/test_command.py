@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from drills import more
 
-from gerl.commandline.command import WhenRead, importing
 from gerl.progress import duration, waiting
+from gerl.utils.imports import WhenRead, importing
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTS = """
-from gerl.commandline.command import WhenRead, importing
+from gerl.utils.imports import WhenRead, importing
 
 with importing():
     import diffusers

@@ -20,7 +20,7 @@ from gerl.model.hub import Downloads
 COMMIT = "a" * 40
 READ = """
 import json, sys, time, logging
-from gerl.commandline.command import importing
+from gerl.utils.imports import importing
 with importing():
     from gerl.config import ModelConfig, SamplingConfig
     from gerl.errors import GerlError

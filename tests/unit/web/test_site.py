@@ -15,9 +15,9 @@ import requests
 from PIL import Image
 from watching import PROMPTS, add_episodes, add_live, add_rows, add_validation, make_run, serving
 
-from gerl.commandline.command import listen
 from gerl.run.checkpoint import RunLock
 from gerl.run.session import asked
+from gerl.utils.serving import listen
 from gerl.web import server as http_server
 from gerl.web.site import Folders, build_site
 

@@ -14,12 +14,12 @@ import pytest
 import requests
 from watching import make_run
 
-from gerl.commandline.command import listen
 from gerl.commandline.composition import compose_run
 from gerl.data.sources import hold_out
 from gerl.preflight.sizing.hardware import GPUS
 from gerl.protocol import Prompt
 from gerl.run.checkpoint import save_checkpoint
+from gerl.utils.serving import listen
 from gerl.web.server import address, serving
 from gerl.web.studio import drafts
 from gerl.web.studio.app import Studio, build_studio

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from watching import make_run
 
-from gerl.commandline.command import listen
 from gerl.utils.pages import encode
+from gerl.utils.serving import listen
 from gerl.web.server import address, serving
 from gerl.web.studio.app import build_studio
 
