@@ -38,7 +38,7 @@ from gerl.api.commands import export
 from gerl.config.user_files import only_typed
 from gerl.errors import GerlError
 from gerl.evaluate.loras import find_lora, has_episodes
-from gerl.model.lora import read_layers
+from gerl.model.lora_files import read_layers
 from gerl.program.commands import main as command
 from gerl.run.dump import read_dump
 from gerl.run.report import write_report

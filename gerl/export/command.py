@@ -26,7 +26,7 @@ from gerl.utils.imports import importing
 from gerl.utils.pages import render
 
 if TYPE_CHECKING:
-    from gerl.model.lora import Lora
+    from gerl.model.lora_files import Lora
 
 logger = logging.getLogger("gerl")
 
@@ -183,7 +183,7 @@ def share_run(request: Request) -> list[Path]:
 
 def trained_loras(request: Request, checkpoint: Checkpoint, base: Base) -> "dict[str, Lora]":
     """Return the LoRA of each denoiser. Raises `CheckpointError` if there is none."""
-    from gerl.model.lora import collect_loras
+    from gerl.model.lora_files import collect_loras
     from gerl.model.teachers import is_fake
     from gerl.utils.tensors import unpack_tensors
 

@@ -19,16 +19,7 @@ from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import find_denoisers
 from gerl.model.hub import code_refused, model_folder
 from gerl.model.loading import merge_start, own_code
-from gerl.model.lora import (
-    Lora,
-    check_fit,
-    check_loads,
-    convert,
-    diffusers_file,
-    kohya_file,
-    merge,
-    peft_files,
-)
+from gerl.model.lora_files import Lora, check_fit, check_loads, convert, diffusers_file, kohya_file, merge, peft_files
 from gerl.model.parts import left_out
 from gerl.model.paths import WEIGHTS, resolve
 from gerl.utils.versions import DTYPE

@@ -13,7 +13,7 @@ from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline, stored_dtypes
 from gerl.model.components import weights_checked
-from gerl.model.lora import Lora
+from gerl.model.lora_files import Lora
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS, Checkpoint, models_in
 from gerl.utils.versions import DTYPE

@@ -11,7 +11,7 @@ from gerl.export import card
 from gerl.export.base import Base, file_stem
 from gerl.export.comfyui import workflow
 from gerl.export.files import skeleton
-from gerl.model.lora import Lora, check_fit, diffusers_file, kohya_file
+from gerl.model.lora_files import Lora, check_fit, diffusers_file, kohya_file
 from gerl.model.paths import SHIPPED, WEIGHTS
 from gerl.run.card import version_of
 from gerl.run.settings import get, read_config

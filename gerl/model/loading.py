@@ -29,17 +29,8 @@ from gerl.model.components import check_files, weights_checked
 from gerl.model.denoisers import DENOISERS, check_offered, denoisers_among, find_denoisers, relay_warnings, skeletons
 from gerl.model.errors import check_backend, is_full
 from gerl.model.hub import code_refused, model_folder, part_folder, refusal_of_code
-from gerl.model.lora import (
-    TEXT_ENCODER,
-    add_lora,
-    begin_with,
-    check_loads,
-    lora_file,
-    merge,
-    read_start,
-    targets_of,
-    with_lora,
-)
+from gerl.model.lora import add_lora, targets_of, with_lora
+from gerl.model.lora_files import TEXT_ENCODER, check_loads, lora_file, merge
 from gerl.model.parts import NO_PARTS, Parts, left_out, with_tokenizers
 from gerl.model.paths import resolve
 from gerl.model.placement import (
@@ -58,6 +49,7 @@ from gerl.model.quantization import check_quantisation, leading_values, quantisa
 from gerl.model.schedulers import trainable_scheduler
 from gerl.model.sharding import Unread, check_context, divide_context, fill, shard, sharded_components, unread_models
 from gerl.model.shards import TORCH
+from gerl.model.start_lora import begin_with, read_start
 from gerl.model.teachers import attach_teachers, in_teachers, read_teachers, teachers_parameters
 from gerl.objects import pipeline
 from gerl.utils.files import first_line
@@ -391,7 +383,7 @@ def lora_lines(pipe: DiffusionPipeline, denoisers: dict[str, ModelMixin]) -> lis
     loadable, denoisers = loadable_loras(pipe), with_lora(denoisers)
     others = sorted(denoisers.keys() - loadable)
     if any(not isinstance(denoisers[name], PeftAdapterMixin) for name in others):
-        return ["load_lora(pipe, Path(FOLDER))"]  # `load_lora` of gerl.model.lora, which handles all denoisers
+        return ["load_lora(pipe, Path(FOLDER))"]  # `load_lora` of gerl.model.lora_files, which handles all denoisers
     lines = ["pipe.load_lora_weights(FOLDER)"] if loadable & denoisers.keys() else []
     return lines + [f"pipe.{name}.load_lora_adapter(FOLDER, prefix={name!r}, use_safetensors=True)" for name in others]
 

@@ -21,17 +21,8 @@ from torch.utils._pytree import tree_leaves
 from gerl.errors import ModelError
 from gerl.model.components import weights_checked
 from gerl.model.latents import ImageLatents
-from gerl.model.lora import (
-    ADAPTER,
-    activate,
-    adapted_layers,
-    adapter_active,
-    check_components,
-    inject,
-    lora_disabled,
-    lora_file,
-    read_lora,
-)
+from gerl.model.lora import ADAPTER, activate, adapted_layers, adapter_active, lora_disabled
+from gerl.model.lora_files import check_components, inject, lora_file, read_lora
 from gerl.model.placement import QuantizedRollout
 from gerl.model.sharding import blocks_to_gather
 from gerl.model.teachers import FAKE, TeacherModel

@@ -241,7 +241,7 @@ class PromptCache:
 def folder_of(cache: Path, model: ModelConfig, dtype: torch.dtype) -> Path:
     """Return the folder inside `cache` for text encoder outputs of `model` in `dtype`."""
     parts = ("text_encoder", "tokenizer", "processor")
-    from gerl.model.lora import content_digest  # imported lazily: the driver does not need diffusers
+    from gerl.model.start_lora import content_digest  # imported lazily: the driver does not need diffusers
 
     # text encoders may have a part of the LoRA
     merged = [content_digest(model.lora)] if model.merge_lora and model.lora is not None else []

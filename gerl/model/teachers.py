@@ -11,7 +11,9 @@ from peft import inject_adapter_in_model
 
 from gerl.config.algorithms import NAME, Teacher
 from gerl.errors import ModelError
-from gerl.model.lora import ADAPTER, Denoisers, Layers, Parameters, adapted_layers, inject, read_fitting, with_lora
+from gerl.model.lora import ADAPTER, Parameters, adapted_layers, with_lora
+from gerl.model.lora_files import Denoisers, Layers, inject
+from gerl.model.start_lora import read_fitting
 from gerl.utils.seeding import derive_seed
 
 # --- Teachers of a policy: LoRAs beside the trained one, inactive by default

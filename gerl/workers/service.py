@@ -303,7 +303,7 @@ class ServiceRollout(Rollout):
 
     def named_lora(self, old: bool) -> NamedLora:
         """Return the LoRA of the rollout weights, under a name that no other weights have."""
-        from gerl.model.lora import lora_file  # imported lazily: the driver of a run does not need diffusers
+        from gerl.model.lora_files import lora_file  # imported lazily: the driver of a run does not need diffusers
 
         with self.policy.as_sampler(old):
             content = lora_file(self.policy.denoisers, self.policy.adapter)

@@ -14,7 +14,7 @@ from drills import more
 
 from gerl.api.commands import evaluate
 from gerl.export.command import main as export
-from gerl.model.lora import collect_loras
+from gerl.model.lora_files import collect_loras
 from gerl.trainer.main_flowgrpo import main
 
 KEYS = ("validation.every=1", "checkpoint.every=1", "checkpoint.keep=9", "actor.lr=0.01", "reward.trial=false")

@@ -17,7 +17,8 @@ from gerl.config import ClusterConfig, Config
 from gerl.config.algorithms import Teacher
 from gerl.engine import record, replay
 from gerl.errors import ConfigError, ModelError
-from gerl.model.lora import Halves, Layers, adapter_active, lora_disabled
+from gerl.model.lora import adapter_active, lora_disabled
+from gerl.model.lora_files import Halves, Layers
 from gerl.model.policy import Policy
 from gerl.model.teachers import attach_teachers, is_fake
 from gerl.protocol import Prompt, Sample

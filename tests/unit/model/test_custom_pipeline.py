@@ -24,7 +24,7 @@ from gerl.errors import ModelError, TrustError
 from gerl.export.base import Base
 from gerl.export.files import merged_pipeline
 from gerl.model.loading import check_code, load_pipeline, load_policy, read_pipeline
-from gerl.model.lora import load_lora
+from gerl.model.lora_files import load_lora
 from gerl.model.paths import WEIGHTS
 from gerl.model.prompts import pipeline_call
 

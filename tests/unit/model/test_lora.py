@@ -28,22 +28,17 @@ from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
 from gerl.model.denoisers import find_denoisers
 from gerl.model.loading import check_model, load_pipeline, load_policy, weights_fingerprint
-from gerl.model.lora import (
+from gerl.model.lora import add_lora, bare_model, default_targets, find_targets, linear_layers, lora_disabled
+from gerl.model.lora_files import (
     LAYOUTS,
     Lora,
-    add_lora,
-    bare_model,
     check_fit,
     check_loads,
     collect_loras,
-    default_targets,
     diffusers_file,
-    find_targets,
     kohya_file,
     kohya_halves,
-    linear_layers,
     load_lora,
-    lora_disabled,
     lora_file,
     merge,
     read_layers,

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from gerl.errors import ModelError
-from gerl.model.lora import add_lora, lora_file, read_lora
+from gerl.model.lora import add_lora
+from gerl.model.lora_files import lora_file, read_lora
 from gerl.model.paths import WEIGHTS
 from gerl.model.policy import EMA, alone, attach, chosen, class_of, divide, kept_in_fp32, parameters_of, switch
 

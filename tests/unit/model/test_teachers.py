@@ -17,7 +17,8 @@ from gerl.errors import ModelError
 from gerl.export.base import Base
 from gerl.export.files import lora_files, write_files
 from gerl.model.loading import check_teachers, load_policy, load_teachers
-from gerl.model.lora import ADAPTER, Lora, adapted_layers, find_targets
+from gerl.model.lora import ADAPTER, adapted_layers, find_targets
+from gerl.model.lora_files import Lora
 from gerl.model.policy import Policy
 from gerl.workers.setup import load_worker_policy
 
