@@ -68,4 +68,4 @@ def test_pictures_videos_schedulers_and_other_denoisers(tmp_path: Path) -> None:
         assert part in code
     assert f"pipe.b.load_lora_adapter({str(tmp_path / 'checkpoints/step_8/lora')!r}, prefix='b'" in code
     own = usage(tmp_path, CONFIG, [validation(8, lora_lines=["load_lora(pipe, Path(FOLDER))"])])
-    assert own is not None and "from gerl.model.lora import load_lora" in own and "load_lora(pipe, Path('" in own
+    assert own is not None and "from gerl.model.lora_files import load_lora" in own and "load_lora(pipe, Path('" in own
