@@ -27,8 +27,8 @@ from tokenizers.models import WordLevel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gerl.algorithms.planning import VALIDATION_SEED
+from gerl.utils.pages import grid
 from gerl.utils.seeding import derive_seed, sample_generators
-from gerl.web.pages import grid
 from reward_models.scorers.ocr import OcrScorer
 
 log = logging.getLogger("train_signs")
