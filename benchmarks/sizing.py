@@ -49,7 +49,7 @@ PROMPTS = {
     "signs_train": "signs",
     "my_prompts.jsonl": "your edits",
 }
-CARDS = Path(__file__).parent.parent / "gerl" / "web" / "assets" / "cards.yaml"
+CARDS = Path(__file__).parent.parent / "gerl" / "assets" / "pages" / "cards.yaml"
 SHARE = 40  # percent of the published peak
 DOCS = Path(__file__).parent.parent / "docs"
 logger = logging.getLogger("sizing")
