@@ -137,7 +137,7 @@ def _conclude(pool: Pool[Any], name: str, scorer: ScorerConfig, call: Pending[An
         return rows
     problem = (
         f"reward.scorers.{name} failed in a trial on grey images: {failures[0]}; fix it, or skip this trial with "
-        "reward.trial=false if it is only grey images that it cannot score"
+        "reward.trial=false if the scorer fails on grey images only"
     )
     if len(failures) < count:
         logger.warning("%s (%d of %d images have a score)", problem, count - len(failures), count)

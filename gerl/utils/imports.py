@@ -51,7 +51,7 @@ def imported_meanwhile(module: str) -> Iterator[None]:
 
 
 class WhenRead(UserDict[str, list[str]]):
-    """A mapping of packages to their distributions, computed by `find` on first use: it reads many files."""
+    """A mapping of packages to their distributions, computed on first use because `find` reads many files."""
 
     def __init__(self, find: Callable[[], Packages]) -> None:
         self._find = find

@@ -47,7 +47,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def package(path: Path) -> str:
-    """The folder or file of gerl that a file is, or lies in; the studio is apart."""
+    """Return the package or top-level module of gerl that a file belongs to; the studio is a package of its own."""
     inside = path.relative_to(ROOT / "gerl").with_suffix("").parts
     return ".".join(inside[:2]) if inside[:2] == ("web", "studio") else inside[0]
 
