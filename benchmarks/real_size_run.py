@@ -187,13 +187,7 @@ def train(path: str, arguments: list[str]) -> None:
     report, folder = Report(Path(path)), open_run(arguments)
     assert folder is not None
     with report.traffic.counted(), folder, launched(folder, arguments) as (run, steps):
-        calibrate = run.calibrate
-
-        def loaded() -> None:
-            report.started(run)
-            calibrate()
-
-        run.calibrate = loaded  # type: ignore[method-assign]
+        report.started(run)
         for step in steps:
             report.step(run, step.number)
 

@@ -36,7 +36,7 @@ from gerl.protocol import Group, Prompt, RolloutTask
 from gerl.rewards.rollouts import PendingRollout
 from gerl.run.card import hardware, now, software
 from gerl.run.tracking import METRICS, read_metrics
-from gerl.trainer import run as training
+from gerl.trainer import start as training
 from gerl.trainer.extensions import Extension
 from gerl.trainer.run import Run
 from gerl.trainer.step import Step
@@ -71,13 +71,13 @@ class ProbeThenFill(Extension):
     weights: Mapping[Group, float] = {}
 
     def starting(self, run: Run) -> None:
-        whole = run.plan
+        whole = run.plan.tasks
 
-        def probes(number: int, attempt: int = 0, begun: int = 0) -> list[RolloutTask]:
-            samples = [s for task in whole(number, attempt, begun) for s in task.samples if s.index < PROBES]
-            return run.algorithm.plan(samples, begun)
+        def probes(*arguments: Any) -> list[RolloutTask]:
+            samples = [s for task in whole(*arguments) for s in task.samples if s.index < PROBES]
+            return run.algorithm.plan(samples, arguments[-1])
 
-        run.plan = probes  # type: ignore[method-assign]
+        run.plan.tasks = probes  # type: ignore[method-assign]
 
     def scored(self, run: Run, step: Step) -> PendingRollout | None:
         if step.rounds > 1:
@@ -90,7 +90,7 @@ class ProbeThenFill(Extension):
         prompts = {s.group: s.prompt for s in step.scores.samples if self.weights[s.group] > 0}
         planned = plan_samples(self.config, prompts.values(), step.number, run.state.policy_version)
         rest = [sample for sample in planned if sample.index >= PROBES]
-        return run.sample_tasks(run.algorithm.plan(rest, len(step.tasks)), run.fleet) if rest else None
+        return run.rollouts.start(run.algorithm.plan(rest, len(step.tasks))) if rest else None
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None
@@ -114,7 +114,7 @@ class ExpectedVariance(Extension):
         if held_out or len(self.seen) < CANDIDATES * len(prompts):
             return prompts
         chance = random.Random(derive_seed("candidates", self.config.trainer.seed, number))
-        pool = chance.sample(list(run.prompts), CANDIDATES * len(prompts))
+        pool = chance.sample(list(run.plan.prompts), CANDIDATES * len(prompts))
         x = np.stack([features for _, features, _ in self.seen])
         y = np.array([spread for _, _, spread in self.seen])
         w = np.array([MEMORY ** (number - step) for step, _, _ in self.seen])[:, None]

@@ -18,20 +18,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import ray
 import torch
 from scale_echo import Echo, Pace
 from scale_report import MEASURED, SIMULATED, Record, fitted, load, simulated, write, write_table
-from scale_standin import PHASES, EchoRun, Ledger, SlowWorker, StandIns, importable, reshape
+from scale_standin import PHASES, Ledger, SlowWorker, StandIns, importable, reshape
 
 from gerl.commandline.composition import compose_run
 from gerl.config import Config
 from gerl.model.denoisers import quiet_libraries
 from gerl.rewards.checks import read_prompts
-from gerl.trainer.run import Run, conclude, take, take_ahead
+from gerl.trainer import start
+from gerl.trainer.loop import conclude, remaining_steps, survive, take, take_ahead
+from gerl.trainer.plan import Plan
+from gerl.trainer.run import Run
 from gerl.trainer.run_folder import identity
 from gerl.workers.worker import PolicyWorker
 
@@ -99,8 +104,8 @@ def one_step(run: Run, ledger: Ledger) -> Record:
     """A step of the loop."""
     with ledger.watching(run):
         cpu, thread, start = time.process_time(), time.thread_time(), time.perf_counter()
-        step = next(run.steps())
-        run.survives(take_ahead if run.config.trainer.staleness else take, step)
+        step = next(remaining_steps(run))
+        survive(take_ahead if run.config.trainer.staleness else take, run, step)
         seconds = time.perf_counter() - start
         conclude(run, step)
         cpu, thread = time.process_time() - cpu, time.thread_time() - thread
@@ -150,20 +155,20 @@ def measure(kind: str, workers: int) -> Record:
         config = configs[0][1]
         prompts = read_prompts(config, "data.train", config.data.train)
         with StandIns(config, Pace(pace), Echo if echo else SlowWorker) as cluster:
-            run = (EchoRun if echo else Run)(config, folder, cluster, prompts, [], identity(config))
-            run.setup(None)
+            with patch.object(start, "calibrate", bool) if echo else nullcontext():  # without a model
+                run = start.start_run(config, folder, cluster, Plan(config, prompts), identity(config))
             for _ in range(2 if slow else 1):
                 one_step(run, Ledger())  # everything is loaded and connected after it
             found: Record = {"kind": kind, "workers": workers, "pace": pace, "score": score, "staleness": staleness}
             found["steps"] = measure_steps(run, configs)
-            start = time.process_time()
+            begun = time.process_time()
             time.sleep(3)
-            found["idle_cpu"] = (time.process_time() - start) / 3
+            found["idle_cpu"] = (time.process_time() - begun) / 3
             if not echo:
                 found |= extras(run)
             if run.fleet.recovery is not None:
                 run.fleet.recovery.close()
-            run.metrics_log.close()
+            run.history.log.close()
     return found
 
 
@@ -175,7 +180,7 @@ def extras(run: Run) -> Record:
     saved = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
     folders = sorted((run.run_dir / "checkpoints").iterdir())
     saved["bytes"] = sum(f.stat().st_size for f in folders[-1].rglob("*") if f.is_file())
-    found: Record = {"saving": saved, "lora": run.model.trained_parameters, "collective": []}
+    found: Record = {"saving": saved, "lora": run.fleet.model.trained_parameters, "collective": []}
     if len(run.fleet.workers) > 1:
         for numbers in ALL_REDUCED:
             times = run.fleet.workers.run(SlowWorker.all_reduce, numbers, 5)  # type: ignore[arg-type]

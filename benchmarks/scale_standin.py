@@ -27,7 +27,7 @@ from gerl.algorithms import build_algorithm
 from gerl.cluster import Cluster, Pending, WorkerGroup
 from gerl.config import Config
 from gerl.protocol import ModelFacts
-from gerl.trainer import run as loop
+from gerl.trainer import loop
 from gerl.trainer.run import Run
 from gerl.workers.worker import PolicyWorker
 
@@ -118,13 +118,6 @@ class StandIns(Cluster):
         return super().workers(name, self.cls, count, lambda rank: (*arguments(rank), self.pace), **options)
 
 
-class EchoRun(Run):
-    """A run with workers that have no model."""
-
-    def calibrate(self) -> None:
-        """There is nothing to measure."""
-
-
 @dataclass
 class Ledger:
     """What the driver did: its CPU seconds by phase, calls and waits, and the bytes of them where these are counted."""
@@ -181,9 +174,9 @@ class Ledger:
             return timed
 
         parts = [
-            *(("draw", run, name) for name in ("sample", "wait_until_sampled")),
+            *(("draw", run, "sample"), ("draw", run.rollouts, "wait_until_sampled")),
             *(("credit", loop, name) for name in ("usable_rewards", "credit_of")),
-            *(("score", run, "score"), ("update", run, "train_on"), ("remember", run, "remember")),
+            *((name, loop, name) for name in ("score", "update", "remember")),
         ]
         patches = [patch.object(at, name, phased(phase, getattr(at, name))) for phase, at, name in parts]
         patches += [patch.object(WorkerGroup, "submit", counted), patch.object(Pending, "ended", fetched)]
@@ -199,8 +192,9 @@ class Ledger:
 
 def reshape(run: Run, config: Config) -> None:
     """Let the driver go on with the rollout sizes of another configuration, of which the workers need not know."""
-    run.config, run.algorithm = config, build_algorithm(config)
-    run.update.config, run.update.algorithm = config, run.algorithm
+    (role,) = run.roles.values()
+    run.config = run.plan.config = run.rollouts.config = role.update.config = config
+    role.update.algorithm = build_algorithm(config)
 
 
 def importable() -> str:

@@ -9,7 +9,8 @@ from gerl.algorithms.planning import plan_samples
 from gerl.config import Config, RewardConfig, RolloutConfig, SamplingConfig, ScorerConfig, algorithm_config
 from gerl.progress import Stopwatch
 from gerl.protocol import Prompt, ScorerFailure, Scores
-from gerl.trainer.extensions import Extension, build_extensions
+from gerl.trainer.extensions import build_extensions
+from gerl.trainer.run import Extension
 from gerl.trainer.step import Step, credit_of, usable_rewards
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(4)]

@@ -8,8 +8,8 @@ from PIL import Image
 
 from gerl.config import Config, LoggerConfig
 from gerl.progress import Stopwatch
-from gerl.run.tracking import MetricsLog
 from gerl.trainer.extensions.trackers import Trackers
+from gerl.trainer.history import History
 from gerl.trainer.step import Step
 
 
@@ -17,20 +17,18 @@ class TrackedLog:
     """Writes what a run writes, and tells the trackers of `config` of it as a run does."""
 
     def __init__(self, run_dir: Path, config: LoggerConfig, start_step: int = 0) -> None:
-        self.run_dir, self.log_start = run_dir, start_step
-        self.latest: dict[str, float] = {}
+        self.run_dir, self.history = run_dir, History(run_dir, 0.0)
         self.run: Any = self  # to the extension
-        self.metrics_log = MetricsLog(run_dir, start_step)
+        self.history.open_log(start_step)
         self.trackers = Trackers(Config(logger=config))
         self.trackers.starting(self.run)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.metrics_log.log(step, metrics)
-        self.latest = metrics
+        self.history.add_row(step, metrics)
         self.trackers.logged(self.run, Step(step, Stopwatch()))
 
     def image(self, step: int, name: str, image: Image.Image) -> Path:
-        path = self.metrics_log.image(step, name, image)
+        path = self.history.picture(step, name, image)
         self.trackers.pictured(self.run, step, name, path, image)
         return path
 
@@ -46,4 +44,4 @@ class TrackedLog:
 
     def close(self, error: BaseException | None = None) -> None:
         self.trackers.ended(self.run, error)
-        self.metrics_log.close()
+        self.history.log.close()

@@ -247,6 +247,10 @@ class Algorithm(ABC):
         """Return the state for a resumed run, as JSON."""
         return {"reference_step": self.reference_step}
 
+    def move_reference(self, step: int) -> None:
+        """Take the weights after trainer step `step` as the reference of the KL."""
+        self.reference_step = step
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; raises `CheckpointError` for anything else."""
         step = state.get("reference_step", 0)

@@ -158,9 +158,9 @@ class Trainer:
                 if folder is None:  # already finished
                     return
                 with folder, launched(folder, arguments) as (trainer, steps):
-                    board = Board(trainer.planned_steps, self.folder) if in_notebook() else None
+                    board = Board(trainer.plan.steps, self.folder) if in_notebook() else None
                     for _ in steps:
-                        step = Step(trainer.state.step, dict(trainer.latest))
+                        step = Step(trainer.state.step, dict(trainer.history.latest))
                         if board is not None:
                             board.update(step.number, step.metrics)
                         if self.pipe is not None and step.number and not trainer.fleet.workers.remote:

@@ -15,7 +15,6 @@ from gerl.config.roles import role_config
 from gerl.errors import CheckpointError
 from gerl.evaluate.comparison import WIDTH, ScoredRow, TurnImage
 from gerl.evaluate.loras import Variant
-from gerl.model.hub import Downloads
 from gerl.progress import Timeline
 from gerl.protocol import Images, ModelFacts, Prompt, Scores
 from gerl.rewards.manager import RewardManager
@@ -124,10 +123,10 @@ def sample_episodes(
         threads=cluster.threads,
     )
     fleet = LocalFleet(own, cluster, workers, Timeline())  # type: ignore[arg-type]
-    facts = fleet.set_up(range(count), Downloads())[0]
-    for sentence in [*facts.notes, *cut(fleet, turns, prompts)]:
+    fleet.set_up(range(count))
+    for sentence in [*fleet.model.notes, *cut(fleet, turns, prompts)]:
         logger.info("%s", sentence)
-    for sentence in facts.warnings:
+    for sentence in fleet.model.warnings:
         logger.warning("%s", sentence)
     logged = set[str]()
     for start in range(0, len(prompts), least * count):

@@ -13,7 +13,7 @@ import torch
 from gerl.algorithms import count_pairs
 from gerl.algorithms.base import Pooled
 from gerl.algorithms.core_algos import LEVEL_WEIGHTS, step_weights
-from gerl.algorithms.planning import plan_prompts, plan_samples, prompt_schedule
+from gerl.algorithms.planning import plan_samples
 from gerl.cluster import Cluster
 from gerl.config import Config
 from gerl.config.blocks import StepWeighting
@@ -27,7 +27,9 @@ from gerl.protocol import RolloutTask, Sample, StepFacts
 from gerl.rewards.checks import check_named, read_prompts, without_people
 from gerl.rewards.rollouts import PendingRollout
 from gerl.trainer.launch import start_cluster
+from gerl.trainer.plan import Plan
 from gerl.trainer.run import Run
+from gerl.trainer.start import load_run
 from gerl.trainer.step import Step, credit_of, usable_rewards
 from gerl.utils.files import finite
 from gerl.workers.worker import Groups, PolicyWorker
@@ -202,8 +204,7 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
         check_model(config.model, config.sampling, config.cluster.context)
     found: list[BatchGradients] = []
     with start_cluster(machines) as cluster:
-        whole = Run(config, Path(), cluster, prompts, [], {})
-        whole.start()
+        whole = load_run(config, Path(), cluster, Plan(config, prompts), {})
         for number in range(1, batches + 1):
             with waiting(f"measuring batch {number} of {batches}"):
                 found.append(measure(whole, number))
@@ -222,10 +223,10 @@ def run(config: Config, batches: int, out: Path | None = None) -> Signal:
 def measure(run: Run, number: int) -> BatchGradients:
     """Measure batch `number` (from 1); the gradients are summed over the workers."""
     config, fleet, step = run.config, run.fleet, Step(number, Stopwatch())
-    samples = plan_samples(config, plan_prompts(prompt_schedule(config, run.prompts), run.prompts, number), number, 0)
+    samples = plan_samples(config, run.plan.prompts_of(number), number, 0)
     tasks = plan(run, samples)
     rollout = PendingRollout(run.rewards, [t.samples for t in tasks], fleet.sample(tasks), fleet.samplers.hang_after)
-    run.score(rollout, step)
+    run.rollouts.score(rollout, step)
     step.rewards, step.metrics = usable_rewards(config, step.scores)
     run.notify("rewarded", step)
     credit = credit_of(config, run.algorithm, step.scores, step.rewards)

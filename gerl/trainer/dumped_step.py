@@ -11,21 +11,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from gerl.algorithms import KLWeight
+from gerl.algorithms import KLWeight, build_algorithm
 from gerl.algorithms.base import pooled_sum
 from gerl.cluster import Cluster, WorkerGroup
 from gerl.commandline.composition import compose_changes, path_or_copy
-from gerl.config import Config
+from gerl.config import Config, RewardConfig
 from gerl.engine import Trajectory
 from gerl.errors import CheckpointError, ConfigError, ModelError
 from gerl.model.paths import resolve
 from gerl.progress import Stopwatch, Timeline, waiting
 from gerl.protocol import ModelFacts, StepResult, UpdateStats
-from gerl.rewards.manager import functions_of
+from gerl.rewards.manager import RewardManager, functions_of
 from gerl.run.card import software
 from gerl.run.checkpoint import RunState
 from gerl.run.dump import CREDIT, GRADIENT, KL_WEIGHT, STATE, Dump, DumpError, Environment
 from gerl.trainer.extensions import build_extensions
+from gerl.trainer.plan import Plan
+from gerl.trainer.roles import POLICY, Role
 from gerl.trainer.run import Run
 from gerl.trainer.step import Metrics, Step, credit_of, usable_rewards
 from gerl.trainer.update import Update
@@ -174,25 +176,27 @@ class DumpedStep:
         record = dump.record
         self.worker = worker if worker is not None else self.load_model()
         self.load_state()
-        run = self.run = Run(config, dump.path.parents[1], cluster, (), (), dict(record.identity))
-        run.extensions = build_extensions(config, EXTENSIONS)
-        run.fleet = self.fleet = ReplayFleet(config, cluster, self.worker, dump)
-        run.state = RunState(
+        self.fleet = ReplayFleet(config, cluster, self.worker, dump)
+        state = RunState(
             step=record.step - 1,
             policy_version=record.policy_version,
             nonfinite=record.nonfinite,
+            kl_coef=record.kl_coef,
             algorithm=record.algorithm,
             extensions=dump.extensions,
         )
-        run.load_parts()
-        run.set_kl_coef(record.kl_coef)
-        run.update = Update(config, run.algorithm, run.fleet, run.state, half_precision=False)
-        run.update.ratio_limit = math.inf  # reported, not judged
-        run.update.compares_gradient = False  # the run has done so
-        run.update.resets_reference = lambda step: any(run.notify("updating", step))
+        extensions, rewards = build_extensions(config, EXTENSIONS), RewardManager(RewardConfig(), cluster, "")
+        run = Run(config, dump.path.parents[1], Plan(config, ()), self.fleet, rewards, extensions, state)
+        self.run = run
+        update = self.update = Update(config, build_algorithm(config), self.fleet, state, half_precision=False)
+        update.ratio_limit = math.inf  # reported, not judged
+        update.compares_gradient = False  # the run has done so
+        update.resets_reference = lambda step: any(run.notify("updating", step))
+        run.set_roles({POLICY: Role(POLICY, config, self.fleet, update)})
+        run.restore(state)
         if run.algorithm.needs.ratio and config.algorithm.cfg != "off":
-            run.update.clip_range = config.algorithm.clip_range(self.fleet.dimensions)
-        run.update.said_spread = self.worker.actor.looked = True  # the run has said it
+            update.clip_range = config.algorithm.clip_range(self.fleet.dimensions)
+        update.said_spread = self.worker.actor.looked = True  # the run has said it
 
     def load_model(self) -> PolicyWorker:
         """Load the model; raises `ModelError` if it has other weights than the run's."""
@@ -236,7 +240,7 @@ class DumpedStep:
         credit, step.credit = step.credit, self.dump.tensor(CREDIT)
         step.kl_weight = self.dump.tensor(KL_WEIGHT) if KL_WEIGHT in self.dump.names else None
         with waiting(f"training on step {step.number} again"):
-            step.metrics |= run.update.run(step)
+            step.metrics |= self.update.run(step)
         run.notify("updated", step)
         facts, digest = machine(self.worker), weights_digest(self.worker)
         code = {name: value for name, value in software().items() if name != "repository"}

@@ -47,8 +47,9 @@ LENGTH = ("trainer.steps", "trainer.epochs")  # keys by which a schedule of the 
 
 def launch(folder: RunFolder, arguments: Sequence[str] = ()) -> Path:
     """Check everything, train and write the report; returns the run folder. `arguments`: for the run card."""
-    with launched(folder, arguments):
-        pass  # all steps are trained at the end of the block
+    with launched(folder, arguments) as (_, steps):
+        for _ in steps:
+            pass
     return folder.path
 
 
@@ -109,7 +110,7 @@ def _with_held_out(config: Config, trained: int, held_out: int) -> tuple[Config,
 
 @contextlib.contextmanager
 def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple["Run", Iterator["Step"]]]:
-    """As `launch`, but yields the run and its steps; those left at the end are trained, and an error ends the run."""
+    """Check everything and start a run; yields it and its steps, to be trained in the block, which ends the run."""
     config, run_dir, start = folder.composed.config, folder.path, time.perf_counter()
     with logged_at(config.logger.level), RunLog() as log, contextlib.ExitStack() as ends:
         inputs = read_inputs(folder.composed, folder.checkpoint is not None)
@@ -120,8 +121,10 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             from gerl.cluster import Cluster
 
             ray = begin_ray(config.cluster, ends) if config.cluster.launcher == "ray" else None
-            from gerl.trainer.recovery import interruption_logged
-            from gerl.trainer.run import Run
+            from gerl.trainer.loop import train
+            from gerl.trainer.plan import Plan
+            from gerl.trainer.recovery import interruption_logged, rescued
+            from gerl.trainer.start import start_run
 
             machines = Cluster(config.cluster, config.reward.gpu_shares, ray)
             if not machines.remote:  # otherwise the workers do it first: this process needs no model libraries
@@ -153,13 +156,11 @@ def launched(folder: RunFolder, arguments: Sequence[str] = ()) -> Iterator[tuple
             logger.info("run folder: %s", run_dir)
             logger.info("to watch it at http://localhost:%d: %s", PAGE, watching(run_dir))
             with interruption_logged(run_dir, planned):
+                plan = Plan(config, prompts, held_out, inputs.regularising)
                 with start_cluster(machines) as cluster:
-                    run = Run(config, run_dir, cluster, prompts, held_out, identity(config), inputs.regularising)
-                    run.started = start
-                    with contextlib.closing(run.train(folder)) as steps:
-                        yield run, steps
-                        for _ in steps:
-                            pass
+                    run = start_run(config, run_dir, cluster, plan, identity(config), folder, start)
+                    with rescued(run):
+                        yield run, train(run)
                 logger.info("%s", closing_screen(config, run_dir, run.state.step, time.perf_counter() - start))
 
 
@@ -215,7 +216,7 @@ def begin_ray(config: ClusterConfig, ends: contextlib.ExitStack) -> "RaySession"
 
     ray = open_ray(config)
     ends.callback(ray.__exit__, None, None, None)  # without the error, which is not Ray's
-    with waiting("starting Ray"), imported_meanwhile("gerl.trainer.run"):
+    with waiting("starting Ray"), imported_meanwhile("gerl.trainer.loop"):
         return ray.__enter__()
 
 

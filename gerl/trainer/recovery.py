@@ -10,9 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gerl.algorithms import build_algorithm
 from gerl.cluster import AGAIN, rescuing, wait_any
 from gerl.commandline import signals
 from gerl.config.reading import typed
@@ -21,14 +19,12 @@ from gerl.progress import waiting
 from gerl.run.checkpoint import Checkpoint, RunState, WorkerFiles, checkpoint_paths, load_checkpoint
 from gerl.run.choice import good_checkpoint
 from gerl.run.tracking import METRICS, read_metrics
+from gerl.trainer.run import Run
 from gerl.trainer.run_folder import set_aside
+from gerl.trainer.step import RollBack
 from gerl.workers.fleet import Held, writers
 from gerl.workers.recovery import NoCapacity, Recovery
 from gerl.workers.worker import PolicyWorker
-
-if TYPE_CHECKING:
-    from gerl.trainer.extensions import RollBack
-    from gerl.trainer.run import Run
 
 logger = logging.getLogger(__name__)
 LOSSES = (ClusterError, ModelError, RuntimeError)  # raised by calls to a dead worker, or to one that waits for it
@@ -44,7 +40,7 @@ def recover(run: Run, error: Exception) -> None:
         lost = lost_workers(run, error)
         with waiting(f"replacing {len(lost)} process(es)"):
             try:
-                run.discard()
+                run.rollouts.discard()
                 state = state or surviving_state(run, lost)
                 assert recovery is not None
                 bring_together(run, recovery.restart(lost), state)
@@ -56,12 +52,23 @@ def recover(run: Run, error: Exception) -> None:
     recovery.seconds += time.perf_counter() - started
 
 
-def rejoin(run: Run, new: Sequence[int]) -> None:
-    """Let the restarted workers `new` join the others, once the cluster has room for them."""
-    assert run.fleet.recovery is not None
-    run.fleet.recovery.lost()
-    run.discard()
-    bring_together(run, new, surviving_state(run, new))
+def admit(run: Run, number: int) -> None:
+    """Let restarted workers join before step `number`, once the cluster has room for them."""
+    run.fleet.timeline.step = number
+    recovery = run.fleet.recovery
+    if recovery is None:
+        return
+    recovery.update_copy(run.state)
+    if new := recovery.admit(ask=not run.rewards.wants_room):
+        recovery.lost()
+        run.rollouts.discard()
+        bring_together(run, new, surviving_state(run, new))
+
+
+def remember(run: Run) -> None:
+    """Keep a copy of the state outside the workers, in case all of them die."""
+    if run.fleet.recovery is not None:
+        run.fleet.recovery.remember(run.state, run.fleet.model.trained_parameters)
 
 
 def lost_workers(run: Run, error: Exception) -> list[int]:
@@ -73,7 +80,7 @@ def lost_workers(run: Run, error: Exception) -> list[int]:
         lost = recovery.lost(error)
     except RayDied as died:
         lost, error = [], died
-    gone = isinstance(error, RayDied) and run.cluster.own
+    gone = isinstance(error, RayDied) and fleet.cluster.own
     if gone:
         lost = list(range(len(fleet.workers)))
     if not lost:
@@ -97,10 +104,10 @@ def restart_lost(run: Run, error: Exception) -> None:
 def restart_ray(run: Run, recovery: Recovery, error: Exception) -> None:
     """Start Ray again after it died with `error`; all workers must be restarted afterwards."""
     run.saved()  # an unfinished write of a checkpoint ends
-    run.discard()
+    run.rollouts.discard()
     recovery.forget_workers()
     with waiting("restarting Ray"):
-        run.cluster.start_anew(error)
+        run.fleet.cluster.start_anew(error)
     run.fleet.workers.forget()
     run.rewards.start_all()
 
@@ -114,19 +121,19 @@ def surviving_state(run: Run, lost: Sequence[int]) -> WorkerFiles | None:
         for worker in range(len(run.fleet.trainers)):
             if not set(writers(run.config, worker)) & set(lost):
                 run.save(worker)
-                run.writer.finish()
+                run.fleet.writer.finish()
                 break
     return None
 
 
 def bring_together(run: Run, new: Sequence[int], state: WorkerFiles | None) -> None:
     """Set up the workers `new`, and load `state`, or else the newest earlier step there is, into all workers."""
-    run.fleet.set_up(new, run.downloads)
+    run.fleet.set_up(new)
     if state is not None:
         files, numbers = state
         run.fleet.restore(files, numbers, run.state.step)
         run.fleet.sync(run.state.step, earlier=True)
-        run.load_parts()
+        run.restore(run.state)
         return
     before, root = run.state.step, run.run_dir / "checkpoints"
     checkpoint = next((c for path in reversed(checkpoint_paths(root)) if (c := _intact(path))), None)
@@ -142,16 +149,14 @@ def bring_together(run: Run, new: Sequence[int], state: WorkerFiles | None) -> N
         rows = read_metrics(run.run_dir / METRICS)
         assert run.fleet.recovery is not None
         run.fleet.recovery.count_again(row for row in rows if row["step"] > run.state.step)
-        run.reopen_log(kept=run.state.step - bool(run.state.unlogged))  # the row of step 0 is not logged again
+        reopen_log(run)
 
 
 def load_copy(run: Run, driver: RunState, workers: WorkerFiles) -> None:
     """Return to a step that was kept in this process."""
-    run.state = driver
-    run.set_kl_coef(driver.kl_coef)
     run.fleet.restore(*workers, driver.step)
     run.fleet.sync(driver.step, earlier=True)
-    run.load_parts()
+    run.restore(driver)
 
 
 def begin_again(run: Run) -> None:
@@ -159,36 +164,59 @@ def begin_again(run: Run) -> None:
     fleet = run.fleet
     if len(fleet.workers) > 1:
         workers = range(len(fleet.workers))
-        fleet.set_up(fleet.recovery.restart(workers) if fleet.recovery else workers, run.downloads)
+        fleet.set_up(fleet.recovery.restart(workers) if fleet.recovery else workers)
     fleet.forget_sync()
-    run.algorithm = run.update.algorithm = build_algorithm(run.config)
-    run.state = RunState(identity=run.state.identity, settings=run.state.settings)
-    run.load_parts()
+    run.restore(RunState(identity=run.state.identity, settings=run.state.settings))
+
+
+def reopen_log(run: Run) -> None:
+    """Reopen the log after returning to an earlier step; the row of step 0 is not logged again."""
+    run.notify("returning")
+    run.history.log.close()
+    run.open_log(kept=run.state.step - bool(run.state.unlogged))
 
 
 def roll_back(run: Run, directive: RollBack) -> None:
     """Return to an earlier checkpoint and raise the weight of the KL; raises the error that ends the run, if any."""
     checkpoint = directive.checkpoint
-    run.writer.finish()
+    run.fleet.writer.finish()
     returns = [*run.state.returns, checkpoint.step]
     with signals.deferred(), waiting(f"rolling back to step {checkpoint.step}"):
-        run.discard()
+        run.rollouts.discard()
         run.fleet.clear()
-        run.load(checkpoint)
-        run.state.returns = returns
+        run.load(checkpoint, returns)
         if directive.kl_coef is not None:
             run.set_kl_coef(directive.kl_coef)
         run.save()  # so that a resumed run knows of the rollback
-        run.writer.finish()
+        run.fleet.writer.finish()
         set_aside(run.run_dir, checkpoint.step, with_images=True)
-        run.reopen_log(kept=run.state.step - bool(run.state.unlogged))
+        reopen_log(run)
         run.notify("rolled_back", directive)
-        run.remember()
+        remember(run)
     if directive.error is not None:
         raise directive.error
 
 
-# --- the end of a run that does not finish
+# --- The end of a run
+
+
+@contextlib.contextmanager
+def rescued(run: Run) -> Iterator[None]:
+    """End a run with the block; if an error ends it, save the last finished step and add how to resume to the error."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        signals.answered()
+        failure = save_last_step(run)
+        add_resume_notes(raised, run.run_dir, run.plan.last_step, run.state.step, failure)
+        raise
+    finally:
+        if run.fleet.recovery is not None:
+            run.fleet.recovery.close()
+        run.notify("ended", error)
+        run.history.log.close()
 
 
 def save_last_step(run: Run) -> str:
@@ -196,13 +224,13 @@ def save_last_step(run: Run) -> str:
     failure = ""
     with rescuing():
         failure = "" if run.saved() else "all workers are gone"
-        if failure and run.cluster.alive:
+        if failure and run.fleet.cluster.alive:
             failure = _save_from_any(run)
         recovery = run.fleet.recovery
         kept = recovery.newest_copy() if failure and recovery is not None else None
-        if kept is not None and kept[0].step > (run.saved_step or 0):
-            run.state, state = kept
-            run.save(held=Held.of(*state))
+        if kept is not None and kept[0].step > (run.history.saved or 0):
+            run.restore(kept[0])
+            run.save(held=Held.of(*kept[1]))
             failure = ""
     return failure
 
@@ -222,7 +250,7 @@ def _save_from_any(run: Run) -> str:
             try:
                 call.result()
                 run.save(worker)
-                run.writer.finish()
+                run.fleet.writer.finish()
                 return ""
             except CheckpointError as error:
                 return str(error)

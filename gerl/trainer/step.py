@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +23,9 @@ from gerl.run.attempts import SUCCESS, attempts
 if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.protocol import Images
+    from gerl.run.checkpoint import Checkpoint
     from gerl.run.guard import Signal
     from gerl.run.validation import Validation
-    from gerl.trainer.early import EarlyGradient
-    from gerl.trainer.extensions import Directive
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -47,7 +46,6 @@ class Step:
     scores: Scores = field(default_factory=Scores)
     round: Sequence[RolloutTask] = ()  # tasks of the last round of sampling
     rounds: int = 0  # several with dynamic sampling, and one per turn of an episode
-    early: EarlyGradient | None = None  # of the groups that were scored first
     rewards: Rewards | None = None  # of the trainable samples
     credit: torch.Tensor | None = None  # [B, T]
     kl_weight: torch.Tensor | None = None  # [B] factors of the KL to the reference; None: 1
@@ -63,7 +61,40 @@ class Step:
     def restart(self) -> None:
         """Reset the step to be repeated, unless its update is finished."""
         if not self.taken:
-            self.__dict__ = Step(self.number, Stopwatch(self.watch.timeline)).__dict__
+            new = Step(self.number, Stopwatch(self.watch.timeline))
+            for each in fields(self):
+                setattr(self, each.name, getattr(new, each.name))
+
+
+# --- What an extension asks of the loop after a step
+
+
+@dataclass(frozen=True)
+class Save:
+    """Request a checkpoint of the step."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the run with `error`, after a checkpoint if one is due."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class RollBack:
+    """Return to `checkpoint` because of `signals`, and continue with `kl_coef` as the weight of the KL.
+
+    `kl_coef`: None keeps that of the checkpoint. `error`: ends the run there.
+    """
+
+    checkpoint: Checkpoint
+    kl_coef: float | None
+    signals: tuple[Signal, ...]
+    error: Exception | None = None
+
+
+Directive = Save | Stop | RollBack
 
 
 # --- Metrics of the scores

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gerl.workers.fleet import LocalFleet
 
 logger = logging.getLogger(__name__)
+Accumulated = Callable[[Step, PackedTensors, int, KLWeight], UpdateStats | None]
 MAX_NONFINITE = 3  # skipped updates (gradient not finite) after which the run stops
 
 
@@ -46,6 +47,7 @@ class Update:
         self.said_spread = False
         self.noted: set[str] = set()  # sentences of workers that are already logged
         self.resets_reference: Callable[[Step], bool] = lambda step: False  # called before the last optimizer step
+        self.accumulated: Accumulated = lambda step, credit, pairs, kl: None  # called before the first gradient
 
     def calibrate(self, task: RolloutTask, ranks: int = 1) -> None:
         """Measure the ratio's numerical noise on `task` with `ranks` in lockstep, and warn."""
@@ -115,7 +117,7 @@ class Update:
                 own = PackedTensors(own | dataset_credit(images, pairs, credit, config))
             if self.state.checked != self.settings and self.compares_gradient:
                 metrics |= self.check_gradient(own, pairs, kl)
-            early = step.early.complete(own, pairs, kl) if step.early is not None and turn == 1 else None
+            early = self.accumulated(step, own, pairs, kl) if turn == 1 else None
             new = fleet.accumulate(own, pairs, kl) if early is None else early
             stats += new
             if number == 0 and turn == 1 and not late and new.ratio_deviation is not None:
@@ -127,10 +129,6 @@ class Update:
             step.stats = stats
             results = fleet.step(self.state.step, last, last and self.resets_reference(step))
             self.count(results[0])
-        if step.early is not None:
-            if not learned:
-                step.early.discard()
-            step.metrics["timing/overlap_s"] = step.early.overlap
         if not results:
             step.stats = stats
         ends = fleet.finish_step(self.state.step + 1, results, not results and self.resets_reference(step))

@@ -5,7 +5,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -34,6 +33,7 @@ from gerl.run.validation import (
     save_validation,
     validation_steps,
 )
+from gerl.trainer.run import Run
 from gerl.trainer.step import Metrics, Step, check_failures, failure_text, mean, reward_metrics
 from gerl.utils.condition_images import COLUMNS
 from gerl.utils.files import finite
@@ -42,37 +42,34 @@ from gerl.utils.quotes import quoted_texts
 from gerl.workers.fleet import LocalFleet
 from gerl.workers.image_statistics import unlikeness
 
-if TYPE_CHECKING:
-    from gerl.trainer.run import Run
-
 logger = logging.getLogger(__name__)
 SHEET = 32  # images of the sheet in samples/
 Looks = Mapping[str, np.ndarray]  # statistic -> its value for each image
 
 
-def validate(run: "Run", step: Step) -> None:
+def validate(run: Run, step: Step) -> None:
     """Sample and score the held-out prompts and save the result: fixed noise, ODE sampling, averaged weights."""
-    run.sync(step)
+    run.rollouts.sync(run.state.step, step)
     with step.watch("validation"):
-        held_out = run.prompted(step.number, run.held_out, held_out=True)
+        held_out = run.prompted(step.number, run.plan.held_out, held_out=True)
         fleet, batches = run.fleet, plan_validation(run.config, held_out, step.number)
         while True:  # once, unless an extension samples further images from these
             scores, images = _sampled(run, fleet, batches)
-            found = next((found for found in run.notify("continued", step, scores, images) if found is not None), None)
-            if found is None:
+            later = next((more for more in run.notify("continued", step, scores, images) if more is not None), None)
+            if later is None:
                 break
-            fleet, batches = found
+            fleet, batches = later
         _conclude(run, step, scores, images, batches)
 
 
-def look(run: "Run", step: Step) -> None:
+def look(run: Run, step: Step) -> None:
     """Let the base model alone judge some images of the first validation, sampled again; more if an extension asks."""
     steps = validation_steps(run.run_dir)
     first = load_scores(run.run_dir, steps[0]) if steps else None
-    planned = [sample for batch in plan_validation(run.config, run.held_out, step.number) for sample in batch]
+    planned = [sample for batch in plan_validation(run.config, run.plan.held_out, step.number) for sample in batch]
     if first is None or not judged(first, first) or [sample.prompt.text for sample in planned] != first.prompts:
         return  # the pipeline cannot be judged, or the run was resumed with other prompts
-    run.sync(step)
+    run.rollouts.sync(run.state.step, step)
     with step.watch("look"):
         rows = look_rows(first)
         for count in (LOOKED_AT, len(rows)):
@@ -89,13 +86,13 @@ def look(run: "Run", step: Step) -> None:
     )
 
 
-def _looked(run: "Run", number: int, rows: list[int], samples: Sequence[Sample]) -> tuple[Validation, list[np.ndarray]]:
+def _looked(run: Run, number: int, rows: list[int], samples: Sequence[Sample]) -> tuple[Validation, list[np.ndarray]]:
     """Sample the `rows` of a validation; returns them without scores, and their pixels."""
     parts = len(run.fleet.samplers.workers)  # so few images are divided among all of them
     batches = micro_batches(samples, min(run.config.validation.micro_batch_size, -(-len(samples) // parts)))
     dispatch, hang_after = run.fleet.validate(batches), run.fleet.samplers.hang_after
     rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, scored=False)
-    with waiting(f"looking at {len(samples)} held-out images", run.progress_of(rollout)):
+    with waiting(f"looking at {len(samples)} held-out images", run.rollouts.progress_of(rollout)):
         rollout.wait_until_sampled()
     pixels, looks = chosen_pixels(rollout.images, batches, range(len(samples)))
     columns = {name: [finite(float(v)) for v in values] for name, values in looks.items() if name != "thumbnail"}
@@ -104,14 +101,14 @@ def _looked(run: "Run", number: int, rows: list[int], samples: Sequence[Sample])
 
 
 def _sampled(
-    run: "Run", fleet: LocalFleet, batches: Sequence[Sequence[Sample]]
+    run: Run, fleet: LocalFleet, batches: Sequence[Sequence[Sample]]
 ) -> tuple[Scores, Sequence[Pending[Images]]]:
     """Sample and score held-out micro-batches."""
-    what, count, scores = f"validating {len(run.held_out)} prompts", sum(map(len, batches)), Scores()
+    what, count, scores = f"validating {len(run.plan.held_out)} prompts", sum(map(len, batches)), Scores()
     bar = Progress(count, disable=not run.config.logger.progress, unit="image", what=what)
     dispatch, hang_after = fleet.validate(batches), fleet.samplers.hang_after
     rollout = PendingRollout(run.rewards, batches, dispatch, hang_after, held_out=True, progress=bar.update)
-    with waiting(what, run.progress_of(rollout)), bar:
+    with waiting(what, run.rollouts.progress_of(rollout)), bar:
         tables = rollout.finish()
     for found in tables:
         scores.add(found)
@@ -119,29 +116,28 @@ def _sampled(
 
 
 def _conclude(
-    run: "Run", step: Step, scores: Scores, images: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]]
+    run: Run, step: Step, scores: Scores, images: Sequence[Pending[Images]], batches: Sequence[Sequence[Sample]]
 ) -> None:
     """Save and log the validation after a step, and notify the extensions."""
     config, folder = run.config, run.run_dir
     shown = shown_images(len(scores.samples), config.validation)
     pixels, looks = chosen_pixels(images, batches, shown)
-    device = run.cluster.device
-    step.validation, sheet = keep_images(folder, step.number, scores, pixels, shown, run.model, device, looks)
+    model, device = run.fleet.model, run.fleet.cluster.device
+    step.validation, sheet = keep_images(folder, step.number, scores, pixels, shown, model, device, looks)
     run.picture(step.number, "validation", sheet)
     steps = validation_steps(folder)
     # the first validation had the same noise; a damaged one is not compared
-    run.first_validation = first = load_scores(folder, steps[0]) if steps else None
+    first = load_scores(folder, steps[0]) if steps else None
     gains = paired_gains(first, step.validation) if first is not None and first.step < step.number else {}
-    run.val_gain = gains.get("reward")
-    metrics, run.val_reward = conclude_validation(config, scores, step.number, run.val_gain)
-    run.validated_step = step.number
+    metrics, reward = conclude_validation(config, scores, step.number, gains.get("reward"))
     judgement = {name: mean(values) for name, values in judged(step.validation, first or step.validation).items()}
     step.metrics |= metrics | gain_metrics(gains) | {f"val/{name}/mean": value for name, value in judgement.items()}
     if judgement:
         timed = [pending.result() for pending in images]
         share = sum(part.judge_seconds for part in timed) / sum(part.seconds for part in timed)
         step.metrics["timing/judge_share"] = share  # of the samplers' time in validation
-    run.val_metrics = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
+    known = {n: v for n, v in step.metrics.items() if n.startswith("val/") and math.isfinite(v)}
+    run.history.add_validation(step.validation, reward, known, gains.get("reward"))
     run.notify("validated", step)
     if config.validation.keep is not None:
         criterion, success = Criterion.parse(config.checkpoint.best), thresholds(config.reward)

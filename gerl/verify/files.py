@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from gerl.algorithms.planning import prompt_schedule
-from gerl.cluster import Cluster
-from gerl.config import ClusterConfig, Config, RewardConfig
+from gerl.algorithms import build_algorithm
+from gerl.config import Config, RewardConfig
 from gerl.config.bounded_text import MALFORMED, read_json
 from gerl.config.changes import flat_settings, unknown_keys
 from gerl.errors import CheckpointError, DataError
@@ -21,7 +20,7 @@ from gerl.run.checkpoint import RunState
 from gerl.run.dump import STATE, Dump
 from gerl.run.live import FOLDER, live_steps
 from gerl.run.validation import Validation, judged, mean, paired_gains
-from gerl.trainer.run import Run, due
+from gerl.trainer.plan import Plan, due
 from gerl.trainer.run_folder import identity
 from gerl.trainer.step import reward_metrics
 from gerl.trainer.validation import gain_metrics
@@ -224,20 +223,19 @@ class Planner:
 
     def __init__(self, run: RunRecord, prompts: Sequence[Prompt]) -> None:
         self.run, self.prompts = run, prompts
-        self.cluster = Cluster(ClusterConfig(launcher="local"))
-        self._known: dict[Path, Run] = {}  # by configuration
+        self._plans: dict[Path, Plan] = {}  # by configuration
 
     def rounds(self, step: int, sampled: bool = False) -> list[list[RolloutTask]]:
         """Return the tasks of each round that the step may have had; `sampled`: without images from files beside."""
         config = self.run.config(step)
-        if (file := self.run.file_of(step)) not in self._known:
+        if (file := self.run.file_of(step)) not in self._plans:
             imitated = self.run.imitated if config.data.regularise is not None else []
-            run = Run(config, self.run.folder, self.cluster, self.prompts, (), {}, imitated)
-            run.schedule = prompt_schedule(config, self.prompts)
-            self._known[file] = run
-        planner, found = self._known[file], list[list[RolloutTask]]()
+            self._plans[file] = Plan(config, self.prompts, (), imitated)
+        plan, found = self._plans[file], list[list[RolloutTask]]()
+        algorithm, state = build_algorithm(config), RunState()
         for attempt in range(config.algorithm.dynamic_sampling + 1):
-            tasks = planner.plan(step, attempt, sum(map(len, found)))
+            prompts = plan.prompts_of(step, attempt)
+            tasks = plan.tasks(algorithm, state, prompts, step, attempt, sum(map(len, found)))
             beside = sampled and config.data.regularise is not None
             found.append([t for t in tasks if not (beside and t.samples[0].dataset_image)])
         return found

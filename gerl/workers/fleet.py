@@ -144,6 +144,8 @@ class LocalFleet:
         self.held: list[tuple[Sequence[RolloutTask], Placement]] = []  # trajectories of the current training step
         self.pools = build_algorithm(config).pools
         self.recovery: Recovery | None = None  # workers in this process cannot die alone
+        self.downloads, self.writer = Downloads(), CheckpointWriter()
+        self.model: ModelFacts  # once it is loaded
 
     def _groups(self) -> tuple[Workers, Workers]:
         """Return the workers that train, and those that sample."""
@@ -151,20 +153,20 @@ class LocalFleet:
 
     # --- Start
 
-    def check_model(self, downloads: Downloads) -> None:
+    def check_model(self) -> None:
         """Check the model before its weights are loaded; does nothing in this process, which has checked it."""
 
     def begin_loading(self, new: Sequence[int]) -> list[Pending[ModelFacts]]:
         """Start loading the model on the workers `new`."""
         return [self.workers.submit(i, PolicyWorker.setup, self.workers.remote) for i in new]
 
-    def set_up(
-        self, new: Sequence[int], downloads: Downloads, begun: Sequence[Pending[ModelFacts]] = ()
-    ) -> list[ModelFacts]:
-        """Load the model on the workers `new`, or wait for the calls `begun` that load it."""
-        loading = waiting(f"loading {self.config.model.path} on {len(new)} process(es)", downloads)
+    def set_up(self, new: Sequence[int], begun: Sequence[Pending[ModelFacts]] = ()) -> None:
+        """Load the model on the workers `new`, or wait for the calls `begun` that load it; sets `model`."""
+        loading = waiting(f"loading {self.config.model.path} on {len(new)} process(es)", self.downloads)
         with loading, self.timeline.span("load"):
-            return wait_all(begun or self.begin_loading(new), self.starting, downloads)
+            facts = wait_all(begun or self.begin_loading(new), self.starting, self.downloads)
+        if facts:
+            self.model = facts[0]
 
     @property
     def starting(self) -> float:
@@ -323,14 +325,14 @@ class RayFleet(LocalFleet):
         state = None if process else self.recovery.copy_of(step)
         return super().hold(step, process) if state is None else Held.of(*state)
 
-    def check_model(self, downloads: Downloads) -> None:
+    def check_model(self) -> None:
         """Check the model: on one machine in the first process, on a cluster in each process."""
         if not self.workers.remote:
             return
-        with waiting(f"checking {self.config.model.path}", downloads):
+        with waiting(f"checking {self.config.model.path}", self.downloads):
             calls = [self.workers.submit(i, check, self.cluster.joined) for i in range(len(self.workers))]
             # the other processes only import modules for loading the model
-            wait_all(calls if self.cluster.joined else calls[:1], self.starting, downloads)
+            wait_all(calls if self.cluster.joined else calls[:1], self.starting, self.downloads)
 
     def begin_loading(self, new: Sequence[int]) -> list[Pending[ModelFacts]]:
         """Join all processes for their collective calls, and start loading the model on the `new` ones."""

@@ -293,3 +293,4 @@ class RoleFleet(LocalFleet):
     def __init__(self, fleet: LocalFleet, role: str) -> None:
         group = RoleGroup(fleet.workers, role)
         super().__init__(role_config(fleet.config, role), fleet.cluster, group, fleet.timeline)
+        self.downloads = fleet.downloads

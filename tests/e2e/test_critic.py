@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from drills import more
+from running import trained
 from safetensors.torch import load_file
 from zoo import text_to_image
 
@@ -17,11 +18,10 @@ from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.run.checkpoint import load_checkpoint
 from gerl.run.guard import Signal
-from gerl.trainer.extensions import RollBack
 from gerl.trainer.extensions.critic import Critic
 from gerl.trainer.main_flowgrpo import main
 from gerl.trainer.recovery import roll_back
-from gerl.trainer.run import Run
+from gerl.trainer.step import RollBack
 from gerl.utils.dataset import load_prompts
 
 Train = Callable[..., Any]
@@ -67,8 +67,7 @@ def test_a_rollback_restores_the_critic(arguments: Callable[..., list[str]], tmp
     folder = tmp_path / "run"
     config = compose_run(arguments(folder, *SETTINGS, trainer__steps=3)).config
     with Cluster(config.cluster) as cluster:
-        run = Run(config, folder, cluster, load_prompts(config.data.train), [], {})
-        run.fit()
+        run = trained(config, folder, cluster, load_prompts(config.data.train))
         critic = run.extensions["critic"]
         assert isinstance(critic, Critic) and critic.model.trained == 3
         checkpoint = load_checkpoint(folder / "checkpoints" / "step_1")

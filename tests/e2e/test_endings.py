@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from drills import ALL, more
+from running import trained
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -216,7 +217,7 @@ def test_a_signal_while_a_failed_run_is_saved_hides_nothing(
         os.kill(os.getpid(), signal.SIGTERM)
         return save_last_step(run)
 
-    monkeypatch.setattr("gerl.trainer.run.save_last_step", interrupted)
+    monkeypatch.setattr("gerl.trainer.recovery.save_last_step", interrupted)
     own = ["reward.scorers.bright.kwargs={raises: SystemExit}", "reward.retries=0", "reward.on_error=stop"]
     run = tmp_path / "run"
     assert main(arguments(run, *HERE, *own, trainer__steps=4, scorer="leaves.py")) == 128 + signal.SIGTERM
@@ -250,8 +251,7 @@ def test_every_worker_has_the_same_checkpoint(arguments: Callable[..., list[str]
     config = compose_run(arguments(tmp_path / "run", *HERE, trainer__steps=1)).config
     prompts = load_prompts(config.data.train)
     with Cluster(config.cluster) as cluster:
-        run = Run(config, tmp_path / "run", cluster, prompts, [], {})
-        run.fit()
+        run = trained(config, tmp_path / "run", cluster, prompts)
         after = run.fleet.workers.run(PolicyWorker.checkpoint, 1)
         run.fleet.workers.run(PolicyWorker.step, 1)  # of the next step, and only its first optimizer step
         assert after[0] == after[1] == run.fleet.workers.run(PolicyWorker.checkpoint, 1)[1]

@@ -19,7 +19,7 @@ def train_without(names: list[str], train: Callable[..., Any], folder: Path, mon
         monkeypatch.setitem(sys.modules, f"{extensions.__name__}.{name}", None)  # an import raises
     kept = tuple(e for e in extensions.EXTENSIONS if e.partition(":")[0] not in names)
     build = extensions.build_extensions
-    monkeypatch.setattr("gerl.trainer.run.build_extensions", lambda config: build(config, kept))
+    monkeypatch.setattr("gerl.trainer.start.build_extensions", lambda config: build(config, kept))
     return train(folder / "run", *SETTINGS, validation__data=folder / "val.txt")
 
 

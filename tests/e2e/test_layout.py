@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from drills import more
+from running import loaded
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
 from gerl.model.shards import Shards
 from gerl.run.checkpoint import PARTS
-from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +67,7 @@ def test_workers_that_only_train_keep_all_but_the_denoiser_off_their_device(
 ) -> None:
     config = compose_run(arguments(tmp_path / "run", *settings)).config
     with Cluster(config.cluster) as cluster:
-        whole = Run(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {})
-        whole.start()
+        whole = loaded(config, tmp_path / "run", cluster, load_prompts(config.data.train))
         pipes = [worker.policy.pipe for worker in whole.fleet.workers.workers]
     for part in ("vae", "text_encoder"):
         assert [bool(getattr(pipe, part)._forward_pre_hooks) for pipe in pipes] == away
@@ -87,7 +86,7 @@ def test_workers_get_their_gpus_before_the_scorers_that_share_them(
 
     config = compose_run(arguments(tmp_path / "run")).config
     with Recorded(config.cluster) as cluster:
-        Run(config, tmp_path / "run", cluster, load_prompts(config.data.train), [], {}).start()
+        loaded(config, tmp_path / "run", cluster, load_prompts(config.data.train))
     assert groups[0] == "worker" and all(name.startswith("scorer ") for name in groups[1:]) and len(groups) > 1
 
 

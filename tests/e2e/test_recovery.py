@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drills import ALL, more
+from running import trained
 
 from gerl.cluster import Cluster
 from gerl.commandline.composition import compose_run
@@ -20,7 +21,6 @@ from gerl.run.checkpoint import PARTS
 from gerl.run.session import ask, asked
 from gerl.run.tracking import read_metrics
 from gerl.trainer.recovery import bring_together
-from gerl.trainer.run import Run
 from gerl.utils.dataset import load_prompts
 from gerl.workers.fleet import RayFleet
 
@@ -118,14 +118,13 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
     config = compose_run(arguments(folder, trainer__steps=3, checkpoint__every=2)).config
     with Cluster(config.cluster) as cluster:
         prompts = load_prompts(config.data.train)
-        run = Run(config, folder, cluster, prompts, prompts[:1], {})
-        run.fit()
+        run = trained(config, folder, cluster, prompts, prompts[:1])
         shutil.rmtree(folder / "checkpoints" / "step_3")
         rows = read_metrics(folder / "metrics.jsonl")
         rows[-1] |= {"cluster/restarts": 2.0, "cluster/lost_s": 7.5}
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         ask(folder, "stop")
-        run.fleet = RayFleet(config, cluster, run.fleet.workers, run.timeline)
+        run.fleet = RayFleet(config, cluster, run.fleet.workers, run.fleet.timeline)
         bring_together(run, (), None)
         assert asked(folder) == ["stop"]
         assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][-1] == run.state.step == 2

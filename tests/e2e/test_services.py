@@ -28,7 +28,7 @@ from PIL import Image
 from gerl.config import ScorerConfig
 from gerl.errors import RewardError
 from gerl.rewards.scorers import build_scorer
-from gerl.trainer import run as training
+from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 from reward_models.scorers.http import png_base64
 from reward_models.scorers.remote import RemoteScorer
@@ -244,15 +244,15 @@ def test_a_run_trains_on_a_service_as_on_a_function_and_outlives_its_end(
 ) -> None:
     plain = train(tmp_path / "plain")
     kwargs = f"{{url: '{remote().url}', scorer: mean, token_env: GERL_TEST_SERVICE_TOKEN, retries: 60, backoff: 0.5}}"
-    log, operator = training.Run.log, threading.Timer(1, service.start)
+    log, operator = Run.log, threading.Timer(1, service.start)
 
-    def log_and_kill(run: training.Run, step: Step) -> None:  # here, so that the second step finds no service
+    def log_and_kill(run: Run, step: Step) -> None:  # here, so that the second step finds no service
         log(run, step)
         if step.number == 1:
             service.end(signal.SIGKILL)
             operator.start()
 
-    monkeypatch.setattr(training.Run, "log", log_and_kill)
+    monkeypatch.setattr(Run, "log", log_and_kill)
     served = train(tmp_path / "served", f"+reward.scorers.remote={{weight: 0.5, kwargs: {kwargs}}}", scorer="")
     operator.join(120)
     assert served.column("reward/mean") == pytest.approx(plain.column("reward/mean"), rel=1e-6)

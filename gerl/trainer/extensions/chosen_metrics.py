@@ -3,8 +3,7 @@
 from gerl.config import Config
 from gerl.config.held_out import OF_EVERY_COLUMN, chosen, parts, unknown
 from gerl.errors import ConfigError
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 

@@ -4,9 +4,8 @@ import logging
 
 from gerl.errors import Stopped
 from gerl.run.session import FOLDER, Command, take
-from gerl.trainer.extensions import Extension, Save
-from gerl.trainer.run import Run
-from gerl.trainer.step import Step
+from gerl.trainer.run import Extension, Run
+from gerl.trainer.step import Save, Step
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class ControlFiles(Extension):
             step.directives.append(Save())
         if not self.requested(run, "validate"):
             return False
-        if run.held_out:
+        if run.plan.held_out:
             logger.info("step %d: validating, as requested", step.number)
         else:
             logger.info(

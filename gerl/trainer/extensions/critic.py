@@ -22,8 +22,7 @@ from gerl.algorithms.core_algos import generalised_advantages
 from gerl.algorithms.flow_grpo import ChainConfig, FlowGRPO
 from gerl.config import Config, CriticConfig
 from gerl.errors import CheckpointError, ModelError
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Metrics, Step
 from gerl.utils.seeding import derive_seed
 from gerl.utils.tensors import pack_tensors, unpack_tensors

@@ -4,8 +4,7 @@ import time
 
 from gerl.config import Config
 from gerl.errors import OutOfTime
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 
 
 class Deadline(Extension):
@@ -17,5 +16,5 @@ class Deadline(Extension):
 
     def stepping(self, run: Run) -> None:
         hours = self.config.trainer.hours
-        if hours is not None and time.perf_counter() - run.started >= hours * 3600:
+        if hours is not None and time.perf_counter() - run.history.started >= hours * 3600:
             raise OutOfTime(run.state.step, hours)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from gerl.config import Config
 from gerl.protocol import Prompt, Scores
 from gerl.rewards.rollouts import PendingRollout
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from gerl.config.changes import settings_of
 from gerl.errors import ClusterError, GerlError
 from gerl.progress import waiting
 from gerl.run.card import redacted, software
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 from gerl.utils.files import writing
 from gerl.workers.fleet import gradient, writers
@@ -135,7 +134,7 @@ def add_step(file: TensorFile, run: Run, step: Step) -> StepRecord:
     return StepRecord(
         format=FORMAT,
         step=step.number,
-        planned=run.planned_steps,
+        planned=run.plan.steps,
         lag=step.lag,
         file=file.path.name,
         sha256="",

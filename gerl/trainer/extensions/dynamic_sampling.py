@@ -4,8 +4,7 @@ import torch
 
 from gerl.config import Config
 from gerl.rewards.rollouts import PendingRollout
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 

@@ -27,7 +27,8 @@ from gerl.trainer.extensions.training_images import (
     save_sheet,
     thin,
 )
-from gerl.trainer.run import Run, due
+from gerl.trainer.plan import due
+from gerl.trainer.run import Run
 from gerl.trainer.step import Step
 from gerl.trainer.validation import shown_images
 from gerl.utils.pages import grid, still
@@ -35,7 +36,7 @@ from gerl.utils.pages import grid, still
 if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.protocol import Images
-    from gerl.trainer.extensions import HeldOut
+    from gerl.trainer.run import HeldOut
 
 SHOWN = 4  # prompts of a sheet in samples/
 HELD_OUT = 32  # held-out images of a sheet in validation/

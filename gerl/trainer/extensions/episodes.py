@@ -8,13 +8,12 @@ same image. Each role credits and trains its own samples.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gerl.algorithms import Algorithm
 from gerl.algorithms.base import Rewards
 from gerl.algorithms.planning import plan_samples, plan_validation
 from gerl.algorithms.token_grpo import TokenGRPO
@@ -24,20 +23,19 @@ from gerl.errors import CheckpointError
 from gerl.progress import waiting
 from gerl.protocol import Group, Prompt, RolloutTask, Sample, Scores
 from gerl.run.checkpoint import RunState
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.roles import Role
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Metrics, Step, mean, reward_metrics
 from gerl.trainer.turns import Turns, written
 from gerl.trainer.update import Update
 from gerl.utils.seeding import derive_seed
-from gerl.workers.fleet import LocalFleet
 from gerl.workers.roles import RoleFleet, role_algorithm
 
 if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.protocol import Images
     from gerl.rewards.rollouts import PendingRollout
-    from gerl.trainer.extensions import HeldOut
+    from gerl.trainer.run import HeldOut
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +50,21 @@ class Episodes(Extension):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.turns = Turns(config)
-        self.roles: dict[str, Role] = {}
-        self.kept: dict[str, Any] = {}
+        self.roles: dict[str, OtherRole] = {}
         self.texts: TextTurn | None = None  # of this step or validation
         self.by_turn: Metrics = {}  # of this step
 
     # --- roles
 
-    def starting(self, run: Run) -> None:
-        if not self.roles:
-            own, episode = run.update, self.config.episode
-            self.roles = {name: Role.of(name, run, self.config) for name in episode.roles}
-            run.update = RoleUpdates(own, episode.own_role, self.roles)
-        for name, role in self.roles.items():
-            role.load(self.kept.get(name, {}))
+    def assigning(self, run: Run, first: Role) -> Mapping[str, Role]:
+        episode = self.config.episode
+
+        def trained(name: str) -> Callable[[int], bool]:
+            return lambda number: name in episode.trained(number)
+
+        self.roles = {name: OtherRole(name, run, trained(name)) for name in episode.roles}
+        own = replace(first, name=episode.own_role, trained=trained(episode.own_role))
+        return {own.name: own} | {name: other.role for name, other in self.roles.items()}
 
     def state(self) -> Any:
         return {name: role.state() for name, role in self.roles.items()}
@@ -73,9 +72,8 @@ class Episodes(Extension):
     def load_state(self, state: Any) -> None:
         if state is not None and not isinstance(state, dict):
             raise CheckpointError("state.json has no usable extensions.episodes: a state per role")
-        self.kept = state or {}
         for name, role in self.roles.items():
-            role.load(self.kept.get(name, {}))
+            role.load((state or {}).get(name, {}))
 
     # --- turns of a step
 
@@ -83,12 +81,12 @@ class Episodes(Extension):
         asked = self.turns.first(prompts)
         if not self.turns.writes:
             return asked
-        self.texts = found = self.written(run, number, asked, held_out)
-        return self.turns.rewritten(found.samples, found.texts)
+        self.texts = texts = self.written(run, number, asked, held_out)
+        return self.turns.rewritten(texts.samples, texts.texts)
 
     def written(self, run: Run, number: int, prompts: Sequence[Prompt], held_out: bool) -> TextTurn:
         """Rewrite `prompts`; the tokens stay on the workers."""
-        role = self.roles[self.turns.parsed[0].role]
+        role = self.roles[self.turns.parsed[0].role].role
         role.fleet.held.clear()
         if held_out:
             batches, tasks = plan_validation(role.config, prompts, number), list[RolloutTask]()
@@ -124,20 +122,15 @@ class Episodes(Extension):
         pixels = [image for part in images for image in part.result().pixels]
         prompts = self.turns.following(number, last, pixels, self.chosen(last, step.number))
         name = self.turns.parsed[number].role
-        config, algorithm, fleet = self.of(run, name)
+        role = run.roles[name]
         if step.rounds == 1:
-            for role in self.roles.values():
-                role.fleet.held.clear()
-        samples = plan_samples(config, prompts, step.number, run.state.policy_version)
-        tasks = algorithm.plan(samples, first_id=len(step.tasks))
+            for other in self.roles.values():
+                other.role.fleet.held.clear()
+        samples = plan_samples(role.config, prompts, step.number, run.state.policy_version)
+        tasks = role.algorithm.plan(samples, first_id=len(step.tasks))
         if name in self.roles:
             self.roles[name].calibrate(tasks[0])
-        return run.sample_tasks(tasks, fleet)
-
-    def of(self, run: Run, name: str) -> tuple[Config, Algorithm, LocalFleet]:
-        """Return configuration, algorithm and fleet of a role."""
-        role = self.roles.get(name)
-        return (role.config, role.algorithm, role.fleet) if role else (self.config, run.algorithm, run.fleet)
+        return run.rollouts.start(tasks, role.fleet)
 
     def chosen(self, scores: Scores, step: int) -> list[int]:
         """Return the rows of `scores` whose images the next turn starts from (`episode.next`)."""
@@ -176,12 +169,12 @@ class Episodes(Extension):
 
     def credited(self, run: Run, step: Step) -> None:
         assert step.credit is not None
-        widths = [role.config.sampling.num_inference_steps for role in self.roles.values()]
+        widths = [other.role.config.sampling.num_inference_steps for other in self.roles.values()]
         missing = max(0, max(widths, default=0) - step.credit.shape[1])
         step.credit = torch.nn.functional.pad(step.credit, (0, missing), value=torch.nan)
-        for name, role in self.roles.items():
+        for name, other in self.roles.items():
             if (rewards := self.rewards.get(name)) is not None:
-                credit = role.algorithm.credit(rewards)
+                credit = other.role.algorithm.credit(rewards)
                 step.credit[list(rewards.rows), : credit.shape[1]] = credit
 
     # --- turns of a validation
@@ -198,8 +191,8 @@ class Episodes(Extension):
         if number == len(self.turns):
             return None
         prompts = self.turns.following(number, scores, pixels, range(len(scores.samples)))
-        config, _, fleet = self.of(run, self.turns.parsed[number].role)
-        return fleet, plan_validation(config, prompts, step.number)
+        role = run.roles[self.turns.parsed[number].role]
+        return role.fleet, plan_validation(role.config, prompts, step.number)
 
     def metrics(self, scores: Scores) -> Metrics:
         """Return the mean reward of each turn."""
@@ -279,109 +272,49 @@ class TextTurn:
 # --- Roles
 
 
-@dataclass
-class Role:
-    """Another role than the run's own: its configuration, algorithm, workers and updates."""
+class OtherRole:
+    """Another role than the run's own: what its updates count, and whether its ratio is calibrated."""
 
-    name: str
-    config: Config
-    algorithm: Algorithm
-    fleet: LocalFleet
-    update: Update
-    calibrated: bool = False
-
-    @classmethod
-    def of(cls, name: str, run: Run, config: Config) -> Role:
-        own, fleet = role_config(config, name), RoleFleet(run.fleet, name)
-        algorithm = role_algorithm(config, name)
-        update = Update(own, algorithm, fleet, RunState(), run.model.half_precision)
+    def __init__(self, name: str, run: Run, trained: Callable[[int], bool]) -> None:
+        config, algorithm, fleet = (
+            role_config(run.config, name),
+            role_algorithm(run.config, name),
+            RoleFleet(run.fleet, name),
+        )
+        update = Update(config, algorithm, fleet, RunState(), run.fleet.model.half_precision)
         update.prefix = f"{name}: "
-        if rewrites := isinstance(algorithm, TokenGRPO):
+        self.calibrated = isinstance(algorithm, TokenGRPO)
+        if isinstance(algorithm, TokenGRPO):
             update.compares_gradient = False  # it replays no denoiser
             update.clip_range = algorithm.settings.clip_low, algorithm.settings.clip_high
-        return cls(name, own, algorithm, fleet, update, calibrated=rewrites)
+        self.role = Role(name, config, fleet, update, trained)
 
     def calibrate(self, task: RolloutTask) -> None:
         """Measure the numerical noise of the ratio with the first task that the role is given, and warn."""
-        if self.calibrated or not self.algorithm.needs.ratio or self.config.algorithm.cfg == "off":
+        role = self.role
+        if self.calibrated or not role.algorithm.needs.ratio or role.config.algorithm.cfg == "off":
             return
         self.calibrated = True
-        with waiting(f"measuring the numerical noise of the ratio of {self.name} on {len(task.samples)} images"):
-            self.update.calibrate(task)
+        with waiting(f"measuring the numerical noise of the ratio of {role.name} on {len(task.samples)} images"):
+            role.update.calibrate(task)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a resumed run, as JSON."""
-        counts = self.update.state
+        counts = self.role.update.state
         return {
             "policy_version": counts.policy_version,
             "nonfinite": counts.nonfinite,
             "checked": counts.checked,
-            "algorithm": self.algorithm.state(),
+            "algorithm": self.role.algorithm.state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, or the start for an empty one."""
         counts = [state.get(name, 0) for name in ("policy_version", "nonfinite")]
         if not all(type(count) is int for count in counts):
-            raise CheckpointError(f"state.json has no usable counts of the role {self.name}")
-        self.update.state = RunState(
+            raise CheckpointError(f"state.json has no usable counts of the role {self.role.name}")
+        self.role.update.state = RunState(
             policy_version=counts[0], nonfinite=counts[1], checked=str(state.get("checked", ""))
         )
         if "algorithm" in state:
-            self.algorithm.load_state(state["algorithm"])
-
-
-class RoleUpdates(Update):
-    """The updates of all roles, one after the other, each on its own samples; those not trained take none."""
-
-    def __init__(self, own: Update, name: str, others: Mapping[str, Role]) -> None:
-        """`own`: of the run's own role `name`."""
-        vars(self).update(vars(own))
-        self.name, self.others = name, others
-
-    def run(self, step: Step) -> Metrics:
-        """Train on the credit of `step`; if the update of a role fails, those before it count as not done."""
-        records = [self.state, *(role.update.state for role in self.others.values())]
-        counts = [(record.policy_version, record.nonfinite, record.checked) for record in records]
-        try:
-            return self._run_roles(step)
-        except BaseException:
-            for record, values in zip(records, counts, strict=True):
-                record.policy_version, record.nonfinite, record.checked = values
-            raise
-
-    def _run_roles(self, step: Step) -> Metrics:
-        trained = self.config.episode.trained(step.number)
-        part = role_step(step, self.name, self.config.sampling.num_inference_steps, self.name in trained)
-        metrics = super().run(part)
-        step.stats = part.stats
-        for name, role in self.others.items():
-            role.update.state.step = self.state.step
-            own = role_step(step, name, role.config.sampling.num_inference_steps, name in trained)
-            metrics = merged(metrics, role.update.run(own), name)
-        return metrics
-
-
-def role_step(step: Step, role: str, width: int, trained: bool) -> Step:
-    """Return the part of a step with the samples of a role; its credit is NaN if the role is not trained."""
-    assert step.credit is not None
-    rows = [row for row, sample in enumerate(step.scores.samples) if sample.role == role]
-    credit = step.credit[rows, :width]
-    tasks = [task for task in step.tasks if task.samples[0].role == role]
-    return replace(
-        step, tasks=tasks, credit=credit if trained else torch.full_like(credit, torch.nan), kl_weight=None, early=None
-    )
-
-
-def merged(known: Metrics, new: Metrics, role: str) -> Metrics:
-    """Add the metrics of a role's update: counts are summed, others are named by the role."""
-    found = dict(known)
-    for name, value in new.items():
-        if name.startswith("evaluations/"):
-            found[name] = found.get(name, 0.0) + value
-        elif name.startswith("gpu/"):
-            found[name] = max(found.get(name, value), value)
-        else:
-            part, _, rest = name.partition("/")
-            found[f"{part}/{role}/{rest}"] = value
-    return found
+            self.role.algorithm.load_state(state["algorithm"])

@@ -19,8 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from gerl.config import Config
 from gerl.config.configuration import reference_scorers
 from gerl.errors import CheckpointError
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step, column
 
 STEP, LEAST, MOST, WINDOW = 0.1, 0.2, 2.0, 20  # change of the share, its bounds as parts of the first one, steps kept

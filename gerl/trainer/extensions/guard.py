@@ -9,9 +9,9 @@ from gerl.run.choice import best_checkpoint
 from gerl.run.guard import Baselines, GuardLog, Signal, TrainingTrends, found_signals
 from gerl.run.tracking import METRICS, read_metrics
 from gerl.run.validation import validation_steps
-from gerl.trainer.extensions import Directive, Extension, RollBack, Save, Stop, kl_weight
-from gerl.trainer.run import Run
-from gerl.trainer.step import Step
+from gerl.trainer.extensions import kl_weight
+from gerl.trainer.run import Extension, Run
+from gerl.trainer.step import Directive, RollBack, Save, Step, Stop
 from gerl.trainer.validation import load_scores
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class HackingGuard(Extension):
         if not (self.log.empty and not run.state.returns) and self.config.guard.action != "off":
             kl_weight.join(run, self.log, self.measured)
         config = asdict(self.config)
-        self.baselines = Baselines(config | {"trainer": config["trainer"] | {"steps": run.planned_steps}})
+        self.baselines = Baselines(config | {"trainer": config["trainer"] | {"steps": run.plan.steps}})
         looks = validation_steps(run.run_dir, "look")
         for earlier in sorted({*validation_steps(run.run_dir), *looks}):
             name = "look" if earlier in looks else "step"
@@ -49,8 +49,10 @@ class HackingGuard(Extension):
         baselines.add(later)
         if first is not None and first.step < later.step:
             self._act(run, step, tested)
-            kept = [] if first.prompts == later.prompts else run.signals  # a resumed run's other prompts say nothing
-            run.signals = list(dict.fromkeys([*kept, *(signal.key for signal in step.signals)]))
+            kept = (
+                [] if first.prompts == later.prompts else run.state.signals
+            )  # a resumed run's other prompts say nothing
+            run.flag([*kept, *(signal.key for signal in step.signals)])
 
     def looked(self, run: Run, step: Step) -> bool:
         """Log and act on the signals of a look as on those of a validation; the latter's stay until the next one."""
@@ -60,17 +62,17 @@ class HackingGuard(Extension):
             return True
         self._act(run, step, tested)
         self.baselines.add_look(step.look)
-        run.signals = list(dict.fromkeys([*run.signals, *(signal.key for signal in step.signals)]))
+        run.flag([*run.state.signals, *(signal.key for signal in step.signals)])
         return False
 
     def _act(self, run: Run, step: Step, tested: Sequence[Signal]) -> None:
         guard = self.config.guard
         counted = [signal for signal in tested if guard.counts(signal.name, signal.column)]
-        step.signals = found_signals(counted, self.baselines.config, run.signals)
+        step.signals = found_signals(counted, self.baselines.config, run.state.signals)
         for signal in self.log.add(step.signals, guard.action):
             sentence = f"step {signal.step}: guard, {signal.key}: {signal.sentence}"
             logger.warning("%s", sentence)
-            run.alert(signal.step, sentence)
+            run.notify("alerted", signal.step, sentence)
         step.metrics["guard/signals"] = float(len(step.signals))
         if step.signals and kl_weight.NAME not in run.extensions:
             kl_weight.join(run, self.log, self.measured)
@@ -82,7 +84,9 @@ class HackingGuard(Extension):
     def _measures_next(self, run: Run, step: Step) -> bool:
         """Whether the step after `step` measures the weight of the KL, after which the run is rolled back."""
         extension = run.extensions.get(kl_weight.NAME)
-        return isinstance(extension, kl_weight.MeasuredKL) and extension.is_due(run) and step.number < run.last_step
+        return (
+            isinstance(extension, kl_weight.MeasuredKL) and extension.is_due(run) and step.number < run.plan.last_step
+        )
 
     def measured(self, run: Run, step: Step) -> None:
         """Roll the run back for the signals of the step before `step`, with the weight that `step` has measured."""
@@ -95,7 +99,7 @@ class HackingGuard(Extension):
         `factor`: of the weight of the KL.
         """
         guard, signals = self.config.guard, self.log.latest
-        run.writer.finish()
+        run.fleet.writer.finish()
         checkpoint = best_checkpoint(run.run_dir / "checkpoints", signals[0].step)
         if checkpoint is None:
             return Stop(self._ended(signals, "there is no earlier checkpoint with a held-out reward; "))
@@ -115,7 +119,7 @@ class HackingGuard(Extension):
     def rolled_back(self, run: Run, directive: RollBack) -> None:
         sentence = self.log.rolled_back_row(run.state.step, directive.signals, directive.kl_coef)
         logger.warning("step %d: guard: %s", run.state.step, sentence)
-        run.alert(run.state.step, sentence)
+        run.notify("alerted", run.state.step, sentence)
         if directive.kl_coef is not None:
             self.log.advise(run.state.step, directive.kl_coef, sentence, self.config.guard.action)
 

@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from gerl.run.health import Health
 from gerl.run.tracking import METRICS, read_metrics
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,6 @@ class HealthChecks(Extension):
 
     def logged(self, run: Run, step: Step) -> None:
         if step.number:
-            for sentence in self.health.observe({"step": step.number, **run.latest}):
+            for sentence in self.health.observe({"step": step.number, **run.history.latest}):
                 logger.warning("%s", sentence)
-                run.alert(step.number, sentence)
+                run.notify("alerted", step.number, sentence)

@@ -7,8 +7,7 @@ import torch
 from gerl.algorithms import batches_of
 from gerl.config import Config
 from gerl.model.errors import model_errors
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step, mean
 from gerl.workers.worker import PolicyWorker
 

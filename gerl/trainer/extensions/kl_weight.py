@@ -8,8 +8,7 @@ from gerl.algorithms import KLWeight, count_pairs
 from gerl.config import Config
 from gerl.errors import ClusterError
 from gerl.run.guard import GuardLog
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 from gerl.trainer.update import has_signal, split_by_task, split_rollout_and_dataset
 from gerl.utils.tensors import PackedTensors
@@ -22,6 +21,8 @@ FACTOR = 2.0  # of the weight at later signals
 
 class MeasuredKL(Extension):
     """Joins a run at its first signals (`join`): steps before them do not call it."""
+
+    takes_gradients = True
 
     def __init__(self, config: Config, log: GuardLog, measured: Callable[[Run, Step], None]) -> None:
         """`measured`: called at the end of the step in which the measurement was made or failed."""
@@ -55,9 +56,6 @@ class MeasuredKL(Extension):
     def _balance(self, run: Run, step: Step) -> float:
         """Return the weight that makes the gradients equally large; NaN, with a line in the log, if it is unknown."""
         assert step.credit is not None
-        if step.early is not None:
-            step.early.discard()
-            step.early = None
         tasks, _ = split_rollout_and_dataset(step.tasks, run.algorithm)
         credit = PackedTensors(split_by_task(tasks, step.credit))
         factors = None if step.kl_weight is None else PackedTensors(split_by_task(tasks, step.kl_weight))
@@ -106,8 +104,8 @@ class MeasuredKL(Extension):
 
 def join(run: Run, log: GuardLog, measured: Callable[[Run, Step], None]) -> None:
     """Let the measurement join `run`, unless it can do nothing there; `measured`: see `MeasuredKL`."""
-    config, others = run.config, {name: each for name, each in run.extensions.items() if name != NAME}
+    config = run.config
     # ranks in lockstep wait for one that fails, so they measure only what they will train with
     if config.algorithm.subtracts_kl or (config.lockstep and not config.guard.raises_kl):
         return
-    run.extensions = {**others, NAME: MeasuredKL(config, log, measured)}
+    run.add_extension(NAME, MeasuredKL(config, log, measured))

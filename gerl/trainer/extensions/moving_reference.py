@@ -1,8 +1,7 @@
 """Reset the reference of the KL to the trained weights (algorithm.kl_reset_every, kl_reset_above)."""
 
 from gerl.config import Config
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 
@@ -23,5 +22,5 @@ class MovingReference(Extension):
 
     def updated(self, run: Run, step: Step) -> None:
         if self.moves:
-            run.algorithm.reference_step = step.number
+            run.algorithm.move_reference(step.number)
         step.metrics["actor/reference_step"] = float(run.algorithm.reference_step)

@@ -3,8 +3,7 @@
 import math
 
 from gerl.progress import Progress
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 
@@ -18,12 +17,12 @@ class ProgressBar(Extension):
         self.ready = True
 
     def stepping(self, run: Run) -> None:
-        first = run.state.step == 0 and run.held_out and run.validated_step is None
+        first = run.state.step == 0 and run.plan.held_out and run.history.validated is None
         if not self.ready or first:  # the time of a step is not that of the start, nor of the first validation
             return
         done = run.state.step - bool(run.state.unlogged)  # the last step may have been interrupted
         if self.bar is None:
-            self.bar = Progress(run.planned_steps, done, disable=not self.config.logger.progress)
+            self.bar = Progress(run.plan.steps, done, disable=not self.config.logger.progress)
         if done != self.bar.done:
             self.bar.go_back(done)
 
@@ -31,10 +30,14 @@ class ProgressBar(Extension):
         if self.bar is None or not step.number:
             return
         values: dict[str, float | str | None] = {"reward": step.metrics.get("reward/mean")}
-        if run.val_reward is not None:
-            known = run.val_gain is not None and not math.isnan(run.val_gain.low)
-            sure = f" ({run.val_gain.low:+z.3f} to {run.val_gain.high:+z.3f})" if known and run.val_gain else ""
-            values["held-out"] = f"{run.val_reward:.3f}{sure}"
+        if run.history.reward is not None:
+            known = run.history.gain is not None and not math.isnan(run.history.gain.low)
+            sure = (
+                f" ({run.history.gain.low:+z.3f} to {run.history.gain.high:+z.3f})"
+                if known and run.history.gain
+                else ""
+            )
+            values["held-out"] = f"{run.history.reward:.3f}{sure}"
         self.bar.update(values=values)
 
     def ended(self, run: Run, error: BaseException | None) -> None:

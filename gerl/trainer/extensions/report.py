@@ -8,8 +8,7 @@ from gerl.errors import GerlError
 from gerl.progress import waiting
 from gerl.run.report import write_report
 from gerl.run.session import has_results
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 
 logger = logging.getLogger("gerl")
 

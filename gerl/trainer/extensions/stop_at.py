@@ -5,8 +5,7 @@ import logging
 from gerl.config import Config
 from gerl.config.held_out import Goal
 from gerl.errors import ConfigError
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ class StopAt(Extension):
         return bool(config.trainer.stop_at)
 
     def starting(self, run: Run) -> None:
-        run.last_step = run.planned_steps  # also after returning to an earlier step
+        run.plan.end_after(None)  # also after returning to an earlier step
 
     def validated(self, run: Run, step: Step) -> None:
         goal = Goal.parse(self.config.trainer.stop_at)
@@ -29,4 +28,4 @@ class StopAt(Extension):
         if step.number == 0:
             raise ConfigError(f"{goal.words(step.metrics)}, before training: set a limit that it has not reached")
         logger.info("step %d: %s: the run ends here", step.number, goal.words(step.metrics))
-        run.last_step = step.number
+        run.plan.end_after(step.number)

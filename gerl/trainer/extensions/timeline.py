@@ -8,8 +8,7 @@ from pathlib import Path
 from gerl.errors import GerlError
 from gerl.progress import Span
 from gerl.run.live import TIMELINE
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 from gerl.utils.files import writing
 
@@ -23,7 +22,7 @@ class TimelineFile(Extension):
 
     def concluded(self, run: Run, step: Step) -> None:
         try:
-            append_spans(run.run_dir, run.timeline.take())
+            append_spans(run.run_dir, run.fleet.timeline.take())
         except GerlError as error:
             if not self.failed:
                 logger.warning("the page of the run is incomplete: %s", error)

@@ -15,8 +15,7 @@ from gerl.run.card import redact, redacted
 from gerl.run.settings import get, read_config
 from gerl.run.trackers import RECORD, REMOTE, Record, Sink, TrackedRun, TrackerProcess, check_trackers, is_installed
 from gerl.run.tracking import METRICS
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 from gerl.utils.files import writing
 
@@ -31,10 +30,10 @@ class Trackers(Extension):
         self.sinks: list[Sink] = []
 
     def starting(self, run: Run) -> None:
-        self.sinks = open_sinks(tracked_run(run.run_dir, self.config.logger, run.log_start), self.config.logger)
+        self.sinks = open_sinks(tracked_run(run.run_dir, self.config.logger, run.history.log_start), self.config.logger)
 
     def logged(self, run: Run, step: Step) -> None:
-        finite = {name: float(value) for name, value in run.latest.items() if math.isfinite(value)}
+        finite = {name: float(value) for name, value in run.history.latest.items() if math.isfinite(value)}
         with writing(run.run_dir / METRICS):
             for sink in self.sinks:
                 sink.log(step.number, finite)

@@ -19,8 +19,8 @@ from gerl.config import Config
 from gerl.errors import GerlError
 from gerl.protocol import Group
 from gerl.run.live import FOLDER
-from gerl.trainer.extensions import Extension
-from gerl.trainer.run import Run, due
+from gerl.trainer.plan import due
+from gerl.trainer.run import Extension, Run
 from gerl.trainer.step import Step
 from gerl.trainer.validation import training_sheet
 from gerl.utils.files import finite, write_file, writing
@@ -48,7 +48,7 @@ class TrainingImages(Extension):
             remove_live(run.run_dir)
 
     def credited(self, run: Run, step: Step) -> None:
-        if step.number == 1 or due(step.number, run.config.validation.every, run.last_step):
+        if step.number == 1 or due(step.number, run.config.validation.every, run.plan.last_step):
             first = len(step.tasks[0].samples)
             sheet = training_sheet(step.scores.samples[:first], step.images[0].result().pixels, step.scores.totals)
             run.picture(step.number, "train", sheet)

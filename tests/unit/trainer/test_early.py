@@ -11,7 +11,7 @@ from gerl.algorithms import KLWeight, Rewards, build_algorithm
 from gerl.algorithms.flow_grpo import FlowGRPO
 from gerl.cluster import Pending
 from gerl.protocol import RolloutTask, UpdateStats
-from gerl.trainer.early import EarlyGradient
+from gerl.trainer.extensions.early import EarlyGradient
 from gerl.utils.tensors import PackedTensors
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
 import sys
-import gerl.trainer.main_flowgrpo, gerl.trainer.launch, gerl.trainer.run, gerl.trainer.recovery
+import gerl.trainer.main_flowgrpo, gerl.trainer.launch, gerl.trainer.loop, gerl.trainer.start
 import gerl.trainer.extensions as extensions
 from importlib import import_module
 [import_module(f'gerl.trainer.extensions.{name.partition(":")[0]}') for name in extensions.EXTENSIONS]

@@ -10,10 +10,14 @@ from crediting import config
 
 from gerl.algorithms import build_algorithm
 from gerl.errors import GerlError, Interrupted
+from gerl.protocol import Prompt
 from gerl.run.checkpoint import RunState, save_checkpoint
 from gerl.trainer.extensions import build_extensions
+from gerl.trainer.plan import Plan
 from gerl.trainer.recovery import add_resume_notes, begin_again, interruption_logged
+from gerl.trainer.roles import POLICY, Role
 from gerl.trainer.run import Run
+from gerl.trainer.update import Update
 
 
 @pytest.mark.parametrize(
@@ -52,13 +56,13 @@ def test_a_reason_is_given_once(tmp_path: Path) -> None:
 def test_a_run_that_begins_again_has_forgotten_all_that_it_learned() -> None:
     """Where no worker is left and there is no checkpoint: it must go on as if nothing had been."""
     settings = config(kl_coef=0.1, kl_share=0.5)
-    fleet = SimpleNamespace(workers=[None], forget_sync=lambda: None)
-    whole: Any = SimpleNamespace(config=settings, fleet=fleet, state=RunState(step=3, identity={"a": "b"}, kl_coef=0.4))
-    whole.algorithm, whole.extensions = build_algorithm(settings), build_extensions(settings, ("gardo:KLGate",))
-    whole.update = SimpleNamespace(algorithm=whole.algorithm)
-    whole.load_parts = lambda: Run.load_parts(whole)
-    whole.overriding = lambda method: Run.overriding(whole, method)
-    gate = whole.extensions["gardo"].gate
+    fleet: Any = SimpleNamespace(workers=[None], forget_sync=lambda: None)
+    state = RunState(step=3, identity={"a": "b"}, kl_coef=0.4)
+    extensions, plan = build_extensions(settings, ("gardo:KLGate",)), Plan(settings, [Prompt(0, "a")])
+    whole = Run(settings, Path(), plan, fleet, fleet, extensions, state)
+    update = Update(settings, build_algorithm(settings), fleet, state, half_precision=False)
+    whole.set_roles({POLICY: Role(POLICY, settings, fleet, update)})
+    gate = extensions["gardo"].gate  # type: ignore[attr-defined]
     for seed in range(3):
         draws = torch.rand(12, generator=torch.Generator().manual_seed(seed))
         gate.choose(draws, -draws[:, None] * seed)
@@ -67,4 +71,4 @@ def test_a_run_that_begins_again_has_forgotten_all_that_it_learned() -> None:
     begin_again(whole)
     assert (whole.state.step, whole.state.identity, whole.state.kl_coef) == (0, {"a": "b"}, None)
     assert gate.past == [] and gate.share == 0.5
-    assert whole.algorithm.kl_coef == 0.1 and whole.update.algorithm is whole.algorithm
+    assert whole.algorithm.kl_coef == 0.1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import loaded
 
 from gerl.algorithms import KLWeight, count_pairs
 from gerl.algorithms.planning import plan_samples
@@ -33,8 +34,7 @@ def gradient(run: Run, credit: dict[int, torch.Tensor], pairs: int, coef: float)
 def test_the_gradients_are_equally_large(algorithm: str, tmp_path: Path) -> None:
     config = compose_run([*SMALL.split(), f"algorithm={algorithm}"]).config
     with Cluster(config.cluster) as cluster:
-        run = Run(config, tmp_path, cluster, PROMPTS, [], {})
-        run.start()
+        run = loaded(config, tmp_path, cluster, PROMPTS)
         tasks = run.algorithm.plan(plan_samples(config, PROMPTS, 1, 0))
         (worker,) = run.fleet.workers.run(lambda worker: worker)
         for task in tasks:

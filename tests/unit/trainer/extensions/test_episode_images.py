@@ -108,7 +108,7 @@ def test_whole_episodes_are_shown_as_far_as_there_is_room() -> None:
 def run_of(folder: Path, episode: dict[str, Any], **keys: Any) -> tuple[Any, EpisodeImages]:
     config = from_mapping({"episode": episode, "trainer": {"steps": 9}, **keys})
     found = dict[str, Any]()
-    run = SimpleNamespace(config=config, run_dir=folder, last_step=9, found=found)
+    run = SimpleNamespace(config=config, run_dir=folder, plan=SimpleNamespace(last_step=9), found=found)
     run.picture = lambda step, name, image: found.setdefault(name, image)
     return run, EpisodeImages(config)
 

@@ -16,7 +16,8 @@ from gerl.errors import ClusterError
 from gerl.progress import Stopwatch
 from gerl.protocol import Prompt, Sample, Scores, Turn
 from gerl.run.checkpoint import RunState
-from gerl.trainer.extensions.episodes import Episodes, RoleUpdates, merged, returns, text_returns
+from gerl.trainer.extensions.episodes import Episodes, returns, text_returns
+from gerl.trainer.roles import Role, merged, update_roles
 from gerl.trainer.step import Metrics, Step
 from gerl.trainer.update import Update
 
@@ -37,7 +38,7 @@ def table(samples: list[Sample], totals: list[float | None]) -> Scores:
     return Scores(samples, totals, {"a": list(totals)}, [[] for _ in samples])
 
 
-class Counting(RoleUpdates):
+class Counting(Update):
     """Updates that are only counted."""
 
     def _run(self, step: Step) -> Metrics:
@@ -57,12 +58,13 @@ def test_a_role_whose_update_fails_takes_back_the_count_of_those_before_it() -> 
                                        "roles": {"edit": {}, "last": {}}}})  # fmt: skip
     fleet: Any = SimpleNamespace()
     algorithm, states = build_algorithm(config), [RunState(policy_version=n) for n in range(3)]
-    own, last = Update(config, algorithm, fleet, states[0], False), Failing(config, algorithm, fleet, states[2], False)
-    middle = Counting(Update(config, algorithm, fleet, states[1], False), "edit", {})
-    roles = {"edit": middle, "last": last}
-    others: Any = {name: SimpleNamespace(update=update, config=config) for name, update in roles.items()}
+    kinds = {"draw": Counting, "edit": Counting, "last": Failing}
+    roles = {
+        name: Role(name, config, fleet, kind(config, algorithm, fleet, state, False))
+        for (name, kind), state in zip(kinds.items(), states, strict=True)
+    }
     with pytest.raises(ClusterError):
-        Counting(own, "draw", others).run(Step(1, Stopwatch(), credit=torch.zeros(0, 10)))
+        update_roles(roles, Step(1, Stopwatch(), credit=torch.zeros(0, 10)))
     assert [(state.policy_version, state.nonfinite) for state in states] == [(0, 0), (1, 0), (2, 0)]
 
 

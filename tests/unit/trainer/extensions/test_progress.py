@@ -35,8 +35,8 @@ class Bar:
 def run_of(step: int, held_out: bool) -> Any:
     state = SimpleNamespace(step=step, unlogged={})
     validated = step or None
-    known = {"held_out": held_out, "validated_step": validated, "val_reward": None, "val_gain": None}
-    return SimpleNamespace(state=state, planned_steps=5, **known)
+    history = SimpleNamespace(validated=validated, reward=None, gain=None)
+    return SimpleNamespace(state=state, plan=SimpleNamespace(steps=5, held_out=held_out), history=history)
 
 
 @pytest.mark.parametrize(("step", "held_out"), [(0, True), (0, False), (3, True)])
@@ -54,11 +54,11 @@ def test_it_begins_when_the_model_is_loaded_and_validated(
         bar.stepping(run)
         bar.concluded(run, Step(0, Stopwatch()))
         assert bar.bar is None
-        run.validated_step = 0
+        run.history.validated = 0
     bar.stepping(run)
     found: Any = bar.bar
     assert found is not None and found.told == [(5, step)]
-    run.val_reward, run.val_gain = 0.5, Estimate(0.1, 0.05, 0.15, 8)
+    run.history.reward, run.history.gain = 0.5, Estimate(0.1, 0.05, 0.15, 8)
     bar.concluded(run, Step(step + 1, Stopwatch(), metrics={"reward/mean": 0.25}))
     bar.ended(run, None)
     assert found.told[1:] == [{"reward": 0.25, "held-out": "0.500 (+0.050 to +0.150)"}, "closed"]

@@ -14,6 +14,7 @@ from gerl.config import Config, LoggerConfig, TrainerConfig, ValidationConfig
 from gerl.progress import Stopwatch
 from gerl.protocol import Images, Prompt, Scores
 from gerl.trainer.extensions.training_images import TrainingImages
+from gerl.trainer.plan import Plan
 from gerl.trainer.step import Step
 
 
@@ -27,8 +28,7 @@ def test_a_sheet_is_saved_as_often_as_there_is_a_validation_also_without_held_ou
     def picture(step: int, name: str, image: Image.Image) -> None:
         found[step] = name, image.size
 
-    run: Any = SimpleNamespace(config=config, last_step=5, held_out=held_out, picture=picture)
-    run.validation_due = lambda number: bool(held_out) and (number in (0, 2, 4, 5))
+    run: Any = SimpleNamespace(config=config, plan=Plan(config, [Prompt(0, "a")], held_out), picture=picture)
     samples = plan_samples(config, [Prompt(0, "a"), Prompt(1, "b")], 1, 0)
     tasks = build_algorithm(config).plan(samples)
     for number in range(1, 6):

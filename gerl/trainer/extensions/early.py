@@ -1,4 +1,4 @@
-"""Early gradients: the update begins with the groups that are scored while the others are still being scored.
+"""Early gradients: over Ray, the update begins with the groups that are scored while others are still being scored.
 
 Each task's gradient is accumulated by a separate call, in the order of the tasks, so that gradient and metrics equal
 those of a single call bit for bit. When all scores are known, the credit of the step is compared with the credit used
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ from gerl.config import Config
 from gerl.errors import RewardError
 from gerl.model.errors import is_full, raise_known, release
 from gerl.protocol import RolloutTask, UpdateStats
-from gerl.trainer.step import credit_of, usable_rewards
+from gerl.trainer.run import Extension, Run
+from gerl.trainer.step import Step, credit_of, usable_rewards
 from gerl.trainer.update import split_by_task, update_parts
 from gerl.utils.tensors import PackedTensors
 from gerl.workers.fleet import Sampling
@@ -29,11 +31,40 @@ if TYPE_CHECKING:
     from gerl.cluster import Pending
     from gerl.rewards.manager import ScoringRound
     from gerl.rewards.rollouts import PendingRollout
-    from gerl.trainer.run import Run
     from gerl.workers.fleet import Workers
 
 logger = logging.getLogger(__name__)
-Found = tuple[UpdateStats | None, float, float]  # None: out of memory; when the call began and ended
+Accumulated = tuple[UpdateStats | None, float, float]  # None: out of memory; when the call began and ended
+
+
+class EarlyGradients(Extension):
+    """Accumulate gradients of scored groups while scores of others are missing."""
+
+    gradient: EarlyGradient | None = None  # of the current step
+    used = False  # or discarded
+
+    @classmethod
+    def wanted(cls, config: Config) -> bool:
+        return config.cluster.launcher == "ray"
+
+    def scoring(self, run: Run, step: Step, rollout: PendingRollout) -> Callable[[], None] | None:
+        self.gradient, self.used = EarlyGradient.of(run, rollout), False
+        return None if self.gradient is None else self.gradient.advance
+
+    def accumulating(self, run: Run, step: Step, credit: PackedTensors, pairs: int, kl: KLWeight) -> UpdateStats | None:
+        self.used = True
+        return None if self.gradient is None else self.gradient.complete(credit, pairs, kl)
+
+    def updating(self, run: Run, step: Step) -> bool:
+        """Discard the gradient of a step that takes no optimizer step."""
+        if self.gradient is not None and not self.used:
+            self.gradient.discard()
+            self.used = True
+        return False
+
+    def updated(self, run: Run, step: Step) -> None:
+        if self.gradient is not None:
+            step.metrics["timing/overlap_s"] = self.gradient.overlap
 
 
 @dataclass
@@ -48,7 +79,7 @@ class EarlyGradient:
     processes: list[int]  # of the tasks
     pairs: int  # (sample, timestep) pairs of all tasks, if no group is dropped
     credit: PackedTensors = field(default_factory=PackedTensors)  # of the submitted tasks
-    calls: list[Pending[Found]] = field(default_factory=list)
+    calls: list[Pending[Accumulated]] = field(default_factory=list)
     ended: bool = False  # whether no further task is submitted early
     overlap: float = 0.0  # seconds, per trainer, of gradients computed while scores were missing
 
@@ -60,9 +91,10 @@ class EarlyGradient:
             scorer.normalise == "batch" for scorer in config.reward.scorers.values()
         )
         together = fleet.lockstep or fleet.pools or config.trainer.staleness or fleet.samplers is not fleet.trainers
-        changed = run.overriding("scored") or run.overriding("rewarded") or run.dataset_images or run.rewards.people
+        changed = run.overriding("scored") or run.overriding("rewarded") or run.plan.dataset_images
+        taken = run.rewards.people or any(each.takes_gradients for each in run.extensions.values())
         sampling, remote = rollout.dispatch, fleet.trainers.remote and run.rewards.remote
-        if not (alone and remote and isinstance(sampling, Sampling)) or together or changed:
+        if not (alone and remote and isinstance(sampling, Sampling)) or together or changed or taken:
             return None
         tasks = list(sampling.tasks)
         part = next(iter(update_parts(tasks, config.actor.updates_per_step, algorithm.whole_groups)))
@@ -143,7 +175,9 @@ class EarlyGradient:
         )
 
 
-def add_task_gradient(worker: PolicyWorker, credit: PackedTensors, pairs: int, kl: KLWeight, measured: bool) -> Found:
+def add_task_gradient(
+    worker: PolicyWorker, credit: PackedTensors, pairs: int, kl: KLWeight, measured: bool
+) -> Accumulated:
     """Accumulate the gradient of a task on the `worker`; `measured`: also measure it by step."""
     started = time.time()
     (batches,) = worker.batches(credit, kl=kl).values()
