@@ -147,7 +147,7 @@ FREE: Fit = {part: dict.fromkeys(names, 0.0) for part, names in FEATURES.items()
 
 
 class Simulation:
-    """The training loop of `gerl.trainer.run` on a clock of its own."""
+    """The training loop of `gerl.trainer.loop` on a clock of its own."""
 
     def __init__(self, work: Work, costs: Fit = FREE, network: Network | None = None, seed: int = 0) -> None:
         self.work, self.costs, self.network = work, costs, network or Network()
