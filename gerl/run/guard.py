@@ -89,7 +89,7 @@ FILE = "guard.jsonl"
 SURPRISING, DRIFT, ALIKE = 2.0, 1.5, 1.0
 TRIFLE = 0.03  # of the mean of a watched column or the reward: smaller falls are none
 LOOKED_AT, LOOKED_CLOSER = 12, 64  # images of a look, and of one that seems to show something
-SUSPICIOUS = 0.25  # p-value from which a look is repeated on more images, and until which a signal stays
+SUSPICIOUS = 0.25  # p-value until which a signal stays
 SHOWN = 8  # images shown per signal
 QUOTED = 3  # prompts quoted per signal
 FEWEST = 8  # fewest prompts for a test
@@ -160,11 +160,11 @@ def look_steps(steps: int, every: int) -> list[int]:
     """Return the steps of a run of `steps` after which the base model looks at some held-out images.
 
     Weights move at about a constant rate at first, so that judgements at doubling distances find as much change from
-    one to the next: powers of two before the first validation, then half-way between validations up to the fourth.
+    one to the next: powers of two before the first validation, then half-way between validations up to the third.
     """
     every = every or steps
-    powers = [2**k for k in range(1, every.bit_length()) if 2**k < every]
-    halves = range(every + every // 2, 4 * every, every) if every > 1 else ()
+    powers = [2**k for k in range(every.bit_length()) if 2**k < every]
+    halves = range(every + every // 2, 3 * every, every) if every > 1 else ()
     return [step for step in (*powers, *halves) if step < steps]
 
 
@@ -304,8 +304,8 @@ class Baselines:
         return [replace(signal, shown=[look.ids[row] for row in signal.shown], look=True) for signal in tested]
 
     def asks_for_more(self, look: Validation, tested: Sequence[Signal]) -> bool:
-        """Whether a look seems to show something, and more images can be looked at."""
-        return len(look.ids) < len(self.rows) and any(signal.chance <= SUSPICIOUS for signal in tested)
+        """Whether a look shows any change in the direction of a signal, and more images can be looked at."""
+        return len(look.ids) < len(self.rows) and any(signal.chance < 1 for signal in tested)
 
 
 def raise_peaks(peaks: dict[str, Validation], validation: Validation, first: Validation) -> None:

@@ -171,9 +171,9 @@ def observe(baselines: Baselines, later: Validation, look: bool) -> list[Signal]
 
 
 def test_looks_are_at_doubling_distances_and_then_half_way_between_validations() -> None:
-    assert look_steps(76, 19) == [2, 4, 8, 16, 28, 47, 66] and look_steps(32, 8) == [2, 4, 12, 20, 28]
-    assert look_steps(76, 0) == [2, 4, 8, 16, 32, 64] and look_steps(1000, 25) == [2, 4, 8, 16, 37, 62, 87]
-    assert look_steps(10, 1) == look_steps(1, 1) == [] and look_steps(8, 4) == [2, 6]
+    assert look_steps(76, 19) == [1, 2, 4, 8, 16, 28, 47] and look_steps(32, 8) == [1, 2, 4, 12, 20]
+    assert look_steps(76, 0) == [1, 2, 4, 8, 16, 32, 64] and look_steps(1000, 25) == [1, 2, 4, 8, 16, 37, 62]
+    assert look_steps(10, 1) == look_steps(1, 1) == [] and look_steps(8, 4) == [1, 2, 6]
 
 
 @given(st.integers(1, 300), st.integers(0, 60), st.integers(0, 20), st.floats(0.001, 0.5))
