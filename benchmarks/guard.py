@@ -69,7 +69,10 @@ HIDDEN: dict[str, dict[str, dict[str, Any]]] = {  # by model: what measures the 
 MAIN = {"signs": "ocr", "shapes": "matches"}  # the honest reward
 ON_PIXELS = "brightness one_colour bright_part edges fixed_picture small_file frame collapse".split()
 KINDS = {"signs": [*ON_PIXELS, "one_letter", "length", "shared_characters", "biased_judge"], "shapes": ON_PIXELS}
-LATER: dict[str, list[str]] = {"signs": [], "shapes": []}  # made after the guard's design was fixed
+LATER = {  # made after the guard's design was fixed
+    "signs": ["symmetry", "stripes", "one_third", "digits", "one_word", "learned"],
+    "shapes": ["colourful", "centre"],
+}
 RATES = {  # of the actor, with steps and steps between validations
     "small": ("1e-3", 24, 6),
     "large": ("3e-3", 12, 3),
@@ -181,6 +184,28 @@ def run_all(
         for images in (folder / job.name / "validation").glob("*.npz"):
             images.unlink() if job.seed > FIRST_SEED else None  # those of the first seed can be looked at
         logger.info("%s", job.name)
+
+
+def run_or_evaluate(
+    doc: str | None,
+    arguments: Sequence[str],
+    jobs: Callable[[int], Iterator[Job]],
+    train: Callable[[Job, list[str]], int] = train_by_gerl,
+) -> tuple[Path, list[Job]] | None:
+    """Run the `jobs` of a benchmark's command line, or with --evaluate return its folder and the finished jobs."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--evaluate", action="store_true")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    wanted = list(jobs(args.seeds))
+    if args.evaluate:
+        return args.folder, [job for job in wanted if (args.folder / f"{job.name}.done").exists()]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    run_all(wanted, args.jobs, args.folder.resolve(), train)
+    return None
 
 
 # --- The guard's judgement of stored runs

@@ -3,8 +3,8 @@
     python benchmarks/guard_actions.py FOLDER [--jobs 2] [--seeds 5]
     python benchmarks/guard_actions.py FOLDER --evaluate
 
-Runs of the signs model with rewards that can be hacked, alone and beside OCR, with the default's looks and a validation
-every quarter; the measures of the damage are hidden from the guard (`guard.ignored`). The runs under `warn` are those
+Runs of the signs model with rewards that can be hacked, with the default's looks and a validation every quarter; the
+measures of the damage are hidden from the guard (`guard.ignored`). The runs under `warn` are those
 of `off` and `stop` too: until the first signal all actions train alike, and then `stop` ends. Finished runs in FOLDER
 are not repeated. `--evaluate` adds them to benchmarks/results/guard_actions.json, whose runs are not repeated either,
 and writes the table in benchmarks/README.md.
@@ -33,8 +33,7 @@ END = "<!-- guard actions: end -->"
 ACTIONS = ("off", "warn", "kl", "rollback", "stop")
 RUNS_OF = {"warn": ("off", "warn", "stop"), "kl": ("kl",), "rollback": ("rollback",)}  # the action of a run -> of rows
 KINDS = ("bright_part", "small_file", "frame", "length")
-STEPS, EVERY = 24, 6
-LENGTH = [f"trainer.steps={STEPS}", f"validation.every={EVERY}", f"checkpoint.every={EVERY}"]
+STEPS, EVERY = 24, 6  # those of the small rate
 UNSEEN = [f"{signal}/{column}" for signal in ("watched", "disagreement") for column in ("ocr", "ocr/exact", "colour")]
 UNSEEN += [f"{signal}/colour/named" for signal in ("watched", "disagreement")]
 
@@ -50,28 +49,22 @@ class ActionJob(Job):
         return f"{super().name}-{self.action}"
 
     def arguments(self, folder: Path) -> list[str]:
-        replaced = tuple(f"{setting.partition('=')[0]}=" for setting in LENGTH)
-        kept = [a for a in super().arguments(folder) if not a.startswith(replaced)]
-        return [*kept, *LENGTH, f"guard.action={self.action}", f"guard.ignored=[{','.join(UNSEEN)}]"]
+        arguments = [a for a in super().arguments(folder) if not a.startswith("checkpoint.every=")]
+        own = [f"checkpoint.every={EVERY}", f"guard.action={self.action}", f"guard.ignored=[{','.join(UNSEEN)}]"]
+        return [*arguments, *own]
 
 
 def jobs(seeds: int) -> Iterator[ActionJob]:
     """All runs that are not measured yet; the first seeds first, so that a part of them is a comparison too."""
-    done = [[run[key] for key in ("kind", "beside", "seed", "action")] for run in stored() if is_current(run)]
-    chosen = range(FIRST_SEED, FIRST_SEED + seeds)
-    for seed, kind, beside, action in product(chosen, KINDS, (False, True), RUNS_OF):
-        if [kind, beside, seed, action] not in done:
-            yield ActionJob("signs", kind, "small", beside, seed, action)
+    done = [[run[key] for key in ("kind", "seed", "action")] for run in stored()]
+    for seed, kind, action in product(range(FIRST_SEED, FIRST_SEED + seeds), KINDS, RUNS_OF):
+        if [kind, seed, action] not in done:
+            yield ActionJob("signs", kind, "small", False, seed, action)
 
 
 def stored() -> list[dict[str, Any]]:
     """The measured rows."""
     return json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-
-
-def is_current(run: dict[str, Any]) -> bool:
-    """Whether a row was measured in runs of this length; `--evaluate` drops others."""
-    return run.get("steps") == STEPS
 
 
 def rows(job: ActionJob, folder: Path) -> Iterator[dict[str, Any]]:
@@ -82,7 +75,7 @@ def rows(job: ActionJob, folder: Path) -> Iterator[dict[str, Any]]:
         step = exported(run, [] if action == "off" else alarms, ends=action == "stop")
         at = [0, run["steps"].index(step)]
         measures = {name: [values[i] for i in at] for name, values in run["measures"].items()}
-        shown = {key: run[key] for key in ("kind", "beside", "seed")} | {"action": action, "steps": STEPS}
+        shown = {key: run[key] for key in ("kind", "seed")} | {"action": action}
         yield shown | measures | {"alarms": len(alarms), "exported": step}
 
 
@@ -105,36 +98,28 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
     """Markdown: what is left under each action, over kinds and seeds, each kind of reward one observation per seed."""
     before = ", ".join(f"{name} {statistics.fmean(run[name][0] for run in runs):.3f}" for name in HIDDEN["signs"])
     lines = ["## Comparison of actions", "", f"Before training: {before}.", ""]
-    for beside, words in ((False, "the hackable reward alone"), (True, "beside OCR")):
-        lines += [f"| {words} | OCR, exported | minus that of `warn` | colour, exported | base model | step, median |"]
-        lines += ["|---|---|---|---|---|---|"]
-        of_warn = {
-            (run["kind"], run["seed"]): run["ocr"][1]
-            for run in runs
-            if (run["beside"], run["action"]) == (beside, "warn")
-        }
-        for action in ACTIONS:
-            own = [run for run in runs if (run["beside"], run["action"]) == (beside, action)]
-            if not own:
-                continue
-            seeds = [run["seed"] for run in own]  # runs of a seed share prompts and noise
-            ocr, colour = (estimate(seeds, [run[name][1] for run in own], (0.0, 1.0)) for name in HIDDEN["signs"])
-            changes = [run["ocr"][1] - of_warn[run["kind"], run["seed"]] for run in own]
-            change = "" if action == "warn" else text(estimate(seeds, changes, (-1.0, 1.0)), "+.3f")
-            step, none = statistics.median(run["exported"] for run in own), sum(run["exported"] == 0 for run in own)
-            lines.append(
-                f"| `{action}` | {text(ocr)} | {change} | {text(colour)} | {none} of {len(own)} | {step:.0f} |"
-            )
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    lines += ["| action | OCR, exported | minus that of `warn` | colour, exported | base model | step, median |"]
+    lines += ["|---|---|---|---|---|---|"]
+    of_warn = {(run["kind"], run["seed"]): run["ocr"][1] for run in runs if run["action"] == "warn"}
+    for action in ACTIONS:
+        rows = [run for run in runs if run["action"] == action]
+        if not rows:
+            continue
+        seeds = [run["seed"] for run in rows]  # runs of a seed share prompts and noise
+        ocr, colour = (estimate(seeds, [run[name][1] for run in rows], (0.0, 1.0)) for name in HIDDEN["signs"])
+        changes = [run["ocr"][1] - of_warn[run["kind"], run["seed"]] for run in rows]
+        change = "" if action == "warn" else text(estimate(seeds, changes, (-1.0, 1.0)), "+.3f")
+        step, none = statistics.median(run["exported"] for run in rows), sum(run["exported"] == 0 for run in rows)
+        lines.append(f"| `{action}` | {text(ocr)} | {change} | {text(colour)} | {none} of {len(rows)} | {step:.0f} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> int:
     if (finished := run_or_evaluate(__doc__, arguments, jobs)) is None:
         return 0
     folder, done = finished
-    runs = [*filter(is_current, stored()), *(row for job in done for row in rows(job, folder))]
-    runs.sort(key=lambda run: (run["seed"], run["kind"], run["beside"], ACTIONS.index(run["action"])))
+    runs = [*stored(), *(row for job in done for row in rows(job, folder))]
+    runs.sort(key=lambda run: (run["seed"], run["kind"], ACTIONS.index(run["action"])))
     write_file(RESULTS, json.dumps({"runs": runs}, separators=(",", ":")).replace('{"kind"', '\n{"kind"') + "\n")
     write_section(PAGE, BEGIN, END, table(runs))
     return 0

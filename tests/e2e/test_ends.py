@@ -170,7 +170,7 @@ def test_a_run_whose_time_is_over_saves_its_step_and_is_continued(
 
     def late(self: Deadline, run: Any) -> None:
         if run.state.step == 2:
-            run.started -= 2 * 3600
+            run.history.started -= 2 * 3600
         stepping(self, run)
 
     monkeypatch.setattr(Deadline, "stepping", late)

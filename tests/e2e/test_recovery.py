@@ -134,4 +134,4 @@ def test_workers_that_died_are_still_counted_where_the_run_goes_back(
         shutil.rmtree(folder / "checkpoints")  # back to the start, after which step 0 is not validated again
         bring_together(run, (), None)
         assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [run.state.step] == [0]
-        assert run.log_start == 0
+        assert run.history.log_start == 0
